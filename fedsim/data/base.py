@@ -1,0 +1,20 @@
+"""The data-source contract."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from fedsim.plugins import Plugin
+from fedsim.types import Dataset
+
+
+class DataSource(Plugin):
+    """Loads a labelled image set. Fields say where it lies and how it is prepared."""
+
+    @abstractmethod
+    def load(self) -> Dataset:
+        """The whole set in memory, train and test split, in an order that never varies.
+
+        Raises:
+            FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
+        """

@@ -1,0 +1,216 @@
+"""The three kinds of defense, told apart by type, and `chain`, which composes them.
+
+A defense is a frozen plugin; what it remembers between rounds is a value that the caller keeps.
+`chain(a, b, c)` applies in written order and the empty chain is the identity, bit for bit. Each
+member states what it does to the *guarantee* proven so far, and only the whole stack's guarantee is
+ever accounted: a stack that is not a known mechanism has ε = ∞, never a guess.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedsim.plugins import Plugin
+from fedsim.types import FedsimError, LocalTraining, Tensors, Update, Vantage
+
+LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
+"""(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
+
+GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
+"""(parameters, images, labels, rng) -> the direction of one local step, named like parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A release that an accountant knows: Gaussian noise on a quantity of bounded L2 sensitivity.
+
+    `noise_multiplier` is standard deviation / sensitivity. `unit` is whose contribution is hidden
+    (zeroed out for `client`; one example removed for `example`). `releases` counts how often one
+    round makes the release; `sampled` says that each drew its own batch uniformly without
+    replacement from the client's data, independently of all others.
+    """
+
+    noise_multiplier: float
+    unit: Literal["client", "example"]
+    releases: int = 1
+    sampled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What is proven of an update on its way through a stack.
+
+    `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
+    `mechanism` is the release it has been through; `reason` says why there is none.
+    """
+
+    sensitivity: float = math.inf
+    mechanism: Mechanism | None = None
+    reason: str = "no noise is added"
+
+    def unproven(self, reason: str) -> Guarantee:
+        """After a step that may enlarge the update. Post-processing keeps a mechanism."""
+        return self if self.mechanism else replace(self, sensitivity=math.inf, reason=reason)
+
+
+class UpdateDefense(Plugin):
+    """Changes the update before it leaves the client: a pair of pure functions.
+
+    Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
+    """
+
+    @abstractmethod
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        """The state before the first round, for updates shaped like `update`.
+
+        `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
+        """
+
+    @abstractmethod
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """(defended update, next state). Mutates neither argument; names and shapes are kept."""
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """What holds after this defense, given what held before it.
+
+        Raises:
+            FedsimError: the defense cannot follow what comes before it.
+        """
+
+
+class TrainingDefense(Plugin):
+    """Changes how the client trains."""
+
+    @abstractmethod
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The local training that this defense makes of `declared`."""
+
+    @abstractmethod
+    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+        """The direction of a local step, given the loss and the direction so far."""
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
+        """What holds of the update after training that is described by `training`."""
+
+
+class AggregationDefense(Plugin):
+    """Changes what the server sees of a round: one combined update instead of each client's."""
+
+    @abstractmethod
+    def combine(self, updates: Iterable[Update]) -> Update:
+        """The only update the server gets to see. Consumes `updates` one by one."""
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """What holds of the combined update, given what holds of each client's."""
+
+
+Defense = UpdateDefense | TrainingDefense | AggregationDefense
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A chain of defenses: training defenses act first, then update ones, then the aggregation."""
+
+    training_defenses: tuple[TrainingDefense, ...] = ()
+    update_defenses: tuple[UpdateDefense, ...] = ()
+    aggregation: AggregationDefense | None = None
+
+    @property
+    def vantage(self) -> Vantage:
+        """What the server sees: each client's update, or only their combination."""
+        return "aggregate" if self.aggregation else "server"
+
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The local training after every training defense."""
+        for defense in self.training_defenses:
+            declared = defense.training(declared)
+        return declared
+
+    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+        """The direction of a local step after every training defense."""
+        for defense in self.training_defenses:
+            gradient = defense.gradient(loss, gradient)
+        return gradient
+
+    def guarantees(self, declared: LocalTraining) -> list[Guarantee]:
+        """What holds before the first update defense, and after each stage behind it."""
+        held = Guarantee()
+        training = self.training(declared)
+        for defense in self.training_defenses:
+            held = defense.guarantee(held, training)
+        proven = [held]
+        for member in self.update_defenses:
+            proven.append(member.guarantee(proven[-1]))
+        if self.aggregation:
+            proven.append(self.aggregation.guarantee(proven[-1]))
+        return proven
+
+    def init(self, update: Tensors, declared: LocalTraining) -> Tensors:
+        """The state of all update defenses before the first round, as one flat mapping."""
+        proven = self.guarantees(declared)
+        return {
+            f"{index}.{name}": tensor
+            for index, defense in enumerate(self.update_defenses)
+            for name, tensor in defense.init(_floating(update), proven[index].sensitivity).items()
+        }
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """(defended update, next state) after every update defense. Integer tensors pass by."""
+        defended = _floating(update)
+        after: dict[str, Tensor] = {}
+        for index, defense in enumerate(self.update_defenses):
+            prefix = f"{index}."
+            own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+            defended, own_after = defense.apply(defended, own, rng)
+            after |= {prefix + name: tensor for name, tensor in own_after.items()}
+        return {name: defended.get(name, tensor) for name, tensor in update.items()}, after
+
+
+def chain(*defenses: Defense) -> Stack:
+    """Compose `defenses` in written order; `chain()` is the identity.
+
+    Raises:
+        FedsimError: more than one aggregation defense, or one that is not the last.
+    """
+    for position, defense in enumerate(defenses):
+        if isinstance(defense, AggregationDefense) and position != len(defenses) - 1:
+            raise FedsimError(
+                f"an aggregation defense acts on the server, after every client's: put it last "
+                f"(found at position {position} of {len(defenses)})"
+            )
+    last = defenses[-1] if defenses else None
+    return Stack(
+        tuple(d for d in defenses if isinstance(d, TrainingDefense)),
+        tuple(d for d in defenses if isinstance(d, UpdateDefense)),
+        last if isinstance(last, AggregationDefense) else None,
+    )
+
+
+def global_norm(update: Tensors) -> Tensor:
+    """L2 norm of all tensors together, 0-d."""
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(tensor) for tensor in update.values()])
+    )
+
+
+def shapes(update: Tensors) -> Mapping[str, torch.Size]:
+    """Name -> shape."""
+    return {name: tensor.shape for name, tensor in update.items()}
+
+
+def _floating(update: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in update.items() if tensor.is_floating_point()}

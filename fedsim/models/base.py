@@ -1,0 +1,119 @@
+"""What every model is: a body that computes features and a head that classifies them.
+
+The split is what feature attacks work on: `forward(x) = head(features(x))` always holds.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from fedsim import plugins, rng
+from fedsim.plugins import Plugin
+from fedsim.types import ModelSpec
+
+
+class HeadConfig(BaseModel):
+    """A two-layer head f(x) = A σ(W x + b), instead of a single linear layer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    width: Annotated[int, Field(gt=0, le=1 << 20)] = 16384
+    """Hidden neurons."""
+    planted: Annotated[int, Field(ge=0)] = 0
+    """How many of them (the last ones) the server plants: rows of W ~ N(0, I), constant A."""
+
+    @model_validator(mode="after")
+    def _planted_fit(self) -> HeadConfig:
+        if self.planted > self.width:
+            raise ValueError(f"planted neurons ({self.planted}) exceed the width ({self.width})")
+        return self
+
+
+class Dropout(nn.Module):
+    """Drops hidden neurons in train mode; `rate` is set per run by the local training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.0
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Zero each neuron with probability `rate`, and scale the others by 1 / (1 - rate)."""
+        return F.dropout(hidden, self.rate, training=self.training) if self.rate else hidden
+
+
+class Classifier(nn.Module):
+    """Body and head. Input (B, C, H, W) normalized; features (B, d); output (B, K) logits."""
+
+    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.head = head
+
+    def features(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, d), flattened."""
+        features: Tensor = self.body(images)
+        return features.flatten(1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, K) logits."""
+        logits: Tensor = self.head(self.features(images))
+        return logits
+
+    def set_dropout(self, rate: float) -> None:
+        """Set the rate of the head's dropout."""
+        for module in self.modules():
+            if isinstance(module, Dropout):
+                module.rate = rate
+
+
+class ModelPlugin(Plugin):
+    """A named architecture. Its fields are the architecture's hyper-parameters."""
+
+    head: HeadConfig | None = None
+    """A two-layer head in place of the single linear layer."""
+
+    @abstractmethod
+    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+        """The model with freshly drawn weights (from torch's global stream).
+
+        Raises:
+            FedsimError: the architecture does not fit images of this shape.
+        """
+
+
+def build(spec: ModelSpec, seed: int) -> Classifier:
+    """Build the model that `spec` names; its weights are a function of `seed`.
+
+    Raises:
+        PluginError: the model is not installed.
+        FedsimError: the architecture does not fit the images.
+    """
+    cls = plugins.load("fedsim.models", spec.name)
+    if not issubclass(cls, ModelPlugin):
+        raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
+    with rng.global_stream(seed):
+        return cls.model_validate(dict(spec.parameters)).build(spec.input_shape, spec.num_classes)
+
+
+def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:
+    """Pixels in [0, 1] -> the model's input. Differentiable."""
+    mean, std = _statistics(pixels, spec)
+    return (pixels - mean) / std
+
+
+def denormalize(images: Tensor, spec: ModelSpec) -> Tensor:
+    """The model's input -> pixels, not clamped. Differentiable."""
+    mean, std = _statistics(images, spec)
+    return images * std + mean
+
+
+def _statistics(like: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
+    options = {"dtype": like.dtype, "device": like.device}
+    mean = torch.tensor(spec.mean, **options).view(1, -1, 1, 1)
+    return mean, torch.tensor(spec.std, **options).view(1, -1, 1, 1)

@@ -1,0 +1,75 @@
+"""A client's local training as a pure, differentiable function of its data.
+
+The learner runs it to make an update; an attack runs the very same function on candidate images, so
+that at the true images the attack's objective is exactly zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import functional_call
+
+from fedsim.models.base import Classifier
+from fedsim.types import LocalTraining, Tensors
+
+LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
+DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
+
+
+def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
+    """Mean cross-entropy as a pure function of (parameters, images, labels).
+
+    Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
+    statistics into `buffers`, in place: hand over a copy and read the new statistics there.
+    """
+    model.train(training.mode == "train")
+    model.set_dropout(training.dropout)
+
+    def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+        logits = functional_call(model, (dict(parameters), dict(buffers)), (images,))
+        return F.cross_entropy(logits, labels)
+
+    return loss
+
+
+def gradient(
+    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor, create_graph: bool = False
+) -> Tensors:
+    """Gradient of the loss in the parameters; differentiable in the images if `create_graph`."""
+    inputs = {
+        name: value if value.requires_grad else value.detach().requires_grad_()
+        for name, value in parameters.items()
+    }
+    grads = torch.autograd.grad(
+        loss(inputs, images, labels), list(inputs.values()), create_graph=create_graph
+    )
+    return dict(zip(inputs, grads, strict=True))
+
+
+def local_update(
+    direction: DirectionFn,
+    parameters: Tensors,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    training: LocalTraining,
+) -> Tensors:
+    """The update that `training` makes of `batches` (one per step), see `LocalTraining`.
+
+    `direction(parameters, images, labels)` is one step's gradient, or what a defense makes of it.
+    Momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
+    """
+    if training.algorithm == "fedsgd":
+        ((images, labels),) = batches
+        return direction(parameters, images, labels)
+    current = dict(parameters)
+    velocity: dict[str, Tensor] = {}
+    for images, labels in batches:
+        step = direction(current, images, labels)
+        for name, grad in step.items():
+            previous = velocity.get(name) if training.momentum else None
+            velocity[name] = grad if previous is None else training.momentum * previous + grad
+            current[name] = current[name] - training.lr * velocity[name]
+    return {name: current[name] - parameters[name] for name in parameters}

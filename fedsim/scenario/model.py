@@ -1,0 +1,161 @@
+"""The scenario: what a user writes, as frozen pydantic models. Unknown keys are refused.
+
+Plugins (attack, defense, model, data source) are written as `{name: ..., parameter: value, ...}`
+or, without parameters, as just the name; their parameters are validated by the plugin's own class.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedsim.types import Algorithm, BatchNormKnowledge, Batches, Labels, Mode
+
+Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
+"""A name that is also a safe file name."""
+
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Positive = Annotated[float, Field(gt=0, lt=1e12)]
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, finite numbers only, no coercion."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class PluginRef(Section):
+    """A plugin by name, with its parameters as the plugin's own class resolved them."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class Partition(Section):
+    """How the training set is divided among clients."""
+
+    name: Literal["iid", "dirichlet", "shards", "natural", "file"] = "iid"
+    alpha: Positive | None = None
+    """dirichlet: concentration; small is heterogeneous."""
+    shards_per_client: Count | None = None
+    """shards: how many single-class shards a client holds."""
+    path: str | None = None
+    """file: a CSV or JSON file that maps each training index to a client."""
+
+
+class Data(Section):
+    """What the clients train on."""
+
+    source: PluginRef
+    clients: Annotated[int, Field(ge=1, le=100_000)] = 4
+    partition: Partition = Partition()
+
+
+class Local(Section):
+    """One client's training in one round."""
+
+    steps: Count = 1
+    batch_size: Count = 4
+    lr: Positive = 0.1
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    mode: Mode = "train"
+    batches: Batches = "different"
+
+
+class Training(Section):
+    """The federation's training."""
+
+    algorithm: Algorithm | None = None
+    """Default: fedsgd for one local step without momentum, fedavg otherwise."""
+    rounds: Annotated[int, Field(ge=1, le=100_000)] = 3
+    local: Local = Local()
+    evaluate_every: Count = 1
+    """Test the global model every so many rounds (and after the last)."""
+
+
+class Federation(Section):
+    """Who takes part, and which engine carries the messages."""
+
+    engine: Literal["local", "simulation"] = "local"
+    strategy: str = "FedAvg"
+    """Any strategy of flwr.serverapp.strategy, by class name."""
+    strategy_parameters: dict[str, Any] = {}
+    participation: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Fraction of clients sampled each round (at least one)."""
+    timeout: Positive = 600.0
+    """Seconds after which a client's answer is late: it is left out and counted."""
+    checkpoint_every: Count = 1
+    """Rounds between checkpoints."""
+
+
+class AttackEntry(Section):
+    """An attack to run on every recorded observation."""
+
+    name: str
+    label: Slug | None = None
+    """Distinguishes two entries of the same attack; default: the name."""
+    restarts: Annotated[int, Field(ge=1, le=1000)] = 1
+    parameters: dict[str, Any] = {}
+
+
+class Observe(Section):
+    """Which updates are recorded. Each is also attacked and scored."""
+
+    vantage: Literal["server"] = "server"
+    rounds: list[Annotated[int, Field(ge=1)] | Literal["last"]] = ["last"]
+    clients: list[Annotated[int, Field(ge=0)]] | Literal["all"] = [0]
+    batch_sizes: list[Count] | None = None
+    """Probe each observed client once per size and trial, besides its training update, so that
+    leakage can be compared across batch sizes. None: record the training update itself."""
+    trials: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Independent batches per (round, client, batch size)."""
+
+
+class KnowledgeGrant(Section):
+    """What the attacker is granted beyond the observation."""
+
+    labels: Labels = "inferred"
+    bn: BatchNormKnowledge = "none"
+
+
+class Privacy(Section):
+    """How the ledger states the claim."""
+
+    delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+
+
+class Scoring(Section):
+    """How reconstructions are scored."""
+
+    lpips_weights: str | None = None
+    """Path of the backbone's weights for LPIPS; else they are used if torchvision has them."""
+    lpips_backbone: Literal["alex", "vgg", "squeeze"] = "alex"
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+
+class Scenario(Section):
+    """Everything that determines a run: same scenario, same bytes."""
+
+    name: Slug
+    description: str = ""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "cpu"
+    data: Data
+    model: PluginRef
+    training: Training = Training()
+    federation: Federation = Federation()
+    defenses: dict[Slug, list[PluginRef]] = {"none": []}
+    attacks: list[AttackEntry]
+    observe: Observe = Observe()
+    knowledge: KnowledgeGrant = KnowledgeGrant()
+    privacy: Privacy = Privacy()
+    scoring: Scoring = Scoring()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Scenario:
+        labels = [entry.label or entry.name for entry in self.attacks]
+        for label in labels:
+            if labels.count(label) > 1:
+                raise ValueError(f"two attacks are called {label!r}: give each a label of its own")
+        return self

@@ -1,0 +1,194 @@
+"""What passes between the stages: frozen values whose shapes and units are stated here.
+
+Nothing in this module imports the rest of fedsim, so a plugin or a replay on a machine without
+Flower needs no more than this. Images are `float32` of shape (B, C, H, W); *pixels* are in [0, 1],
+*normalized* images are `(pixels - mean) / std` and are what a model consumes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
+
+Tensors = Mapping[str, Tensor]
+"""Named tensors: a model's parameters, or an update of the same names and shapes."""
+
+Algorithm = Literal["fedsgd", "fedavg"]
+Mode = Literal["train", "eval"]
+Batches = Literal["same", "different"]
+Vantage = Literal["server", "aggregate"]
+Labels = Literal["none", "inferred", "known"]
+BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
+
+
+class FedsimError(Exception):
+    """An error that a user can act on: the message names the cause and the remedy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """How a client turns a batch into an update. Public: every observation declares it.
+
+    `fedsgd`: the update is the gradient of the mean loss over one batch (gradient units).
+    `fedavg`: the update is `weights after - weights before` after `steps` SGD steps (weight units).
+    """
+
+    algorithm: Algorithm
+    steps: int
+    batch_size: int
+    lr: float
+    momentum: float = 0.0
+    mode: Mode = "train"
+    batches: Batches = "different"
+    """`same`: each step sees the same batch; `different`: each step sees a batch of its own."""
+    dropout: float = 0.0
+    """Probability that a hidden neuron of the head is dropped in a step."""
+
+    @property
+    def num_images(self) -> int:
+        """How many distinct images one update is computed from."""
+        return self.batch_size * (self.steps if self.batches == "different" else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a client releases in a round.
+
+    `tensors` has the names and shapes of the model's parameters; `buffers` has the new
+    floating-point buffers (batch-norm statistics; empty for models without). `num_examples` is the
+    aggregation weight.
+    """
+
+    tensors: Tensors
+    num_examples: int
+    buffers: Tensors = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Names a model so that an attacker (who has its code) can build it again."""
+
+    name: str
+    parameters: Mapping[str, Any]
+    input_shape: tuple[int, int, int]
+    """(C, H, W)."""
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Per-channel normalization, public knowledge."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What an attacker at a vantage point saw of one update, decoded from the wire.
+
+    It holds no label, no pixel and no client state: only what crossed the wire and what is public.
+    """
+
+    id: str
+    """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`."""
+    update: Tensors
+    """As decoded from the wire (after the defense). Names and shapes of `parameters`."""
+    buffers_update: Tensors
+    """The client's new batch-norm buffers, if the model has any."""
+    parameters: Tensors
+    """The global weights that the client started from."""
+    buffers: Tensors
+    """The global model's buffers that the client started from."""
+    model: ModelSpec
+    training: LocalTraining
+    defense: tuple[Mapping[str, Any], ...]
+    """The declared defense stack, `name` and parameters of each, in order of application."""
+    vantage: Vantage
+    round: int
+    client: int
+    """Client (partition) id; -1 at the aggregate vantage."""
+    num_clients: int
+    """How many clients' updates are summed in `update` (1 at the server vantage)."""
+    trial: int
+    seed: int
+
+    @property
+    def num_images(self) -> int:
+        """How many images the observed update was computed from."""
+        return self.training.num_images * self.num_clients
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroundTruth:
+    """What the client really used. Goes from the client to the score, never to an attack."""
+
+    images: Tensor
+    """(N, C, H, W) pixels in [0, 1]."""
+    labels: Tensor
+    """(N,) int64."""
+    features: Tensor | None = None
+    """(N, d) inputs of the head under the global weights, for feature metrics."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What the threat model grants an attack beyond the observation."""
+
+    labels: Labels = "none"
+    true_labels: Tensor | None = None
+    """(N,) int64, set only if `labels == "known"`."""
+    bn: BatchNormKnowledge = "none"
+    exact_bn: Tensors | None = None
+    """Statistics of the victim batch, set only if `bn == "exact"`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reconstruction:
+    """What an attack claims to have recovered. What it does not recover is None."""
+
+    images: Tensor | None = None
+    """(N, C, H, W) pixels in [0, 1]."""
+    labels: Tensor | None = None
+    """(N,) int64."""
+    features: Tensor | None = None
+    """(N, d)."""
+    loss: float
+    """The attack's own objective at the returned point: the only thing selection may use."""
+    iterations: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """A data source in memory. Images are uint8 so that CIFAR-sized sets stay small."""
+
+    name: str
+    train_images: Tensor
+    """(N, C, H, W) uint8."""
+    train_labels: Tensor
+    """(N,) int64."""
+    test_images: Tensor
+    test_labels: Tensor
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    """Per-channel normalization of pixels in [0, 1]."""
+    classes: tuple[str, ...]
+    client_of: Tensor | None = None
+    """(N,) int64: the natural client of each training image, where the source knows it."""
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """(C, H, W)."""
+        _, c, h, w = self.train_images.shape
+        return (c, h, w)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrivacyClaim:
+    """What a whole defense stack guarantees. ε = ∞ unless the stack is a known mechanism."""
+
+    epsilon: float
+    delta: float | None
+    accountant: str | None
+    unit: Literal["client", "example"] | None
+    """Whose presence is hidden: all of a client's data, or one example of it."""
+    reason: str | None
+    """Why ε is ∞, where it is."""
