@@ -1,3 +1,36 @@
-from importlib.metadata import version
+"""fedsim: what does a federated-learning deployment leak, and which defense is worth its price?
 
+>>> import fedsim                                           # doctest: +SKIP
+>>> record = fedsim.run("scenarios/quickstart.yaml")        # doctest: +SKIP
+>>> fedsim.attack(record.observations()[0], "inverting_gradients")   # doctest: +SKIP
+
+Names are loaded when first used, so `import fedsim` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedsim.pipeline import attack, run
+    from fedsim.recording import load_observation
+    from fedsim.scenario import Scenario, load
+
+_HOMES = {
+    "attack": "fedsim.pipeline",
+    "run": "fedsim.pipeline",
+    "load_observation": "fedsim.recording",
+    "Scenario": "fedsim.scenario",
+    "load": "fedsim.scenario",
+}
+
+__all__ = ["Scenario", "attack", "load", "load_observation", "run"]
 __version__ = version("fedsim")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

@@ -12,13 +12,12 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fedsim.plugins import Plugin
-from fedsim.types import FedsimError, LocalTraining, Tensors, Update, Vantage
+from fedsim.types import FedsimError, LocalTraining, Relation, Tensors, Unit, Update, Vantage
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 """(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
@@ -29,16 +28,19 @@ GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
 
 @dataclass(frozen=True, kw_only=True)
 class Mechanism:
-    """A release that an accountant knows: Gaussian noise on a quantity of bounded L2 sensitivity.
+    """A release that an accountant knows: Gaussian noise on a quantity of bounded contributions.
 
-    `noise_multiplier` is standard deviation / sensitivity. `unit` is whose contribution is hidden
-    (zeroed out for `client`; one example removed for `example`). `releases` counts how often one
-    round makes the release; `sampled` says that each drew its own batch uniformly without
-    replacement from the client's data, independently of all others.
+    `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
+    contributes. `relation` says what neighbouring data are: under `zero_out` the unit's contribution
+    is replaced by zero and the sensitivity is C; under `replace_one` it is replaced by any other
+    and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampled`
+    says that each drew its own batch uniformly without replacement from the client's data,
+    independently of all others.
     """
 
     noise_multiplier: float
-    unit: Literal["client", "example"]
+    unit: Unit
+    relation: Relation
     releases: int = 1
     sampled: bool = False
 
@@ -201,10 +203,23 @@ def chain(*defenses: Defense) -> Stack:
 
 
 def global_norm(update: Tensors) -> Tensor:
-    """L2 norm of all tensors together, 0-d."""
-    return torch.linalg.vector_norm(
-        torch.stack([torch.linalg.vector_norm(tensor) for tensor in update.values()])
-    )
+    """L2 norm of all tensors together, 0-d float64; 0 if there are none."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+
+
+def all_finite(update: Tensors) -> bool:
+    """Whether no entry is infinite or NaN."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in update.values())
+
+
+def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
+    """`update` plus independent N(0, std^2) on every entry; `std` 0 is the identity, bit for bit.
+
+    Noise is drawn where `rng` lives and, for half-precision tensors, rounded after the addition. It
+    is ordinary floating-point noise: the attack of Mironov (CCS 2012) on its low bits is not met.
+    """
+    return {name: _plus_gaussian(tensor, std, rng) for name, tensor in update.items()}
 
 
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:
@@ -214,3 +229,11 @@ def shapes(update: Tensors) -> Mapping[str, torch.Size]:
 
 def _floating(update: Tensors) -> Tensors:
     return {name: tensor for name, tensor in update.items() if tensor.is_floating_point()}
+
+
+def _plus_gaussian(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
+    if std == 0:
+        return tensor
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    noise = torch.randn(tensor.shape, generator=rng, dtype=wide, device=rng.device)
+    return (tensor.to(wide) + std * noise.to(tensor.device)).to(tensor.dtype)

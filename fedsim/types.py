@@ -22,6 +22,8 @@ Batches = Literal["same", "different"]
 Vantage = Literal["server", "aggregate"]
 Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
+Unit = Literal["client", "example"]
+Relation = Literal["zero_out", "replace_one"]
 
 
 class FedsimError(Exception):
@@ -188,7 +190,9 @@ class PrivacyClaim:
     epsilon: float
     delta: float | None
     accountant: str | None
-    unit: Literal["client", "example"] | None
+    unit: Unit | None
     """Whose presence is hidden: all of a client's data, or one example of it."""
+    relation: Relation | None = None
+    """What the hidden contribution is exchanged for: nothing (zero), or any other example's."""
     reason: str | None
     """Why ε is ∞, where it is."""

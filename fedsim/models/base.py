@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 
 from fedsim import plugins, rng
+from fedsim.models.layers import Activation
 from fedsim.plugins import Plugin
 from fedsim.types import ModelSpec
 
@@ -27,6 +28,8 @@ class HeadConfig(BaseModel):
     """Hidden neurons."""
     planted: Annotated[int, Field(ge=0)] = 0
     """How many of them (the last ones) the server plants: rows of W ~ N(0, I), constant A."""
+    activation: Activation = "relu"
+    """σ."""
 
     @model_validator(mode="after")
     def _planted_fit(self) -> HeadConfig:

@@ -37,16 +37,26 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 
 
 def gradient(
-    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor, create_graph: bool = False
+    loss: LossFn,
+    parameters: Tensors,
+    images: Tensor,
+    labels: Tensor,
+    *,
+    create_graph: bool = False,
+    on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Gradient of the loss in the parameters; differentiable in the images if `create_graph`."""
+    """Gradient of the loss in the parameters; differentiable in the images if `create_graph`.
+
+    `on_loss` is told the loss itself, detached.
+    """
     inputs = {
         name: value if value.requires_grad else value.detach().requires_grad_()
         for name, value in parameters.items()
     }
-    grads = torch.autograd.grad(
-        loss(inputs, images, labels), list(inputs.values()), create_graph=create_graph
-    )
+    value = loss(inputs, images, labels)
+    if on_loss:
+        on_loss(value.detach())
+    grads = torch.autograd.grad(value, list(inputs.values()), create_graph=create_graph)
     return dict(zip(inputs, grads, strict=True))
 
 

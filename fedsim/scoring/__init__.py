@@ -1,0 +1,31 @@
+"""Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
+
+from fedsim.scoring.guess import baseline, majority_label, mean_image
+from fedsim.scoring.image import PSNR_CAP
+from fedsim.scoring.matching import MISSING, match
+from fedsim.scoring.outcome import ScoringError, Unavailable
+from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
+from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
+from fedsim.scoring.statistics import Summary, bootstrap_interval, summarize
+
+__all__ = [
+    "METRICS",
+    "MISSING",
+    "PSNR_CAP",
+    "Backbone",
+    "LpipsMetric",
+    "Metric",
+    "Scores",
+    "ScoringError",
+    "Summary",
+    "Unavailable",
+    "baseline",
+    "bootstrap_interval",
+    "load_lpips",
+    "majority_label",
+    "match",
+    "matched_images",
+    "mean_image",
+    "score",
+    "summarize",
+]

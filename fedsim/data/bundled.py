@@ -1,0 +1,159 @@
+"""Real images that scikit-image and scikit-learn carry inside their packages: nothing to download.
+
+Each set is split once and for all, a fixed share of every class going to the test split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.data.base import DataSource
+from fedsim.data.images import from_pil, resize, statistics, stratified_split
+from fedsim.types import Dataset
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Size = Annotated[int, Field(ge=8, le=512)]
+
+_TEST_FRACTION = 0.2
+_CROP, _GRID, _KEPT = 32, 7, 40
+
+
+@final
+class Faces(DataSource):
+    """200 grey photographs, 100 of faces and 100 of backgrounds (labels 0 and 1).
+
+    25x25 pixels, enlarged to 32x32 by default. 160 train, 40 test.
+    """
+
+    paper: ClassVar[str] = (
+        "A subset of Labeled Faces in the Wild (Huang et al., 2007), skimage.data.lfw_subset"
+    )
+
+    size: Size = 32
+    """Height and width, in pixels."""
+
+    def load(self) -> Dataset:
+        """See the class."""
+        from skimage.data import lfw_subset
+
+        images = _resized(lfw_subset(), self.size)
+        labels = torch.arange(len(images)) // 100
+        return _dataset("faces", images, labels, ("face", "background"))
+
+
+@final
+class Digits(DataSource):
+    """1797 handwritten digits in grey, 8x8 pixels, enlarged to 32x32 by default.
+
+    The default size is one that every model and every image metric accepts; the information is
+    that of 8x8 pixels at any size.
+    """
+
+    paper: ClassVar[str] = (
+        "Optical Recognition of Handwritten Digits (Alpaydin and Kaynak, UCI, 1998), "
+        "sklearn.datasets.load_digits"
+    )
+
+    size: Size = 32
+    """Height and width, in pixels; 8 leaves the images as they are."""
+
+    def load(self) -> Dataset:
+        """See the class."""
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        images = _resized(digits.images / 16, self.size)
+        labels = torch.from_numpy(digits.target).long()
+        return _dataset("digits", images, labels, tuple(str(digit) for digit in range(10)))
+
+
+@final
+class Photos(DataSource):
+    """320 colour crops of 32x32 pixels from eight photographs; the class is the photograph.
+
+    Each photograph is reduced until its shorter side is seven crops long and cut into a grid of
+    crops that do not overlap, of which the 40 with the most contrast are kept (so, no empty sky).
+    256 train, 64 test.
+    """
+
+    paper: ClassVar[str] = (
+        "Photographs in skimage.data and sklearn.datasets (see their own credits)"
+    )
+
+    def load(self) -> Dataset:
+        """See the class."""
+        photographs = _photographs()
+        crops = torch.cat([_crops(picture) for picture in photographs.values()])
+        labels = torch.arange(len(photographs)).repeat_interleave(_KEPT)
+        return _dataset("photos", crops, labels, tuple(photographs))
+
+
+def _photographs() -> Mapping[str, Image]:
+    from PIL import Image
+    from skimage import data
+    from sklearn.datasets import load_sample_image
+
+    pixels: Mapping[str, Any] = {
+        "astronaut": data.astronaut(),
+        "cat": data.chelsea(),
+        "coffee": data.coffee(),
+        "rocket": data.rocket(),
+        "tissue": data.immunohistochemistry(),
+        "motorcycle": data.stereo_motorcycle()[0],
+        "pavilion": load_sample_image("china.jpg"),
+        "dahlia": load_sample_image("flower.jpg"),
+    }
+    return {name: Image.fromarray(array) for name, array in pixels.items()}
+
+
+def _crops(picture: Image) -> Tensor:
+    scale = _GRID * _CROP / min(picture.size)
+    width, height = (round(side * scale) for side in picture.size)
+    pixels = from_pil(resize(picture, width, height))
+    top, left = (height % _CROP) // 2, (width % _CROP) // 2
+    grid = (
+        pixels[:, top:, left:]
+        .unfold(1, _CROP, _CROP)
+        .unfold(2, _CROP, _CROP)
+    )
+    crops = grid.permute(1, 2, 0, 3, 4).flatten(0, 1)
+    # Exact integers, so that the order never depends on rounding.
+    sums = crops.long().sum((2, 3))
+    variance = crops.long().square().sum((2, 3)) * _CROP**2 - sums.square()
+    contrast = variance.sum(1)
+    kept = contrast.argsort(descending=True, stable=True)[: _KEPT]
+    return crops[kept.sort().values]
+
+
+def _resized(grey: Any, size: int) -> Tensor:
+    """(N, H, W) array in [0, 1] -> (N, 1, size, size) uint8."""
+    from PIL import Image
+
+    return torch.stack(
+        [
+            from_pil(resize(Image.fromarray(image), size, size))
+            for image in (grey * 255).round().clip(0, 255).astype("uint8")
+        ]
+    )
+
+
+def _dataset(name: str, images: Tensor, labels: Tensor, classes: tuple[str, ...]) -> Dataset:
+    train, test = stratified_split(labels, _TEST_FRACTION, name)
+    mean, std = statistics(images[train])
+    return Dataset(
+        name=name,
+        train_images=images[train],
+        train_labels=labels[train],
+        test_images=images[test],
+        test_labels=labels[test],
+        mean=mean,
+        std=std,
+        classes=classes,
+    )

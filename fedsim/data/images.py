@@ -1,0 +1,60 @@
+"""What every data source does with pixels: resizing, a stratified split, channel statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+
+def from_pil(image: Image) -> Tensor:
+    """A grey or RGB picture as (1 or 3, H, W) uint8."""
+    import numpy as np
+
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels[None] if pixels.dim() == 2 else pixels.permute(2, 0, 1).contiguous()
+
+
+def resize(image: Image, width: int, height: int) -> Image:
+    """Bicubic with antialiasing, in Pillow's integer arithmetic: same bytes on every machine."""
+    from PIL.Image import Resampling
+
+    if image.size == (width, height):
+        return image
+    return image.resize((width, height), Resampling.BICUBIC)
+
+
+def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
+    """(train, test) indices, sorted and disjoint; each class keeps its share in both.
+
+    A function of `labels` and `name` alone: the split of a data source never changes.
+    """
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    for label in labels.unique().tolist():
+        members = (labels == label).nonzero().flatten()
+        order = torch.randperm(len(members), generator=rng.generator(0, "split", name, label))
+        test[members[order[: round(test_fraction * len(members))]]] = True
+    return (~test).nonzero().flatten(), test.nonzero().flatten()
+
+
+def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation of each channel of (N, C, H, W) uint8, in [0, 1] pixels.
+
+    Exact, from the histogram of the 256 values. The deviation of a constant channel is given as
+    one grey level, so that normalizing never divides by zero.
+    """
+    levels = torch.arange(256, dtype=torch.float64) / 255
+    means, deviations = [], []
+    for channel in range(images.shape[1]):
+        counts = torch.bincount(images[:, channel].flatten(), minlength=256).double()
+        share = counts / counts.sum()
+        mean = (share * levels).sum()
+        means.append(float(mean))
+        deviations.append(max(float((share * (levels - mean) ** 2).sum().sqrt()), 1 / 255))
+    return tuple(means), tuple(deviations)

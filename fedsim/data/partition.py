@@ -1,0 +1,254 @@
+"""How the training set is divided among clients, by Flower's own partitioners."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.types import Dataset, FedsimError
+
+if TYPE_CHECKING:
+    from flwr_datasets.partitioner import Partitioner
+
+    from fedsim.scenario.model import Partition
+
+_PARAMETERS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
+_OFFLINE = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
+
+
+def partition(
+    dataset: Dataset, config: Partition, clients: int, seed: int, *, least: int = 1
+) -> list[Tensor]:
+    """The training indices of each client: sorted, disjoint, together all of them.
+
+    `iid`: parts of equal size (to within one) in random order. `dirichlet`: each class is divided
+    in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
+    class and cut into clients x shards_per_client equal shards, dealt at random (McMahan et al.
+    2017); a shard at the border of two classes holds both. `natural`: the source knows whose each
+    image is. `file`: a CSV file with columns `index,client`, or a JSON list of each image's client.
+
+    Args:
+        dataset: its training split is divided.
+        config: which of the above, with its parameter.
+        clients: how many parts.
+        seed: same seed, same parts.
+        least: the fewest images a client may end up with.
+
+    Raises:
+        FedsimError: no such division exists or was found, with the remedy.
+    """
+    count = len(dataset.train_labels)
+    _check_parameters(config)
+    if clients * least > count:
+        raise FedsimError(
+            f"{clients} clients of at least {least} images need {clients * least} training images, "
+            f"{dataset.name} has {count}: lower data.clients or use a larger source"
+        )
+    if config.path is not None:
+        parts = _by_owner(_read_owners(Path(config.path), count, clients), clients)
+    elif config.name == "natural":
+        parts = _by_owner(_natural_owners(dataset, clients), clients)
+    else:
+        parts = _drawn(dataset.train_labels, config, clients, seed, least)
+    smallest = min(range(clients), key=lambda client: len(parts[client]))
+    if len(parts[smallest]) < least:
+        raise FedsimError(
+            f"partition {config.name} leaves client {smallest} with {len(parts[smallest])} images, "
+            f"fewer than {least}: lower data.clients or choose another partition"
+        )
+    return parts
+
+
+def sample_batch(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
+    """`batch_size` of `indices`, drawn uniformly without replacement.
+
+    Raises:
+        FedsimError: there are fewer.
+    """
+    if batch_size > len(indices):
+        raise FedsimError(
+            f"a batch of {batch_size} images was asked of a client that has {len(indices)}: lower "
+            "the batch size, lower data.clients, or choose a more even partition"
+        )
+    return indices[torch.randperm(len(indices), generator=rng)[:batch_size]]
+
+
+def _check_parameters(config: Partition) -> None:
+    needed = _PARAMETERS.get(config.name)
+    for name in _PARAMETERS.values():
+        given = getattr(config, name) is not None
+        if name == needed and not given:
+            raise FedsimError(
+                f"partition {config.name} needs {name}: set data.partition.{name}"
+            )
+        if name != needed and given:
+            raise FedsimError(
+                f"partition {config.name} has no {name}: remove data.partition.{name}"
+            )
+
+
+def _drawn(
+    labels: Tensor, config: Partition, clients: int, seed: int, least: int
+) -> list[Tensor]:
+    # Rows are shuffled first: the sources are in class order, and Flower's IidPartitioner cuts
+    # contiguous parts.
+    rows = torch.randperm(len(labels), generator=rng.generator(seed, "rows"))
+    draw_seed = rng.derive(seed, "draw")
+    with _quiet_and_offline():
+        from flwr_datasets.partitioner import (
+            DirichletPartitioner,
+            IidPartitioner,
+            ShardPartitioner,
+        )
+
+        if config.name == "iid":
+            return _parts(IidPartitioner(num_partitions=clients), rows, labels[rows], clients)
+        if config.name == "shards":
+            per_client = _whole_shards(len(labels), clients, config.shards_per_client or 0)
+            sharder = ShardPartitioner(
+                num_partitions=clients,
+                partition_by="label",
+                num_shards_per_partition=per_client,
+                shuffle=False,
+                seed=draw_seed,
+            )
+            return _parts(sharder, rows, labels[rows], clients)
+        sampler = DirichletPartitioner(
+            num_partitions=clients,
+            partition_by="label",
+            alpha=float(config.alpha or 0),
+            min_partition_size=least,
+            shuffle=False,
+            seed=draw_seed,
+        )
+        try:
+            return _parts(sampler, rows, labels[rows], clients)
+        except ValueError as error:
+            raise FedsimError(
+                f"ten draws from Dir({config.alpha}) all left some of {clients} clients with fewer "
+                f"than {least} of {len(labels)} images: raise data.partition.alpha or lower "
+                "data.clients"
+            ) from error
+
+
+def _whole_shards(count: int, clients: int, per_client: int) -> int:
+    """`per_client`, if clients x per_client shards of equal size use every image."""
+    if count % (clients * per_client) == 0:
+        return per_client
+    fitting = [n for n in range(1, count // clients + 1) if count % (clients * n) == 0]
+    nearest = sorted(sorted(fitting, key=lambda n: abs(n - per_client))[:3])
+    remedy = (
+        f"set data.partition.shards_per_client to {' or '.join(map(str, nearest))}"
+        if nearest
+        else f"choose data.clients so that it divides {count}"
+    )
+    raise FedsimError(
+        f"{count} training images cannot be cut into {clients} x {per_client} equal shards: "
+        f"{remedy}"
+    )
+
+
+def _by_owner(owners: Tensor, clients: int) -> list[Tensor]:
+    with _quiet_and_offline():
+        from flwr_datasets.partitioner import NaturalIdPartitioner
+
+        rows = torch.arange(len(owners))
+        return _parts(NaturalIdPartitioner(partition_by="label"), rows, owners, clients)
+
+
+def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int) -> list[Tensor]:
+    """Let `partitioner` divide the rows, whose images and labels are given."""
+    from datasets import Dataset as Table
+
+    partitioner.dataset = Table.from_dict({"row": rows.tolist(), "label": labels.tolist()})
+    return [
+        torch.tensor(partitioner.load_partition(client)["row"], dtype=torch.int64).sort().values
+        for client in range(clients)
+    ]
+
+
+@contextlib.contextmanager
+def _quiet_and_offline() -> Iterator[None]:
+    """No telemetry, no look-up on a hub, no progress bars, no warning for each failed draw."""
+    before = {name: os.environ.get(name) for name in _OFFLINE}
+    os.environ.update(_OFFLINE)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _natural_owners(dataset: Dataset, clients: int) -> Tensor:
+    if dataset.client_of is None:
+        raise FedsimError(
+            f"{dataset.name} does not say whose its images are: use another partition, or a source "
+            "that knows (image_folder with `client_folders: true`)"
+        )
+    found = len(dataset.client_of.unique())
+    if found != clients:
+        raise FedsimError(
+            f"{dataset.name} has {found} natural clients, the scenario asks for {clients}: set "
+            f"data.clients to {found}"
+        )
+    return dataset.client_of
+
+
+def _read_owners(path: Path, count: int, clients: int) -> Tensor:
+    """(count,) client of each training image, from a CSV or JSON file."""
+    try:
+        owner_of = _parse(path.read_text(encoding="utf-8"), path.suffix.lower() == ".json")
+    except OSError as error:
+        raise FedsimError(
+            f"the partition file {path} cannot be read ({error.strerror}): correct "
+            "data.partition.path"
+        ) from error
+    except (ValueError, KeyError, TypeError, csv.Error) as error:
+        raise FedsimError(
+            f"the partition file {path} is not understood ({type(error).__name__}: {error}): write "
+            "a CSV file with columns index,client or a JSON list of each image's client"
+        ) from error
+    if sorted(index for index, _ in owner_of) != list(range(count)):
+        raise FedsimError(
+            f"the partition file {path} must name each training index from 0 to {count - 1} "
+            f"exactly once; it has {len(owner_of)} entries"
+        )
+    wrong = {client for _, client in owner_of} ^ set(range(clients))
+    if wrong:
+        raise FedsimError(
+            f"the partition file {path} must give images to the clients 0 to {clients - 1} and no "
+            f"others (see client {min(wrong)}): correct it, or set data.clients to what it has"
+        )
+    return torch.tensor([client for _, client in sorted(owner_of)], dtype=torch.int64)
+
+
+def _parse(text: str, is_json: bool) -> list[tuple[int, int]]:
+    """(index, client) pairs, in the file's order."""
+    if not is_json:
+        rows = csv.DictReader(io.StringIO(text), strict=True)
+        return [(int(row["index"]), int(row["client"])) for row in rows]
+    listed = json.loads(text)
+    if not isinstance(listed, list) or not all(type(client) is int for client in listed):
+        raise TypeError("expected a list of whole numbers")
+    return list(enumerate(listed))

@@ -1,0 +1,267 @@
+"""The attack stage: every (observation, attack) is a job, and jobs run in worker processes.
+
+A job reads a recording and its truth from disk, attacks, scores and writes its reconstruction, so
+workers share nothing, and a job's result depends neither on which worker ran it nor on when.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from multiprocessing.queues import Queue
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedsim import rng, scoring
+from fedsim.attack import AttackFailed, Progress, Solution, create, solve
+from fedsim.knowledge import grant
+from fedsim.recording import load_observation, load_truth, write_tensors
+from fedsim.types import (
+    BatchNormKnowledge,
+    FedsimError,
+    GroundTruth,
+    Labels,
+    Observation,
+    Reconstruction,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all jobs of a run share."""
+
+    root: Path
+    """The run's folder."""
+    device: str
+    labels: Labels
+    bn: BatchNormKnowledge
+    mean_image: Tensor
+    """(C, H, W) pixels: the zero-information guess."""
+    lpips_backbone: scoring.Backbone
+    lpips_weights: str | None
+    threads: int
+    """Torch threads of a worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One attack on one observation."""
+
+    observation: Path
+    """Its JSON file."""
+    attack: str
+    label: str
+    parameters: dict[str, object]
+    restarts: int
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.label} on {self.observation.parent.parent.name}/{self.observation.stem}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What a job leaves: the parts of its row that it knows."""
+
+    observation: Observation
+    """Without its tensors."""
+    seed: int
+    reason: str | None
+    """Why it failed; None if it did not."""
+    metrics: dict[str, float | None]
+    baseline: dict[str, float | None]
+    cost: dict[str, float | int | None]
+
+
+def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
+    """Where the reconstruction of an observation by the attack called `label` is written."""
+    stack, _, rest = observation_id.partition("/")
+    return root / "reconstructions" / stack / label / f"{rest}.safetensors"
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    setting: Setting,
+    *,
+    workers: int,
+    on_progress: Callable[[Job, Progress], None],
+    on_result: Callable[[Job, Result], None],
+) -> None:
+    """Run `jobs` on `workers` processes (in this process if 1), telling of each as it goes on.
+
+    Raises:
+        FedsimError: a worker died (most likely for want of memory). What had finished was told.
+    """
+    if workers == 1:
+        lpips = _lpips(setting)
+        torch.set_num_threads(setting.threads)
+        for job in jobs:
+            on_result(job, run_job(job, setting, lpips, _teller(job, on_progress)))
+        return
+    context = multiprocessing.get_context("spawn")
+    news: Queue[tuple[int, Progress]] = context.Queue()
+    with ProcessPoolExecutor(workers, context, _start_worker, (setting, news)) as pool:
+        pending: dict[Future[Result], Job] = {
+            pool.submit(_work, index, job): job for index, job in enumerate(jobs)
+        }
+        try:
+            while pending:
+                done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
+                _drain(news, jobs, on_progress)
+                for future in done:
+                    on_result(pending.pop(future), future.result())
+        except BrokenProcessPool as error:
+            raise FedsimError(
+                "a worker process of the attack stage died, most likely for want of memory; "
+                "finished rows are kept: continue with --resume, and with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def run_job(
+    job: Job,
+    setting: Setting,
+    lpips: scoring.LpipsMetric | scoring.Unavailable,
+    progress: Callable[[Progress], None] | None = None,
+) -> Result:
+    """Attack one observation and score what was recovered. A failure is a value."""
+    observation = load_observation(job.observation, setting.device)
+    truth = load_truth(setting.root, observation.id)
+    # The seed is a function of the victim, not of the defense: stacks are compared like for like.
+    seed = rng.derive(
+        observation.seed,
+        "attack",
+        job.label,
+        observation.round,
+        observation.client,
+        observation.training.batch_size,
+        observation.trial,
+    )
+    baseline = scoring.baseline(setting.mean_image, truth, lpips=lpips)
+    started = time.perf_counter()
+    solution: Solution | None = None
+    metrics: dict[str, float | None] = dict.fromkeys(baseline)
+    reason = None
+    try:
+        seen, knowledge = grant(observation, truth, setting.labels, setting.bn)
+        solution = solve(
+            create(job.attack, job.parameters),
+            seen,
+            knowledge,
+            seed,
+            restarts=job.restarts,
+            progress=progress,
+        )
+        scores = scoring.score(_on_cpu(solution.reconstruction), truth, lpips=lpips)
+        metrics = scores.metrics()
+        _save(job, setting.root, observation.id, solution.reconstruction, truth, scores.assignment)
+    except FedsimError as error:
+        reason = str(error)
+    except Exception as error:  # a third party's attack may raise anything: the row says what
+        reason = f"{type(error).__name__}: {error}"
+    seconds = solution.seconds if solution else time.perf_counter() - started
+    iterations = solution.iterations if solution else None
+    return Result(
+        observation=_without_tensors(observation),
+        seed=seed,
+        reason=reason,
+        metrics=metrics,
+        baseline=baseline,
+        cost={
+            "seconds": seconds,
+            "iterations": iterations,
+            "iterations_per_second": iterations / seconds if iterations and seconds else None,
+            "peak_memory_bytes": solution.peak_memory_bytes if solution else None,
+        },
+    )
+
+
+def _save(
+    job: Job,
+    root: Path,
+    id: str,
+    found: Reconstruction,
+    truth: GroundTruth,
+    assignment: Sequence[int],
+) -> None:
+    """Write the truth and, in matched order, what was recovered of it."""
+    tensors = {"truth": truth.images, "truth_labels": truth.labels}
+    if found.images is not None:
+        tensors["reconstruction"] = found.images.cpu()[list(assignment)]
+    if found.labels is not None:
+        order = list(assignment) if found.images is not None else slice(None)
+        tensors["labels"] = found.labels.cpu()[order]
+    write_tensors(reconstruction_path(root, job.label, id), tensors)
+
+
+def _on_cpu(found: Reconstruction) -> Reconstruction:
+    return replace(
+        found,
+        images=None if found.images is None else found.images.detach().float().cpu(),
+        labels=None if found.labels is None else found.labels.cpu(),
+        features=None if found.features is None else found.features.detach().float().cpu(),
+    )
+
+
+def _without_tensors(observation: Observation) -> Observation:
+    return replace(observation, update={}, buffers_update={}, parameters={}, buffers={})
+
+
+def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
+    return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
+
+
+def _teller(
+    job: Job, on_progress: Callable[[Job, Progress], None]
+) -> Callable[[Progress], None]:
+    return lambda progress: on_progress(job, progress)
+
+
+def _drain(
+    news: Queue[tuple[int, Progress]],
+    jobs: Sequence[Job],
+    on_progress: Callable[[Job, Progress], None],
+) -> None:
+    while True:
+        try:
+            index, progress = news.get_nowait()
+        except queue.Empty:
+            return
+        on_progress(jobs[index], progress)
+
+
+@dataclass
+class _Worker:
+    """What a worker process keeps between its jobs."""
+
+    setting: Setting
+    news: Queue[tuple[int, Progress]]
+    lpips: scoring.LpipsMetric | scoring.Unavailable
+
+
+_worker: _Worker | None = None
+
+
+def _start_worker(setting: Setting, news: Queue[tuple[int, Progress]]) -> None:
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
+    torch.set_num_threads(setting.threads)
+    _worker = _Worker(setting, news, _lpips(setting))
+
+
+def _work(index: int, job: Job) -> Result:
+    assert _worker is not None  # noqa: S101 - set by the pool's initializer
+    news = _worker.news
+    return run_job(
+        job, _worker.setting, _worker.lpips, lambda progress: news.put((index, progress))
+    )

@@ -1,0 +1,67 @@
+"""The threat model enforced: what an attack is handed, and what is withheld."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.attack import rebuild
+from fedsim.models.base import normalize
+from fedsim.types import BatchNormKnowledge, GroundTruth, Knowledge, Labels, Observation
+
+
+def grant(
+    observation: Observation,
+    truth: GroundTruth | None,
+    labels: Labels,
+    bn: BatchNormKnowledge,
+) -> tuple[Observation, Knowledge]:
+    """The observation as the threat model shows it, and the knowledge granted beside it.
+
+    Labels are handed over only if `labels == "known"`. The client's new batch-norm buffers, from
+    which its batch's statistics follow, are withheld below `bn == "inferred"`.
+
+    Raises:
+        ValueError: true labels or exact statistics are granted but there is no truth.
+    """
+    if truth is None and (labels == "known" or bn == "exact"):
+        raise ValueError("known labels and exact statistics can only be granted with the truth")
+    if bn in ("none", "running"):
+        observation = replace(observation, buffers_update={})
+    device = next(iter(observation.parameters.values())).device
+    return observation, Knowledge(
+        labels=labels,
+        true_labels=truth.labels.to(device) if truth and labels == "known" else None,
+        bn=bn,
+        exact_bn=batch_statistics(observation, truth) if truth and bn == "exact" else None,
+    )
+
+
+def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:
+    """Per-channel mean and (biased) variance of the input of each batch-norm layer.
+
+    Under the global weights, in train mode, over all of the victim's images: what no attacker has,
+    and what some attack papers assume (EVALUATION rule 3). Keys: `<module>.mean`, `<module>.var`.
+    """
+    model = rebuild(observation).train()
+    found: dict[str, Tensor] = {}
+
+    def watch(name: str) -> None:
+        def hook(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            found[f"{name}.mean"] = inputs[0].mean(dim=(0, 2, 3))
+            found[f"{name}.var"] = inputs[0].var(dim=(0, 2, 3), unbiased=False)
+
+        model.get_submodule(name).register_forward_pre_hook(hook)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            watch(name)
+    device = next(iter(observation.parameters.values())).device
+    scratch = {name: value.clone() for name, value in observation.buffers.items()}
+    with torch.no_grad():
+        images = normalize(truth.images.to(device), observation.model)
+        functional_call(model, {**observation.parameters, **scratch}, (images,))
+    return found

@@ -1,0 +1,84 @@
+"""The classifier's head: one linear layer, or the two-layer head that feature attacks plant."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.models.base import Classifier, Dropout, HeadConfig
+from fedsim.models.layers import activation
+
+
+class TwoLayerHead(nn.Module):
+    """f(x) = A σ(W x + b), from features (B, d) to logits (B, K).
+
+    The last `planted` of the `width` hidden neurons are the server's: rows of W are drawn from
+    N(0, I), their b is 0, and row i = 1..K of A is the constant i / planted on them. The others
+    are ordinary neurons with PyTorch's initialization.
+
+    Source: Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic
+    Evaluation, section 2.1 ("weight initialization"), where `planted` is v, and Appendix B.
+    """
+
+    def __init__(self, config: HeadConfig, in_features: int, num_classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(in_features, config.width)
+        """W (width, d) and b (width,)."""
+        self.activation = activation(config.activation)
+        self.dropout = Dropout()
+        self.output = nn.Linear(config.width, num_classes, bias=False)
+        """A (K, width)."""
+        if config.planted:
+            self._plant(config.planted)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """(B, d) -> (B, K) logits."""
+        hidden = self.dropout(self.activation(self.hidden(features)))
+        logits: Tensor = self.output(hidden)
+        return logits
+
+    @torch.no_grad()
+    def _plant(self, planted: int) -> None:
+        first = self.hidden.out_features - planted
+        self.hidden.weight[first:].normal_()
+        self.hidden.bias[first:].zero_()
+        rows = torch.arange(1, self.output.out_features + 1, dtype=self.output.weight.dtype)
+        self.output.weight[:, first:] = rows[:, None] / planted
+
+
+def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
+    """The head that `config` describes; without one, a dropout and a linear layer.
+
+    Either way the last linear layer is called `output`, so that a classifier's last weights are
+    the parameter `head.output.weight` (K, last features).
+    """
+    if config is not None:
+        return TwoLayerHead(config, in_features, num_classes)
+    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers["dropout"] = Dropout()
+    layers["output"] = nn.Linear(in_features, num_classes)
+    return nn.Sequential(layers)
+
+
+def feature_size(body: nn.Module, input_shape: tuple[int, int, int]) -> int:
+    """How many features a freshly built `body` computes from one image of (C, H, W).
+
+    A dry pass in eval mode: it draws nothing and leaves batch-norm statistics as they are.
+    """
+    body.eval()
+    with torch.no_grad():
+        size = body(torch.zeros(1, *input_shape)).flatten(1).shape[1]
+    body.train()
+    return int(size)
+
+
+def assemble(
+    body: nn.Module,
+    head: HeadConfig | None,
+    input_shape: tuple[int, int, int],
+    num_classes: int,
+) -> Classifier:
+    """A freshly built `body` with the head that `head` describes, in train mode."""
+    return Classifier(body, make_head(head, feature_size(body, input_shape), num_classes))

@@ -1,0 +1,58 @@
+"""Activations and normalizations by name, shared by the architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from torch import nn
+
+from fedsim.types import FedsimError
+
+Activation = Literal["relu", "leaky_relu", "elu", "gelu", "sigmoid", "softplus", "tanh"]
+Norm = Literal["none", "batch", "group"]
+
+_ACTIVATIONS: Mapping[Activation, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "gelu": nn.GELU,
+    "sigmoid": nn.Sigmoid,
+    "softplus": nn.Softplus,
+    "tanh": nn.Tanh,
+}
+_GROUP_CHANNELS = 16
+
+
+def activation(name: Activation) -> nn.Module:
+    """A new element-wise activation, never in place."""
+    return _ACTIVATIONS[name]()
+
+
+def norm(kind: Norm, channels: int) -> nn.Module:
+    """A new normalization of (B, channels, H, W) features.
+
+    `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
+    group of all channels where 16 does not divide them.
+    """
+    if kind == "batch":
+        return nn.BatchNorm2d(channels)
+    if kind == "group":
+        groups = 1 if channels % _GROUP_CHANNELS else channels // _GROUP_CHANNELS
+        return nn.GroupNorm(groups, channels)
+    return nn.Identity()
+
+
+def require_size(model: str, input_shape: tuple[int, int, int], least: int) -> None:
+    """Refuse images whose height or width is below `least` pixels.
+
+    Raises:
+        FedsimError: they are too small for the model.
+    """
+    _, height, width = input_shape
+    if min(height, width) < least:
+        raise FedsimError(
+            f"{model} needs images of at least {least}x{least} pixels, got {height}x{width}: "
+            "enlarge them (the data source's `size`, where it has one) or use another model (lenet "
+            "takes 8x8, mlp takes any size)"
+        )

@@ -1,0 +1,61 @@
+"""The LeNet of Zhu, Liu and Han, Deep Leakage from Gradients, NeurIPS 2019 (their section 4)."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.head import assemble
+from fedsim.models.layers import Activation, activation, require_size
+
+_CHANNELS = 12
+_KERNEL = 5
+
+
+@final
+class LeNet(ModelPlugin):
+    """Three 5x5 convolutions of 12 channels with strides 2, 2 and 1, and a linear layer.
+
+    The smooth activation and the wide initialization are what makes gradient matching easy on it.
+    """
+
+    paper: ClassVar[str] = (
+        "Zhu, Liu and Han, Deep Leakage from Gradients, NeurIPS 2019, and their published code"
+    )
+
+    activation: Activation = "sigmoid"
+    init_scale: Annotated[float, Field(gt=0)] | None = 0.5
+    """Weights and biases are drawn from U(-init_scale, init_scale); None: PyTorch's own
+    initialization. A two-layer head always keeps its own."""
+
+    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+        """12 (H / 4)(W / 4) features for images of at least 8x8 pixels.
+
+        Raises:
+            FedsimError: the images are smaller.
+        """
+        require_size("lenet", input_shape, 8)
+        layers: list[nn.Module] = []
+        channels = input_shape[0]
+        for stride in (2, 2, 1):
+            layers.append(
+                nn.Conv2d(channels, _CHANNELS, _KERNEL, padding=_KERNEL // 2, stride=stride)
+            )
+            layers.append(activation(self.activation))
+            channels = _CHANNELS
+        model = assemble(nn.Sequential(*layers), self.head, input_shape, num_classes)
+        if self.init_scale is not None:
+            self._initialize(model.body, self.init_scale)
+            if self.head is None:
+                self._initialize(model.head, self.init_scale)
+        return model
+
+    @staticmethod
+    @torch.no_grad()
+    def _initialize(module: nn.Module, scale: float) -> None:
+        for parameter in module.parameters():
+            parameter.uniform_(-scale, scale)

@@ -1,0 +1,33 @@
+"""A fully connected network."""
+
+from __future__ import annotations
+
+from typing import Annotated, final
+
+from pydantic import Field
+from torch import nn
+
+from fedsim.models.base import Classifier, ModelPlugin
+from fedsim.models.head import assemble
+from fedsim.models.layers import Activation, activation
+
+
+@final
+class MLP(ModelPlugin):
+    """Fully connected layers on the flattened image; its features are the last hidden layer."""
+
+    hidden: tuple[Annotated[int, Field(gt=0, le=1 << 20)], ...] = (256, 128)
+    """Neurons of each hidden layer. Empty: the features are the image itself, so that the model is
+    softmax regression, or with a two-layer head the two-layer network of Wang, Lee and Lei,
+    Reconstructing Training Data from Model Gradient, Provably, AISTATS 2023."""
+    activation: Activation = "relu"
+
+    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+        """hidden[-1] features, for images of any size."""
+        layers: list[nn.Module] = [nn.Flatten()]
+        channels, height, width = input_shape
+        size = channels * height * width
+        for neurons in self.hidden:
+            layers += [nn.Linear(size, neurons), activation(self.activation)]
+            size = neurons
+        return assemble(nn.Sequential(*layers), self.head, input_shape, num_classes)

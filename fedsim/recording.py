@@ -1,0 +1,241 @@
+"""Observations and ground truth on disk: safetensors for tensors, JSON for the rest.
+
+Everything is written whole or not at all (temporary file, fsync, rename), so that a kill or a full
+disk never leaves half a recording. Nothing here needs Flower: a recording made on one machine is
+attacked on another.
+
+    ROOT/observations/<stack>/round-0001/global.safetensors        what the server had sent
+    ROOT/observations/<stack>/round-0001/client-0000-b4-t0.*       one update: .safetensors, .json
+    ROOT/truth/<stack>/round-0001/client-0000-b4-t0.safetensors    written by the client itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fedsim.types import (
+    FedsimError,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Observation,
+    Tensors,
+    Vantage,
+)
+
+_ID = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/(client-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
+)
+_GLOBAL = "global.safetensors"
+
+
+class _Sidecar(BaseModel):
+    """The JSON beside a recorded update."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    id: str
+    model: ModelSpec
+    training: LocalTraining
+    defense: tuple[dict[str, Any], ...]
+    vantage: Vantage
+    round: int
+    client: int
+    num_clients: int
+    trial: int
+    seed: int
+    update_sha256: str
+    global_sha256: str
+
+
+def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
+    """`<stack>/round-0001/client-0000-b4-t0`; client -1 is the aggregate.
+
+    Raises:
+        FedsimError: a part is not what a recording may be called (it would be a path).
+    """
+    who = "aggregate" if client < 0 else f"client-{client:04d}"
+    return _checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
+
+
+def save_observation(observation: Observation, root: Path) -> Path:
+    """Write `observation` below `root/observations`; returns the path of its JSON file.
+
+    The global weights are shared by all observations of a round and written once.
+    """
+    base = root / "observations" / _checked_id(observation.id)
+    shared = base.parent / _GLOBAL
+    if not shared.exists():
+        state = {f"parameter.{n}": t for n, t in observation.parameters.items()}
+        write_tensors(shared, state | {f"buffer.{n}": t for n, t in observation.buffers.items()})
+    seen = {f"update.{n}": t for n, t in observation.update.items()}
+    seen |= {f"buffer.{n}": t for n, t in observation.buffers_update.items()}
+    update_digest = write_tensors(base.with_name(base.name + ".safetensors"), seen)
+    sidecar = _Sidecar(
+        id=observation.id,
+        model=observation.model,
+        training=observation.training,
+        defense=tuple(dict(defense) for defense in observation.defense),
+        vantage=observation.vantage,
+        round=observation.round,
+        client=observation.client,
+        num_clients=observation.num_clients,
+        trial=observation.trial,
+        seed=observation.seed,
+        update_sha256=update_digest,
+        global_sha256=_sha256(shared),
+    )
+    path = base.with_name(base.name + ".json")
+    write_text(path, sidecar.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
+    """Read a recording by the path of its `.json` or `.safetensors` file.
+
+    Raises:
+        FedsimError: it is missing, damaged, or not a recording.
+    """
+    path = path.with_suffix(".json")
+    try:
+        sidecar = _Sidecar.model_validate_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise FedsimError(
+            f"{path}: no such recording; expected a file below a run's observations/"
+        ) from error
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise FedsimError(f"{path}: not a recording of fedsim: {error}") from error
+    _checked_id(sidecar.id)
+    seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
+    state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
+    return Observation(
+        id=sidecar.id,
+        update=_under("update.", seen),
+        buffers_update=_under("buffer.", seen),
+        parameters=_under("parameter.", state),
+        buffers=_under("buffer.", state),
+        model=sidecar.model,
+        training=sidecar.training,
+        defense=sidecar.defense,
+        vantage=sidecar.vantage,
+        round=sidecar.round,
+        client=sidecar.client,
+        num_clients=sidecar.num_clients,
+        trial=sidecar.trial,
+        seed=sidecar.seed,
+    )
+
+
+def save_truth(truth: GroundTruth, root: Path, id: str, client: int) -> None:
+    """Write what `client` really used for the observation `id` (several clients may share one)."""
+    tensors = {"images": truth.images, "labels": truth.labels}
+    if truth.features is not None:
+        tensors["features"] = truth.features
+    write_tensors(root / "truth" / _checked_id(id) / f"client-{client:04d}.safetensors", tensors)
+
+
+def load_truth(root: Path, id: str) -> GroundTruth:
+    """The ground truth of the observation `id`, of all its clients in order of client.
+
+    Raises:
+        FedsimError: there is none, or it cannot be read.
+    """
+    folder = root / "truth" / _checked_id(id)
+    parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
+    if not parts:
+        raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+    features = [part["features"] for part in parts if "features" in part]
+    return GroundTruth(
+        images=torch.cat([part["images"] for part in parts]),
+        labels=torch.cat([part["labels"] for part in parts]),
+        features=torch.cat(features) if len(features) == len(parts) else None,
+    )
+
+
+def write_tensors(path: Path, tensors: Tensors) -> str:
+    """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
+    content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    write_bytes(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        FedsimError: it is missing or damaged.
+    """
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise FedsimError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 `text` atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as JSON (no NaN, no Infinity), atomically."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` whole or not at all: a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
+    if path.is_file() and _sha256(path) != digest:
+        raise FedsimError(f"{path}: does not match the checksum in its recording; record it again")
+    return read_tensors(path, device)
+
+
+def _sha256(path: Path) -> str:
+    return _digest(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _digest(path: Path, _modified: int) -> str:
+    # Cached: every observation of a round names the digest of the same global weights.
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+
+
+def _checked_id(id: str) -> str:
+    if not _ID.fullmatch(id) or ".." in id:
+        raise FedsimError(f"{id!r} is not the id of an observation")
+    return id

@@ -1,0 +1,168 @@
+"""What no single section can know: combinations that cannot work, refused before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from fedsim.attack import Attack
+from fedsim.scenario.build import build_stack, declared, plugin_class
+from fedsim.scenario.location import KeyPath
+from fedsim.scenario.model import (
+    AttackEntry,
+    Data,
+    Federation,
+    KnowledgeGrant,
+    Observe,
+    PluginRef,
+    Training,
+)
+from fedsim.types import FedsimError
+
+Finding = tuple[KeyPath, str]
+
+PER_CLIENT_STRATEGIES = ("Bulyan", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "QFedAvg")
+"""Flower's strategies that compare or reweight single clients' updates."""
+
+_PARTITION_KEYS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
+_EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
+
+
+def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
+    """Everything that is wrong between the `sections`, of which only valid ones are given.
+
+    `sound(path)` says whether everything at `path` is known to be right so far.
+    """
+    data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
+    attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
+    defenses, federation = sections.get("defenses"), sections.get("federation")
+    trainable = training is not None
+    if training:
+        faults = list(_algorithm(training))
+        trainable = not faults
+        yield from faults
+    if data:
+        yield from _partition(data)
+    if observe:
+        yield from _observed(observe, training, data)
+    if attacks is not None:
+        yield from _labels(attacks)
+        if knowledge:
+            granted = [(i, entry) for i, entry in enumerate(attacks) if sound(("attacks", i))]
+            yield from _needs(granted, knowledge)
+    if knowledge and training:
+        yield from _batch_norm(knowledge, training)
+    for name, refs in (defenses or {}).items():
+        if trainable and sound(("defenses", name)):
+            yield from _stack(name, refs, training, federation)
+
+
+def _algorithm(training: Training) -> Iterator[Finding]:
+    if training.algorithm != "fedsgd":
+        return
+    path = ("training", "algorithm")
+    if training.local.steps > 1:
+        yield (
+            path,
+            f"fedsgd sends the gradient of one step, but training.local.steps is "
+            f"{training.local.steps}; use fedavg, or 1 step",
+        )
+    if training.local.momentum:
+        yield (
+            path,
+            f"fedsgd takes no local step, so training.local.momentum ({training.local.momentum}) "
+            "has no meaning; use fedavg, or momentum 0",
+        )
+
+
+def _partition(data: Data) -> Iterator[Finding]:
+    partition = data.partition
+    for name, key in _PARTITION_KEYS.items():
+        value, path = getattr(partition, key), ("data", "partition", key)
+        if partition.name == name and value is None:
+            yield path, f"missing: partition {name} needs it; add `{key}: {_EXAMPLES[key]}`"
+        if partition.name != name and value is not None:
+            yield path, f"only partition {name} has it, this is {partition.name}; remove one of them"
+
+
+def _observed(observe: Observe, training: Training | None, data: Data | None) -> Iterator[Finding]:
+    for index, number in enumerate(observe.rounds):
+        if training and number != "last" and number > training.rounds:
+            yield (
+                ("observe", "rounds", index),
+                f"round {number} is beyond training.rounds ({training.rounds}); observe an earlier "
+                "one, or train longer",
+            )
+    for index, client in enumerate(observe.clients if observe.clients != "all" else []):
+        if data and client >= data.clients:
+            yield (
+                ("observe", "clients", index),
+                f"client {client} does not exist: data.clients is {data.clients}, numbered from 0; "
+                f"use 0 to {data.clients - 1}",
+            )
+    for key in ("rounds", "clients", "batch_sizes"):
+        values = getattr(observe, key)
+        for index, value in enumerate(values if isinstance(values, list) else []):
+            if value in values[:index]:
+                yield ("observe", key, index), f"{value} is listed twice; remove one"
+    if observe.trials > 1 and observe.batch_sizes is None:
+        yield (
+            ("observe", "trials"),
+            f"{observe.trials} trials need probes, since a training update happens once; add "
+            "`observe.batch_sizes: [...]`, or use 1 trial",
+        )
+
+
+def _labels(attacks: Sequence[AttackEntry]) -> Iterator[Finding]:
+    labels = [entry.label or entry.name for entry in attacks]
+    for index, label in enumerate(labels):
+        if label in labels[:index]:
+            yield (
+                ("attacks", index),
+                f"a second attack is called {label!r}; give each a `label: ...` of its own",
+            )
+
+
+def _needs(
+    entries: Sequence[tuple[int, AttackEntry]], knowledge: KnowledgeGrant
+) -> Iterator[Finding]:
+    for index, entry in entries:
+        cls = plugin_class("fedsim.attacks", entry.name)
+        unmet = cls.needs.unmet(knowledge.labels, knowledge.bn) if issubclass(cls, Attack) else None
+        if unmet:
+            yield ("attacks", index), f"{entry.name} {unmet}; grant it, or drop the attack"
+
+
+def _batch_norm(knowledge: KnowledgeGrant, training: Training) -> Iterator[Finding]:
+    if knowledge.bn == "inferred" and training.local.mode == "eval":
+        yield (
+            ("knowledge", "bn"),
+            "nothing can be inferred: with training.local.mode eval, clients send no new "
+            "batch-norm statistics; use none, running or exact, or mode train",
+        )
+
+
+def _stack(
+    name: str, refs: Sequence[PluginRef], training: Training, federation: Federation | None
+) -> Iterator[Finding]:
+    path: KeyPath = ("defenses", name)
+    try:
+        stack = build_stack(refs)
+    except FedsimError as error:
+        yield path, str(error)
+        return
+    for end in range(1, len(refs) + 1):
+        try:
+            build_stack(refs[:end]).guarantees(declared(training))
+        except FedsimError as error:
+            yield (*path, end - 1), str(error)
+            return
+        except Exception as error:  # a third party's defense may raise anything
+            yield (*path, end - 1), f"its plugin failed: {type(error).__name__}: {error}"
+            return
+    if stack.aggregation and federation and federation.strategy in PER_CLIENT_STRATEGIES:
+        yield (
+            path,
+            f"the server sees only the sum of the clients' updates, but federation.strategy "
+            f"{federation.strategy} needs each of them; use FedAvg, or drop the aggregation",
+        )

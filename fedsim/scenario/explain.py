@@ -1,0 +1,246 @@
+"""Pydantic's errors in the words of a scenario: what was expected, what is there, what to do."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from fedsim.scenario.location import KeyPath
+
+_TYPES = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a smaller whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "string_type": "text",
+    "path_type": "a path",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "set_type": "a list",
+    "dict_type": "a mapping (key: value)",
+    "model_type": "a mapping (key: value)",
+    "model_attributes_type": "a mapping (key: value)",
+    "none_required": "null",
+}
+_BOUNDS = {
+    "greater_than": ("gt", ">"),
+    "greater_than_equal": ("ge", ">="),
+    "less_than": ("lt", "<"),
+    "less_than_equal": ("le", "<="),
+    "multiple_of": ("multiple_of", "a multiple of"),
+}
+_LENGTHS = {
+    "too_short": ("min_length", "at least"),
+    "too_long": ("max_length", "at most"),
+    "string_too_short": ("min_length", "at least"),
+    "string_too_long": ("max_length", "at most"),
+}
+SLUG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$"
+_PATTERNS = {
+    SLUG_PATTERN: "a name of at most 64 letters, digits and _ . + -, that begins with a letter or "
+    "digit (it names a folder)",
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
+}
+
+
+@dataclass(frozen=True)
+class _Finding:
+    path: KeyPath
+    expected: str | None
+    """What completes "expected ..., got ...", or None if `said` is the whole message."""
+    said: str
+    choices: tuple[str, ...] = ()
+
+
+def explain(
+    error: ValidationError,
+    value: Any,
+    known: Callable[[KeyPath], Iterable[str]] = lambda path: (),
+) -> list[tuple[KeyPath, str]]:
+    """(key path, message) of everything that `error` says about `value`.
+
+    `known(path)` are the keys that the mapping at `path` may have, for the nearest right key.
+    """
+    findings = [_finding(detail, value, known) for detail in error.errors(include_url=False)]
+    deepest = [
+        one
+        for one in findings
+        # Of a union's alternatives, the one that matched further in says what is wrong.
+        if not any(
+            one.expected and len(other.path) > len(one.path) and other.path[: len(one.path)] == one.path
+            for other in findings
+        )
+    ]
+    told: dict[KeyPath, list[_Finding]] = {}
+    for one in deepest:
+        told.setdefault(one.path, []).append(one)
+    return [(path, _message(alternatives, look_up(value, path))) for path, alternatives in told.items()]
+
+
+def look_up(value: Any, path: KeyPath) -> Any:
+    """What stands at `path`; None where nothing does."""
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the choice that resembles `word`, else an empty text."""
+    choices = list(choices)
+    lowered = {choice.lower(): choice for choice in reversed(choices)}
+    close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    return f"; did you mean {lowered[close[0]]!r}?" if close else ""
+
+
+def unknown_key(key: str, choices: Iterable[str]) -> str:
+    """What to say of a key that does not exist."""
+    choices = list(choices)
+    hint = nearest(key, choices)
+    if hint:
+        return f"unknown key{hint}"
+    listed = f"known keys: {', '.join(choices)}" if choices else "there are none to set here"
+    return f"unknown key; remove it ({listed})"
+
+
+def show(value: Any) -> str:
+    """A value as it would be written in YAML, shortened."""
+    if value is None:
+        return "nothing (null)"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list" if value else "an empty list"
+    text = json.dumps(value) if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
+
+
+def _finding(
+    detail: ErrorDetails, value: Any, known: Callable[[KeyPath], Iterable[str]]
+) -> _Finding:
+    kind, context = detail["type"], detail.get("ctx", {})
+    path = _written_path(detail["loc"], value, kind)
+    if kind == "extra_forbidden":
+        return _Finding(path, None, unknown_key(str(path[-1]), known(path[:-1])))
+    if kind == "missing":
+        return _Finding(path, None, f"missing; add `{path[-1]}: ...`")
+    if kind in ("value_error", "assertion_error"):
+        return _Finding(path, None, str(context.get("error", detail["msg"])))
+    if detail["loc"] and detail["loc"][-1] == "[key]":
+        expected = _PATTERNS.get(str(context.get("pattern")), detail["msg"])
+        return _Finding(path, None, f"expected {expected}, got {path[-1]!r}")
+    if kind in _TYPES:
+        return _Finding(path, _TYPES[kind], "")
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return _Finding(path, f"{words} {context[name]}", "")
+    if kind in _LENGTHS:
+        name, words = _LENGTHS[kind]
+        count = context[name]
+        unit = "character" if kind.startswith("string") else "item"
+        return _Finding(path, f"{words} {count} {unit}{'' if count == 1 else 's'}", "")
+    if kind in ("literal_error", "enum"):
+        choices = tuple(re.findall(r"'([^']*)'", str(context["expected"])))
+        return _Finding(path, str(context["expected"]), "", choices)
+    if kind == "string_pattern_mismatch":
+        pattern = str(context["pattern"])
+        return _Finding(path, _PATTERNS.get(pattern, f"text that matches {pattern}"), "")
+    return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
+
+
+def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> KeyPath:
+    """Pydantic's location without the names of union members, which nobody wrote."""
+    path: list[int | str] = []
+    for position, part in enumerate(location):
+        here = look_up(value, tuple(path))
+        if isinstance(here, Mapping):
+            written = part in here or (kind == "missing" and position == len(location) - 1)
+        else:
+            written = isinstance(here, list) and isinstance(part, int) and part < len(here)
+        if written:
+            path.append(part)
+    return tuple(path)
+
+
+def _message(alternatives: list[_Finding], value: Any) -> str:
+    said = [one.said for one in alternatives if one.expected is None]
+    if said:
+        return "; ".join(dict.fromkeys(said))
+    expected = " or ".join(dict.fromkeys(one.expected or "" for one in alternatives))
+    choices = [choice for one in alternatives for choice in one.choices]
+    hint = nearest(value, choices) if isinstance(value, str) else ""
+    return f"expected {expected}, got {show(value)}{hint or _hint(expected, value)}"
+
+
+def _hint(expected: str, value: Any) -> str:
+    if "number" in expected and isinstance(value, str):
+        try:
+            float(value)
+        except ValueError:
+            return ""
+        return "; remove the quotes" if value.strip() == value else ""
+    if expected == "a whole number" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if expected.startswith("a list") and not isinstance(value, (list, Mapping, type(None))):
+        return f"; write [{value}]"
+    if expected == "text" and isinstance(value, (int, float)):
+        return "; put it in quotes"
+    return ""
+
+
+def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
+    """A function from a key path below `model` to the keys that the mapping there may have."""
+
+    def known(path: KeyPath) -> tuple[str, ...]:
+        annotations: list[Any] = [model]
+        for part in path:
+            annotations = [
+                inner for annotation in annotations for inner in _descend(annotation, part)
+            ]
+        fields = [name for annotation in annotations for name in _fields(annotation)]
+        return tuple(dict.fromkeys(fields))
+
+    return known
+
+
+def _descend(annotation: Any, part: str | int) -> list[Any]:
+    """The annotations of what stands at `part` of a value annotated so, unions taken apart."""
+    if part in _fields(annotation):
+        return _members(annotation.model_fields[part].annotation)
+    if _fields(annotation):
+        return []
+    arguments = get_args(annotation)
+    return _members(arguments[-1]) if arguments else []
+
+
+def _members(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [inner for member in get_args(annotation) for inner in _members(member)]
+    return [annotation]
+
+
+def _fields(annotation: Any) -> tuple[str, ...]:
+    if inspect.isclass(annotation) and issubclass(annotation, BaseModel):
+        return tuple(annotation.model_fields)
+    return ()

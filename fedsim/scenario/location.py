@@ -1,0 +1,99 @@
+"""Where something is written: key paths, their lines, and errors that point at them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from fedsim.types import FedsimError
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top of a scenario, such as ("attacks", 0, "iterations")."""
+
+_PLAIN = re.compile(r"[A-Za-z0-9_+-]+")
+_PART = re.compile(
+    r"""(?P<dot>\.?)(?P<key>[^.\[\]"'=\s]+)|\[(?P<index>[0-9]{1,9})\]|\[(?P<quoted>"(?:[^"\\]|\\.)*")\]"""
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with a scenario."""
+
+    message: str
+    """What was expected, what was found, and what to do."""
+    path: KeyPath = ()
+    origin: str = ""
+    """The file, or the `--set` that wrote the value; empty for a scenario made in Python."""
+    line: int | None = None
+    """Counted from 1."""
+
+    def __str__(self) -> str:
+        place = f"{self.origin}:{self.line}" if self.line else self.origin
+        return ": ".join(part for part in (place, dotted(self.path), self.message) if part)
+
+
+class ScenarioError(FedsimError):
+    """A scenario cannot be run. The message lists every problem, one per line."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(dict.fromkeys(problems))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    @property
+    def path(self) -> str:
+        """The key path of the first problem, as users write it."""
+        return dotted(self.problems[0].path)
+
+    @property
+    def line(self) -> int | None:
+        """The line of the first problem, counted from 1; None if it has none."""
+        return self.problems[0].line
+
+
+def dotted(path: KeyPath) -> str:
+    """A key path as users write it.
+
+    >>> dotted(("defenses", "dp", 1, "std"))
+    'defenses.dp[1].std'
+    >>> dotted(("defenses", "v1.0"))
+    'defenses["v1.0"]'
+    """
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif _PLAIN.fullmatch(part):
+            text += f".{part}" if text else part
+        else:
+            text += f"[{json.dumps(part, ensure_ascii=False)}]"
+    return text
+
+
+def parse(text: str) -> KeyPath:
+    """The inverse of `dotted`.
+
+    >>> parse('defenses.dp[1].std')
+    ('defenses', 'dp', 1, 'std')
+
+    Raises:
+        ValueError: `text` is no key path.
+    """
+    path: list[str | int] = []
+    position = 0
+    while position < len(text):
+        match = _PART.match(text, position)
+        if not match or (match["key"] and bool(match["dot"]) != bool(path)):
+            break
+        if match["index"]:
+            path.append(int(match["index"]))
+        elif match["quoted"]:
+            path.append(str(json.loads(match["quoted"])))
+        else:
+            path.append(match["key"])
+        position = match.end()
+    if not path or position < len(text):
+        raise ValueError(f"{text!r} is no key path; expected one such as attacks[0].iterations")
+    return tuple(path)

@@ -1,0 +1,114 @@
+"""Changing a document before it is validated: `--set a.b=c` on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedsim.scenario.document import Document, Mark, parse_yaml
+from fedsim.scenario.explain import show
+from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
+from fedsim.scenario.resolve import plugin_slots
+
+
+@dataclass(frozen=True)
+class Override:
+    """A value to put at a key path, and where it comes from."""
+
+    path: KeyPath
+    value: Document
+
+    @property
+    def origin(self) -> Mark:
+        """What errors about the value point at."""
+        return self.value.mark(())
+
+
+def parse_override(text: str) -> Override:
+    """`attacks[0].iterations=50` as an override; the value is YAML.
+
+    Raises:
+        ScenarioError: it has no `=`, its key is no key path, or its value is no YAML.
+    """
+    origin = f"--set {text if len(text) <= 80 else text[:77] + '...'}"
+    key, equals, value = _split(text)
+    try:
+        if not equals:
+            raise ValueError("expected key=value, such as training.rounds=10")
+        path = parse(key.strip())
+    except ValueError as error:
+        raise ScenarioError([Problem(str(error), (), origin)]) from error
+    document = parse_yaml(value, origin, lines=False) if value.strip() else Document(None)
+    return Override(path, Document(document.value, {**document.marks, (): Mark(origin)}))
+
+
+def apply(document: Document, overrides: Sequence[Override]) -> Document:
+    """The document with every override in place, later ones winning.
+
+    A mapping on the way that does not exist is made; a plugin written as just its name becomes a
+    mapping that parameters can be added to.
+
+    Raises:
+        ScenarioError: a key path leads through something that is no mapping or list, or beyond the
+            end of a list. All such overrides are listed.
+    """
+    problems: list[Problem] = []
+    for override in overrides:
+        try:
+            document = _apply(document, override)
+        except LookupError as error:
+            mark = override.origin
+            problems.append(Problem(str(error.args[0]), override.path, mark.origin, mark.line))
+    if problems:
+        raise ScenarioError(problems)
+    return document
+
+
+def _split(text: str) -> tuple[str, str, str]:
+    """Like `text.partition("=")`, but not within a quoted key."""
+    quoted = False
+    for position, character in enumerate(text):
+        if character == '"':
+            quoted = not quoted
+        elif character == "=" and not quoted:
+            return text[:position], "=", text[position + 1 :]
+    return text, "", ""
+
+
+def _apply(document: Document, override: Override) -> Document:
+    path, new = override.path, override.value
+    shorthand = {slot.path: slot.value for slot in plugin_slots(document.value)}
+
+    def rebuilt(value: Any, depth: int) -> Any:
+        if depth == len(path):
+            return new.value
+        part = path[depth]
+        if isinstance(value, str) and shorthand.get(path[:depth]) is value:
+            value = {"name": value}
+        if isinstance(part, int):
+            if not isinstance(value, list):
+                raise LookupError(f"{dotted(path[:depth])} is {show(value)}, not a list; drop [..]")
+            if part >= len(value):
+                raise LookupError(
+                    f"{dotted(path[:depth])} has {len(value)} items, counted from 0; "
+                    + (f"use an index up to {len(value) - 1}" if value else "set the list itself")
+                )
+            return [*value[:part], rebuilt(value[part], depth + 1), *value[part + 1 :]]
+        if value is None:
+            value = {}
+        if isinstance(value, list):
+            raise LookupError(
+                f"{dotted(path[:depth])} is a list; name an item by its index, such as "
+                f"{dotted((*path[:depth], 0, *path[depth:]))}"
+            )
+        if not isinstance(value, Mapping):
+            raise LookupError(
+                f"{dotted(path[:depth])} is {show(value)}, which holds no keys; set it itself"
+            )
+        return {**value, part: rebuilt(value.get(part), depth + 1)}
+
+    value = rebuilt(document.value, 0)
+    marks = {at: mark for at, mark in document.marks.items() if at[: len(path)] != path}
+    marks |= {(*path, *at): mark for at, mark in new.marks.items()}
+    return Document(value, marks)

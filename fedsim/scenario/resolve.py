@@ -1,0 +1,195 @@
+"""From what was written to a scenario in which every default is written out, or every problem."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedsim.plugins import Plugin, PluginError
+from fedsim.scenario.build import RESERVED, algorithm, plugin_class
+from fedsim.scenario.checks import check
+from fedsim.scenario.document import Document
+from fedsim.scenario.explain import explain, known_keys, show, unknown_key
+from fedsim.scenario.location import KeyPath, Problem, ScenarioError
+from fedsim.scenario.model import Scenario
+
+_PLACEHOLDER = "?"
+"""Stands for a plugin that could not be resolved, so that the rest is still looked at."""
+
+
+def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
+    """The scenario with every default written out, those of its plugins included.
+
+    `written` is a document (errors then name file and line), plain values in the form of the YAML
+    file, or a scenario built in Python.
+
+    Raises:
+        ScenarioError: something is wrong; the error lists everything that is.
+    """
+    if isinstance(written, Scenario):
+        written = as_written(written)
+    document = written if isinstance(written, Document) else Document(_plain(written))
+    return _Resolver(document).scenario()
+
+
+def as_written(scenario: Scenario) -> dict[str, Any]:
+    """The scenario as plain values in the form of the YAML file: plugins' parameters inline."""
+    plain = scenario.model_dump(mode="json")
+    for slot in list(plugin_slots(plain)):
+        entry = dict(slot.value)
+        parameters = entry.pop("parameters")
+        put(plain, slot.path, {**entry, **parameters})
+    return plain
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a scenario where a plugin is named."""
+
+    path: KeyPath
+    group: str
+    value: Any
+
+
+def plugin_slots(value: Any) -> Iterator[Slot]:
+    """The plugins that a scenario in plain values names, wherever its shape allows to look."""
+    if not isinstance(value, Mapping):
+        return
+    data = value.get("data")
+    if isinstance(data, Mapping) and "source" in data:
+        yield Slot(("data", "source"), "fedsim.data", data["source"])
+    if "model" in value:
+        yield Slot(("model",), "fedsim.models", value["model"])
+    stacks = value.get("defenses")
+    for stack, members in stacks.items() if isinstance(stacks, Mapping) else ():
+        for index, member in enumerate(members if isinstance(members, list) else ()):
+            yield Slot(("defenses", stack, index), "fedsim.defenses", member)
+    attacks = value.get("attacks")
+    for index, entry in enumerate(attacks if isinstance(attacks, list) else ()):
+        yield Slot(("attacks", index), "fedsim.attacks", entry)
+
+
+def put(value: Any, path: KeyPath, new: Any) -> None:
+    """Replace what stands at `path`, which has to exist, in place."""
+    for part in path[:-1]:
+        value = value[part]
+    value[path[-1]] = new
+
+
+@dataclass
+class _Resolver:
+    document: Document
+    problems: list[Problem] = field(default_factory=list)
+
+    def scenario(self) -> Scenario:
+        value = self.document.value
+        if not isinstance(value, Mapping):
+            self.tell((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
+            raise ScenarioError(self.problems)
+        core = _copy(value)
+        for slot in plugin_slots(value):
+            put(core, slot.path, self.plugin(slot))
+        sections = {
+            name: section
+            for name in Scenario.model_fields
+            if (section := self.section(name, core)) is not None
+        }
+        for name in core.keys() - Scenario.model_fields.keys():
+            self.tell((name,), unknown_key(name, Scenario.model_fields))
+        for path, message in check(sections, self.sound):
+            self.tell(path, message)
+        if self.problems:
+            raise ScenarioError(sorted(self.problems, key=lambda problem: problem.line or 0))
+        training = sections["training"]
+        sections["training"] = training.model_copy(update={"algorithm": algorithm(training)})
+        return Scenario(**sections)
+
+    def section(self, name: str, core: Mapping[str, Any]) -> Any:
+        """The top-level value `name`, validated; None if it is not valid."""
+        info = Scenario.model_fields[name]
+        if name not in core:
+            if info.is_required():
+                self.tell((name,), f"missing; add `{name}: ...`")
+                return None
+            return info.get_default()
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])
+        try:
+            return _validated(adapter, core[name])
+        except ValidationError as error:
+            known = known_keys(Scenario)
+            for path, message in explain(error, core[name], lambda p: known((name, *p))):
+                self.tell((name, *path), message)
+            return None
+
+    def plugin(self, slot: Slot) -> dict[str, Any]:
+        """The entry of a plugin in the form of the model, its parameters resolved."""
+        reserved = RESERVED[slot.group]
+        written = {"name": slot.value} if isinstance(slot.value, str) else slot.value
+        entry = {"name": _PLACEHOLDER, "parameters": {}}
+        if not isinstance(written, Mapping):
+            self.tell(slot.path, f"expected a name or {{name: ...}}, got {show(slot.value)}")
+            return entry
+        entry |= {key: written[key] for key in reserved if key in written}
+        name = written.get("name")
+        if not isinstance(name, str):
+            path = (*slot.path, "name")
+            said = f"expected text, got {show(name)}" if "name" in written else "missing"
+            self.tell(path, f"{said}; add `name: ...` with one of those that `fedsim list` shows")
+            return {**entry, "name": _PLACEHOLDER}
+        try:
+            cls = plugin_class(slot.group, name)
+        except PluginError as error:
+            self.tell((*slot.path, "name"), str(error))
+            return entry
+        if slot.group == "fedsim.attacks":
+            entry.setdefault("label", name)
+        parameters = {key: item for key, item in written.items() if key not in reserved}
+        return {**entry, "parameters": self.parameters(cls, parameters, slot.path, reserved)}
+
+    def parameters(
+        self, cls: type[Plugin], written: Mapping[str, Any], at: KeyPath, reserved: tuple[str, ...]
+    ) -> dict[str, Any]:
+        known = known_keys(cls)
+        try:
+            instance = _validated(TypeAdapter(cls), written)
+            return instance.model_dump(mode="json")
+        except ValidationError as error:
+            for path, message in explain(
+                error, written, lambda p: (*known(p), *(() if p else reserved))
+            ):
+                self.tell((*at, *path), message)
+        except Exception as error:  # a third party's validator may raise anything
+            self.tell(at, f"its plugin failed on it: {type(error).__name__}: {error}")
+        return {}
+
+    def tell(self, path: KeyPath, message: str) -> None:
+        self.problems.append(self.document.problem(path, message))
+
+    def sound(self, path: KeyPath) -> bool:
+        """Whether nothing at or below `path` is known to be wrong."""
+        return all(problem.path[: len(path)] != path for problem in self.problems)
+
+
+def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:
+    # As JSON, strictness means what a YAML author expects: lists may become tuples and whole
+    # numbers may become floats, but neither text nor booleans become numbers.
+    return adapter.validate_json(json.dumps(value), strict=True)
+
+
+def _plain(value: Mapping[str, Any]) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ScenarioError(
+            [Problem(f"{error}; use only mappings, lists, text, numbers, booleans and None")]
+        ) from error
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value

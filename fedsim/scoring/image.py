@@ -1,0 +1,78 @@
+"""Image metrics of matched pairs, in pixels: (N, C, H, W) in [0, 1], data range 1.
+
+Each function returns one value per image, (N,) float64; means are taken afterwards. Pixels are
+scored as they are: no normalized tensors, no rescaling, no other data range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fedsim.scoring.outcome import ScoringError, Unavailable
+
+PSNR_CAP = 60.0
+"""dB. A perfect image would otherwise make the mean infinite; 60 dB is an RMSE of 0.001."""
+
+_SSIM_WINDOW = 7
+
+
+def check_pixels(images: Tensor, what: str) -> None:
+    """Refuse what is not a batch of pixels.
+
+    Raises:
+        ScoringError: not (N, C, H, W), not floating-point, not finite, or outside [0, 1].
+    """
+    if images.ndim != 4 or images.numel() == 0:
+        raise ScoringError(
+            f"{what}: expected images of shape (N, C, H, W), got {tuple(images.shape)}"
+        )
+    if not images.is_floating_point():
+        raise ScoringError(f"{what}: expected floating-point pixels in [0, 1], got {images.dtype}")
+    if not bool(torch.isfinite(images).all()):
+        raise ScoringError(f"{what}: the images hold non-finite pixels")
+    low, high = float(images.min()), float(images.max())
+    if low < 0 or high > 1:
+        raise ScoringError(
+            f"{what}: expected pixels in [0, 1], got values from {low:.4g} to {high:.4g}; "
+            "undo the normalization and clamp before scoring"
+        )
+
+
+def mse(reconstruction: Tensor, truth: Tensor) -> Tensor:
+    """Mean squared error of each image."""
+    return (reconstruction.double() - truth.double()).square().flatten(1).mean(1)
+
+
+def rmse(reconstruction: Tensor, truth: Tensor) -> Tensor:
+    """Root mean squared error of each image, in [0, 1]."""
+    return mse(reconstruction, truth).sqrt()
+
+
+def psnr(reconstruction: Tensor, truth: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio of each image in dB, -10 log10(MSE), at most `PSNR_CAP`."""
+    return -10 * mse(reconstruction, truth).clamp(min=10 ** (-PSNR_CAP / 10)).log10()
+
+
+def ssim(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Structural similarity of each image, in [-1, 1] (Wang et al., IEEE TIP 13(4), 2004).
+
+    scikit-image's form with a uniform window of 7 x 7 pixels, or the largest odd window that fits
+    a smaller image.
+    """
+    try:
+        from skimage.metrics import structural_similarity
+    except ImportError:
+        return Unavailable("SSIM needs scikit-image, which is not installed")
+    side = min(truth.shape[-2:])
+    window = min(_SSIM_WINDOW, side if side % 2 else side - 1)
+    if window < 3:
+        return Unavailable(f"SSIM needs images of at least 3 x 3 pixels, these have a side {side}")
+    similarity: Callable[..., float] = structural_similarity
+    values = [
+        similarity(a, b, data_range=1.0, channel_axis=0, win_size=window)
+        for a, b in zip(reconstruction.double().numpy(), truth.double().numpy(), strict=True)
+    ]
+    return torch.tensor(values, dtype=torch.float64)

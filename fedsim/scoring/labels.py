@@ -1,0 +1,50 @@
+"""How many of a batch's labels were recovered."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedsim.scoring.matching import MISSING
+from fedsim.scoring.outcome import ScoringError
+
+
+def check_labels(labels: Tensor, what: str) -> None:
+    """Refuse what is not a batch of labels.
+
+    Raises:
+        ScoringError: not (N,), or not integers.
+    """
+    if labels.ndim != 1 or labels.is_floating_point() or labels.is_complex():
+        raise ScoringError(
+            f"{what}: expected integer labels of shape (N,), got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+
+
+def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
+    """Size of the multiset intersection over N, in [0, 1]: for labels that come without images.
+
+    The order of labels in a batch is not observable, only how often each occurs. Of more labels
+    than truths the first N count.
+    """
+    claimed = reconstruction[: len(truth)].tolist()
+    found = 0
+    for label in truth.tolist():
+        if label in claimed:
+            claimed.remove(label)
+            found += 1
+    return found / len(truth)
+
+
+def matched_labels(reconstruction: Tensor, truth: Tensor, assignment: list[int]) -> Tensor:
+    """1 where the label that came with the matched reconstruction is right, else 0; (N,) float64.
+
+    For labels that come with images (or features): a right label on the wrong image is wrong. A
+    truth without a reconstruction is wrong.
+    """
+    right = [
+        k != MISSING and int(reconstruction[k]) == int(label)
+        for k, label in zip(assignment, truth, strict=True)
+    ]
+    return torch.tensor(right, dtype=torch.float64)

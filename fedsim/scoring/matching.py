@@ -1,0 +1,45 @@
+"""Which reconstruction is meant to be which true image: one bijection per batch.
+
+A gradient is a mean over its batch, so no attack can know the order of the images. Each truth is
+therefore paired with one reconstruction of its own by the assignment of least total cost (H. W.
+Kuhn, "The Hungarian method for the assignment problem", Naval Research Logistics Quarterly 2,
+1955), and every metric of the batch uses that one assignment. Were each metric to look for its own
+best match, or one reconstruction to serve several truths, a single good guess would count as many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MISSING = -1
+"""In an assignment: this truth has no reconstruction."""
+
+
+def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
+    """Assign reconstructions to truths so that the total mean squared error is least.
+
+    `reconstruction` is (M, ...), `truth` is (N, ...), the same shape but for the first axis. The
+    result has N entries: `assignment[i]` is the reconstruction that is scored against truth i.
+
+    If M > N, only the first N reconstructions count: an attack that hands in many guesses must rank
+    them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
+    are left `MISSING`.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    claimed = reconstruction[: len(truth)].flatten(1).double()
+    wanted = truth.flatten(1).double()
+    # The direct form of the distance: the matrix-product form loses small differences.
+    distance = torch.cdist(wanted, claimed, compute_mode="donot_use_mm_for_euclid_dist")
+    cost = distance.square() / max(1, wanted.shape[1])
+    rows, columns = linear_sum_assignment(cost.numpy())
+    assignment = [MISSING] * len(truth)
+    for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
+        assignment[row] = column
+    return assignment
+
+
+def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
+    """`values` (M, ...) in the order of the truths (N, ...), `fill` (...) where one is missing."""
+    return torch.stack([fill if k == MISSING else values[k] for k in assignment])
