@@ -14,12 +14,13 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedsim.pipeline import attack, run
+    from fedsim.pipeline import run
     from fedsim.recording import load_observation
+    from fedsim.replay import attack
     from fedsim.scenario import Scenario, load
 
 _HOMES = {
-    "attack": "fedsim.pipeline",
+    "attack": "fedsim.replay",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording",
     "Scenario": "fedsim.scenario",

@@ -31,8 +31,8 @@ class Mechanism:
     """A release that an accountant knows: Gaussian noise on a quantity of bounded contributions.
 
     `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
-    contributes. `relation` says what neighbouring data are: under `zero_out` the unit's contribution
-    is replaced by zero and the sensitivity is C; under `replace_one` it is replaced by any other
+    contributes. `relation` says what neighbouring data are: under `zero_out` that contribution is
+    exchanged for zero and the sensitivity is C; under `replace_one` it is exchanged for any other
     and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampled`
     says that each drew its own batch uniformly without replacement from the client's data,
     independently of all others.
@@ -57,9 +57,14 @@ class Guarantee:
     mechanism: Mechanism | None = None
     reason: str = "no noise is added"
 
+    def bounded(self, norm: float) -> Guarantee:
+        """After a step that leaves no update longer than `norm` (nor than it was)."""
+        return replace(self, sensitivity=min(self.sensitivity, norm))
+
     def unproven(self, reason: str) -> Guarantee:
         """After a step that may enlarge the update. Post-processing keeps a mechanism."""
-        return self if self.mechanism else replace(self, sensitivity=math.inf, reason=reason)
+        reason = self.reason if self.mechanism else reason
+        return replace(self, sensitivity=math.inf, reason=reason)
 
 
 class UpdateDefense(Plugin):
@@ -205,7 +210,11 @@ def chain(*defenses: Defense) -> Stack:
 def global_norm(update: Tensors) -> Tensor:
     """L2 norm of all tensors together, 0-d float64; 0 if there are none."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    return (
+        torch.linalg.vector_norm(torch.stack(norms))
+        if norms
+        else torch.zeros((), dtype=torch.float64)
+    )
 
 
 def all_finite(update: Tensors) -> bool:

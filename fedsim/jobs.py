@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng, scoring
-from fedsim.attack import AttackFailed, Progress, Solution, create, solve
+from fedsim.attack import Progress, Solution, create, solve
 from fedsim.knowledge import grant
 from fedsim.recording import load_observation, load_truth, write_tensors
 from fedsim.types import (
@@ -32,6 +32,8 @@ from fedsim.types import (
     Observation,
     Reconstruction,
 )
+
+OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,9 @@ class Setting:
     labels: Labels
     bn: BatchNormKnowledge
     mean_image: Tensor
-    """(C, H, W) pixels: the zero-information guess."""
+    """(C, H, W) pixels: the zero-information guess of an image."""
+    majority_label: int
+    """The zero-information guess of a label."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     threads: int
@@ -66,6 +70,12 @@ class Job:
     def title(self) -> str:
         """For people."""
         return f"{self.label} on {self.observation.parent.parent.name}/{self.observation.stem}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """(stack, attack label, observation id): what identifies the job's row in a run."""
+        round, stack = self.observation.parent, self.observation.parent.parent.name
+        return stack, self.label, f"{stack}/{round.name}/{self.observation.stem}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +157,9 @@ def run_job(
         observation.training.batch_size,
         observation.trial,
     )
-    baseline = scoring.baseline(setting.mean_image, truth, lpips=lpips)
+    baseline = scoring.baseline(
+        setting.mean_image, truth, label=setting.majority_label, lpips=lpips
+    )
     started = time.perf_counter()
     solution: Solution | None = None
     metrics: dict[str, float | None] = dict.fromkeys(baseline)
@@ -162,55 +174,61 @@ def run_job(
             restarts=job.restarts,
             progress=progress,
         )
-        scores = scoring.score(_on_cpu(solution.reconstruction), truth, lpips=lpips)
+        found = on_cpu(solution.reconstruction)
+        scores = scoring.score(found, truth, lpips=lpips, guess=setting.mean_image)
         metrics = scores.metrics()
-        _save(job, setting.root, observation.id, solution.reconstruction, truth, scores.assignment)
+        path = reconstruction_path(setting.root, job.label, observation.id)
+        _save(path, found, truth, scores.assignment, setting.mean_image)
     except FedsimError as error:
         reason = str(error)
     except Exception as error:  # a third party's attack may raise anything: the row says what
         reason = f"{type(error).__name__}: {error}"
-    seconds = solution.seconds if solution else time.perf_counter() - started
-    iterations = solution.iterations if solution else None
     return Result(
         observation=_without_tensors(observation),
         seed=seed,
         reason=reason,
         metrics=metrics,
         baseline=baseline,
-        cost={
-            "seconds": seconds,
-            "iterations": iterations,
-            "iterations_per_second": iterations / seconds if iterations and seconds else None,
-            "peak_memory_bytes": solution.peak_memory_bytes if solution else None,
-        },
+        cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
     )
 
 
-def _save(
-    job: Job,
-    root: Path,
-    id: str,
-    found: Reconstruction,
-    truth: GroundTruth,
-    assignment: Sequence[int],
-) -> None:
-    """Write the truth and, in matched order, what was recovered of it."""
-    tensors = {"truth": truth.images, "truth_labels": truth.labels}
-    if found.images is not None:
-        tensors["reconstruction"] = found.images.cpu()[list(assignment)]
-    if found.labels is not None:
-        order = list(assignment) if found.images is not None else slice(None)
-        tensors["labels"] = found.labels.cpu()[order]
-    write_tensors(reconstruction_path(root, job.label, id), tensors)
+def cost(solution: Solution) -> dict[str, float | int | None]:
+    """What an attack cost, over all its restarts."""
+    iterations, seconds = solution.iterations, solution.seconds
+    return {
+        "seconds": seconds,
+        "iterations": iterations,
+        "iterations_per_second": iterations / seconds if iterations and seconds else None,
+        "peak_memory_bytes": solution.peak_memory_bytes,
+    }
 
 
-def _on_cpu(found: Reconstruction) -> Reconstruction:
+def on_cpu(found: Reconstruction) -> Reconstruction:
+    """The same reconstruction in CPU memory, images and features as float32."""
     return replace(
         found,
         images=None if found.images is None else found.images.detach().float().cpu(),
         labels=None if found.labels is None else found.labels.cpu(),
         features=None if found.features is None else found.features.detach().float().cpu(),
     )
+
+
+def _save(
+    path: Path, found: Reconstruction, truth: GroundTruth, assignment: list[int], guess: Tensor
+) -> None:
+    """Write the truth and, in the order of the truth, exactly what was scored against it."""
+    tensors = {"truth": truth.images, "truth_labels": truth.labels}
+    if found.images is not None:
+        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guess)
+    if found.labels is not None:
+        tensors["labels"] = found.labels
+    write_tensors(path, tensors)
+
+
+def _failed_cost(seconds: float) -> dict[str, float | int | None]:
+    cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
+    return {"seconds": seconds, **dict.fromkeys(cells)}
 
 
 def _without_tensors(observation: Observation) -> Observation:
@@ -221,9 +239,7 @@ def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
     return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
 
 
-def _teller(
-    job: Job, on_progress: Callable[[Job, Progress], None]
-) -> Callable[[Progress], None]:
+def _teller(job: Job, on_progress: Callable[[Job, Progress], None]) -> Callable[[Progress], None]:
     return lambda progress: on_progress(job, progress)
 
 

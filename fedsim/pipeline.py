@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
-from fedsim import jobs, progress, record, recording, rows, scoring
-from fedsim.attack import create, solve
-from fedsim.jobs import Job, Result, Setting
-from fedsim.knowledge import grant
-from fedsim.privacy.ledger import claim
-from fedsim.record import Row, Run
-from fedsim.scenario import Scenario, dump, expand
-from fedsim.types import BatchNormKnowledge, FedsimError, Labels, Observation, Reconstruction
-from fedsim.workload import Workload, as_pixels, load_dataset, resolve_device
+from fedsim import progress, record, recording, rows, scoring
+from fedsim.attack import Progress
+from fedsim.device import resolve_device
+from fedsim.federation import federate
+from fedsim.federation.records import RoundRecord
+from fedsim.jobs import Job, Result, Setting, run_jobs
+from fedsim.record import Run
+from fedsim.report import write_report
+from fedsim.scenario import Scenario, dump, expand, open_document
+from fedsim.types import FedsimError
+from fedsim.workload import Workload, load_dataset
 
 
 def run(
@@ -38,93 +39,35 @@ def run(
     Args:
         scenario: A file, the same as plain values, or a `Scenario`.
         out: The folder to fill; default `runs/<name>`. A sweep gives each variant a folder in it.
-        overrides: `a.b=value` assignments, as with `--set`.
+        overrides: `a.b=value` assignments to a file's keys, as with `--set`.
         resume: Continue what an interrupted run of the same scenario left in `out`.
         workers: Processes of the attack stage; default: one per core (one on a GPU).
         quiet: Show no progress.
 
     Raises:
-        FedsimError: the scenario is refused (before any work), or the run could not go on.
+        FedsimError: the scenario is refused, before any work; or the run could not go on, and what
+            had finished is kept for `resume`.
     """
-    variants = expand(scenario, overrides)
+    from_file = isinstance(scenario, str | Path)
+    if overrides and not from_file:
+        raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
+    variants = expand(open_document(scenario, overrides) if from_file else scenario)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
-    folders = [root / variant.label if variant.label else root for variant in variants]
     plans = [
-        _Plan(variant.scenario, variant.assignment, folder, resume, workers)
-        for variant, folder in zip(variants, folders, strict=True)
+        _Plan(
+            variant.scenario,
+            variant.assignment,
+            root / variant.label if variant.label else root,
+            resume=resume,
+            workers=workers,
+        )
+        for variant in variants
     ]
-    if quiet:
+    with _display(quiet) as display:
         for plan in plans:
-            plan.execute(progress.Quiet())
-    else:
-        with progress.Live(Console(stderr=True)) as display:
-            for plan in plans:
-                plan.execute(display)
-    from fedsim.report import write_report
-
+            plan.execute(display)
     write_report(root)
     return Run(root)
-
-
-def attack(
-    observation: Observation | str | Path,
-    name: str,
-    parameters: Mapping[str, object] | None = None,
-    *,
-    restarts: int = 1,
-    labels: Labels = "inferred",
-    bn: BatchNormKnowledge = "none",
-    seed: int | None = None,
-    device: str = "cpu",
-    truth: str | Path | None = None,
-    on_progress: jobs.OnProgress | None = None,
-) -> tuple[Reconstruction, Row]:
-    """Attack one recording; needs neither Flower nor the data it was made from.
-
-    Args:
-        observation: A recording, or the path of its JSON file.
-        name: The attack, with `parameters` (others at their defaults).
-        truth: The run's folder (or any folder that holds `truth/`). It is found by itself beside
-            the recording's `observations/`; without it nothing is scored and no label is granted.
-
-    Returns:
-        The reconstruction, and a row with what is known: metrics (null without truth) and cost.
-
-    Raises:
-        FedsimError: the recording or the attack cannot be used.
-    """
-    if not isinstance(observation, Observation):
-        path = Path(observation)
-        observation = recording.load_observation(path, resolve_device(device))
-        truth = truth or recording.root_of(path)
-    victim = recording.find_truth(Path(truth), observation.id) if truth else None
-    if victim is None and (labels == "known" or bn == "exact"):
-        raise FedsimError(
-            "knowledge of labels: known or bn: exact comes from the ground truth, and none was "
-            "found; name the run's folder with --truth, or grant less"
-        )
-    seen, knowledge = grant(observation, victim, labels, bn)
-    chosen = create(name, parameters)
-    unmet = chosen.needs.unmet(labels, bn)
-    if unmet:
-        raise FedsimError(f"{name} {unmet.replace('the scenario grants', 'granted is')}")
-    solution = solve(
-        chosen,
-        seen,
-        knowledge,
-        observation.seed if seed is None else seed,
-        restarts=restarts,
-        progress=on_progress,
-    )
-    found = jobs.on_cpu(solution.reconstruction)
-    metrics = scoring.score(found, victim, lpips=None).metrics() if victim else None
-    return found, {
-        "observation": observation.id,
-        "attack": {"name": name, "restarts": restarts, "parameters": chosen.model_dump("json")},
-        "knowledge": {"labels": labels, "bn": bn},
-        "metrics": metrics,
-        "cost": jobs.cost(solution),
-    }
 
 
 class _Plan:
@@ -135,12 +78,14 @@ class _Plan:
         scenario: Scenario,
         variant: Mapping[str, Any],
         out: Path,
+        *,
         resume: bool,
         workers: int | None,
     ) -> None:
         self.scenario = scenario
-        self.variant = dict(variant)
+        self.variant = variant
         self.out = out
+        self.resume = resume
         self.resolved = dump(scenario)
         self.device = resolve_device(scenario.device)
         cores = os.cpu_count() or 1
@@ -152,8 +97,7 @@ class _Plan:
         }
         for workload in self.workloads.values():
             workload.check()
-        self.resume = resume
-        self._refuse_occupied()
+        self._refuse_other_run()
 
     def execute(self, display: progress.Display) -> None:
         """Federate every stack, attack every recording, write the record."""
@@ -161,51 +105,28 @@ class _Plan:
         recording.write_text(self.out / "scenario.yaml", self.resolved)
         self._federate(display)
         self._attack(display)
-        self._finish(display, time.perf_counter() - started)
-
-    def _refuse_occupied(self) -> None:
-        previous = self.out / "scenario.yaml"
-        if not previous.exists():
-            return
-        if not self.resume:
-            raise FedsimError(
-                f"{self.out} holds a run already: continue it with --resume, or name another "
-                "folder with --out"
-            )
-        if previous.read_text(encoding="utf-8") != self.resolved:
-            raise FedsimError(
-                f"{self.out} holds a run of another scenario (its scenario.yaml differs): resume "
-                "with the same scenario and --set, or name another folder with --out"
-            )
-
-    # Federation
+        self._finish(time.perf_counter() - started)
 
     def _federate(self, display: progress.Display) -> None:
-        from fedsim.federation import federate
-        from fedsim.federation.records import RoundRecord
-
         path = self.out / "rounds.jsonl"
         record.drop_torn_line(path)
         for stack, workload in self.workloads.items():
-            done = {r["round"] for r in record.read_lines(path) if r["defense"] == stack}
-            total = self.scenario.training.rounds
-            display.stage(f"train  {stack}", total, len(done))
-
-            def on_round(
-                result: RoundRecord, stack: str = stack, workload: Workload = workload
-            ) -> None:
-                spent = rows.spent(workload, result.round).epsilon
-                record.append_line(path, rows.round_row(stack, result, spent))
-                display.advance(rows.round_summary(result))
-
-            federate(self.scenario, stack, self.out, resume=self.resume, on_round=on_round)
-        latest = {(r["defense"], r["round"]): r for r in record.read_lines(path)}
-        order = list(self.workloads)
+            done = {row["round"] for row in record.read_lines(path) if row["defense"] == stack}
+            display.stage(f"train {stack}", self.scenario.training.rounds, len(done))
+            federate(
+                self.scenario,
+                stack,
+                self.out,
+                resume=self.resume,
+                on_round=self._on_round(path, stack, workload, display),
+            )
+        # A kill between a line and its checkpoint repeats the round: the last line of each counts.
+        latest = {(row["defense"], row["round"]): row for row in record.read_lines(path)}
+        stacks = list(self.workloads)
         record.write_lines(
-            path, sorted(latest.values(), key=lambda r: (order.index(r["defense"]), r["round"]))
+            path,
+            sorted(latest.values(), key=lambda row: (stacks.index(row["defense"]), row["round"])),
         )
-
-    # Attacks
 
     def _attack(self, display: progress.Display) -> None:
         path = self.out / "results.jsonl"
@@ -220,20 +141,26 @@ class _Plan:
                 restarts=entry.restarts,
             )
             for entry in self.scenario.attacks
-            for observation in self._observations()
+            for observation in Run(self.out).observations()
         ]
-        pending = [job for job in every if rows.job_key(self.out, job) not in done]
+        pending = [job for job in every if job.key not in done]
         display.stage("attack", len(every), len(every) - len(pending))
-        context = rows.Context(self.scenario, self.variant, self._final_rounds(), self._claims())
+        context = rows.Context(
+            self.scenario,
+            self.variant,
+            self.workloads,
+            record.read_lines(self.out / "rounds.jsonl"),
+        )
 
         def on_progress(job: Job, at: Progress) -> None:
-            display.detail(job.title, rows.attack_summary(job, at))
+            of = f"/{at.total}" if at.total else ""
+            display.detail(job.title, f"{job.title} {at.iteration}{of} loss {at.loss:.2e}")
 
         def on_result(job: Job, result: Result) -> None:
             record.append_line(path, context.row(job, result))
-            display.advance(rows.result_summary(job, result))
+            display.advance(_summary(job, result))
 
-        jobs.run_jobs(
+        run_jobs(
             pending,
             self._setting(),
             workers=self.workers,
@@ -241,16 +168,17 @@ class _Plan:
             on_result=on_result,
         )
 
-    def _finish(self, display: progress.Display, seconds: float) -> None:
-        """Controls, canonical order, record."""
+    def _finish(self, seconds: float) -> None:
+        """Controls, canonical order, the record."""
         path = self.out / "results.jsonl"
-        found = {rows.key(row): row for row in record.read_lines(path)}
-        ordered = sorted(found.values(), key=rows.order(self.scenario))
-        rows.add_controls(ordered, self.out)
-        record.write_lines(path, ordered)
-        for row in ordered:
-            if row["status"] == "ok":
-                rows.draw_grid(row, self.out)
+        found = sorted(
+            {rows.key(row): row for row in record.read_lines(path)}.values(),
+            key=rows.order(self.scenario),
+        )
+        rows.add_controls(found, self.out)
+        record.write_lines(path, found)
+        rounds = record.read_lines(self.out / "rounds.jsonl")
+        lpips = self._lpips()
         recording.write_json(
             self.out / "record.json",
             {
@@ -262,11 +190,75 @@ class _Plan:
                 "knowledge": self.scenario.knowledge.model_dump(),
                 "environment": record.environment(),
                 "seconds": seconds,
-                "peak_memory_bytes": rows.peak_memory(),
-                "bytes_on_wire": sum(
-                    row["bytes_up"] + row["bytes_down"]
-                    for row in record.read_lines(self.out / "rounds.jsonl")
-                ),
-                "notes": {"lpips": self._lpips_note()},
+                "peak_memory_bytes": _peak_memory(),
+                "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
+                "notes": {"lpips": lpips.reason} if isinstance(lpips, scoring.Unavailable) else {},
             },
         )
+
+    def _refuse_other_run(self) -> None:
+        previous = self.out / "scenario.yaml"
+        if not previous.exists():
+            return
+        if not self.resume:
+            raise FedsimError(
+                f"{self.out} holds a run already: continue it with --resume, or name another "
+                "folder with --out"
+            )
+        if previous.read_text(encoding="utf-8") != self.resolved:
+            raise FedsimError(
+                f"{self.out} holds a run of another scenario (see its scenario.yaml): resume with "
+                "the same scenario and overrides, or name another folder with --out"
+            )
+
+    def _on_round(
+        self, path: Path, stack: str, workload: Workload, display: progress.Display
+    ) -> Callable[[RoundRecord], None]:
+        def on_round(result: RoundRecord) -> None:
+            epsilon = rows.spent(workload, result.round).epsilon
+            record.append_line(path, rows.round_row(stack, result, epsilon))
+            accuracy = result.test_accuracy
+            display.advance("" if accuracy is None else f"test accuracy {accuracy:.1%}")
+
+        return on_round
+
+    def _setting(self) -> Setting:
+        return Setting(
+            root=self.out,
+            device=self.device,
+            labels=self.scenario.knowledge.labels,
+            bn=self.scenario.knowledge.bn,
+            mean_image=scoring.mean_image(self.dataset.test_images),
+            majority_label=scoring.majority_label(self.dataset.test_labels),
+            lpips_backbone=self.scenario.scoring.lpips_backbone,
+            lpips_weights=self.scenario.scoring.lpips_weights,
+            threads=self.threads,
+        )
+
+    def _lpips(self) -> scoring.LpipsMetric | scoring.Unavailable:
+        wanted = self.scenario.scoring
+        return scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+
+
+@contextmanager
+def _display(quiet: bool) -> Iterator[progress.Display]:
+    if quiet:
+        yield progress.Quiet()
+    else:
+        with progress.Live(Console(stderr=True)) as live:
+            yield live
+
+
+def _summary(job: Job, result: Result) -> str:
+    psnr, guess = result.metrics["psnr"], result.baseline["psnr"]
+    if result.reason:
+        return f"{job.title}: failed"
+    if psnr is None or guess is None:
+        return job.title
+    return f"{job.title}: {psnr:.1f} dB (guess {guess:.1f})"
+
+
+def _peak_memory() -> int:
+    """Largest resident set of this process or of any of its workers, in bytes."""
+    kinds = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return max(resource.getrusage(kind).ru_maxrss for kind in kinds) * 1024

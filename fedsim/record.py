@@ -34,11 +34,8 @@ def read_lines(path: Path) -> list[Row]:
     """The rows of a JSON-lines file; a last line cut short by a kill is left out."""
     if not path.exists():
         return []
-    rows: list[Row] = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
-            rows.append(json.loads(line))
-    return rows
+    lines = path.read_bytes().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
@@ -97,8 +94,6 @@ class Run:
         return sorted(self.out.rglob(pattern))
 
 
-
-
 def _line(row: Row) -> bytes:
     return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
 
@@ -121,7 +116,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that fedsim runs from, `+` if it has changes; None elsewhere."""
+    """The commit of the source tree that runs (`+` if changed since); None for a package."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

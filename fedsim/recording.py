@@ -167,6 +167,19 @@ def load_truth(root: Path, id: str) -> GroundTruth:
     )
 
 
+def root_of(recording: Path) -> Path | None:
+    """The run's folder that a recording lies in; None if it lies in none."""
+    for parent in recording.resolve().parents:
+        if parent.name == "observations":
+            return parent.parent
+    return None
+
+
+def has_truth(root: Path, id: str) -> bool:
+    """Whether the ground truth of the observation `id` is below `root`."""
+    return any((root / "truth" / _checked_id(id)).glob("client-*.safetensors"))
+
+
 def write_tensors(path: Path, tensors: Tensors) -> str:
     """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
     content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})

@@ -30,6 +30,10 @@ class FedsimError(Exception):
     """An error that a user can act on: the message names the cause and the remedy."""
 
 
+class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
+    """Work had begun when it failed: what was finished is kept. `fedsim` then exits with 1, not 2."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalTraining:
     """How a client turns a batch into an update. Public: every observation declares it.

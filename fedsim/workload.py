@@ -18,6 +18,7 @@ from torch.func import functional_call
 from fedsim import plugins, rng
 from fedsim.data.base import DataSource
 from fedsim.data.partition import partition, sample_batch
+from fedsim.device import resolve_device
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.recording import observation_id
@@ -108,6 +109,13 @@ class Workload:
         fresh = build(self.spec, rng.derive(self.scenario.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
+
+    @property
+    def releases_statistics(self) -> bool:
+        """Whether clients also release batch-norm statistics of their data."""
+        return self.training.mode == "train" and any(
+            buffer.is_floating_point() for buffer in self.model.buffers()
+        )
 
     def participants(self, round: int) -> list[int]:
         """Clients sampled in `round` (1-based), ascending."""
@@ -308,18 +316,6 @@ def load_dataset(scenario: Scenario) -> Dataset:
 def as_pixels(images: Tensor) -> Tensor:
     """uint8 images -> float32 pixels in [0, 1]."""
     return images.float() / 255
-
-
-def resolve_device(device: str) -> str:
-    """`auto` -> `cuda` where torch has it, else `cpu`.
-
-    Raises:
-        FedsimError: a CUDA device is asked for and there is none.
-    """
-    available = torch.cuda.is_available()
-    if device.startswith("cuda") and not available:
-        raise FedsimError(f"device: {device} is not available here; use cpu or auto")
-    return ("cuda" if available else "cpu") if device == "auto" else device
 
 
 def _truth(pixels: list[Tensor], labels: list[Tensor], training: LocalTraining) -> GroundTruth:

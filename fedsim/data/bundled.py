@@ -27,7 +27,7 @@ _CROP, _GRID, _KEPT = 32, 7, 40
 
 @final
 class Faces(DataSource):
-    """200 grey photographs, 100 of faces and 100 of backgrounds (labels 0 and 1).
+    """200 grey photographs, 100 of faces and 100 of other things (labels 0 and 1).
 
     25x25 pixels, enlarged to 32x32 by default. 160 train, 40 test.
     """
@@ -41,11 +41,12 @@ class Faces(DataSource):
 
     def load(self) -> Dataset:
         """See the class."""
-        from skimage.data import lfw_subset
+        import skimage.data
 
-        images = _resized(lfw_subset(), self.size)
+        data: Any = skimage.data
+        images = _resized(data.lfw_subset(), self.size)
         labels = torch.arange(len(images)) // 100
-        return _dataset("faces", images, labels, ("face", "background"))
+        return _dataset("faces", images, labels, ("face", "not face"))
 
 
 @final
@@ -96,11 +97,12 @@ class Photos(DataSource):
 
 
 def _photographs() -> Mapping[str, Image]:
+    import skimage.data
     from PIL import Image
-    from skimage import data
     from sklearn.datasets import load_sample_image
 
-    pixels: Mapping[str, Any] = {
+    data: Any = skimage.data
+    pixels = {
         "astronaut": data.astronaut(),
         "cat": data.chelsea(),
         "coffee": data.coffee(),
@@ -118,17 +120,13 @@ def _crops(picture: Image) -> Tensor:
     width, height = (round(side * scale) for side in picture.size)
     pixels = from_pil(resize(picture, width, height))
     top, left = (height % _CROP) // 2, (width % _CROP) // 2
-    grid = (
-        pixels[:, top:, left:]
-        .unfold(1, _CROP, _CROP)
-        .unfold(2, _CROP, _CROP)
-    )
+    grid = pixels[:, top:, left:].unfold(1, _CROP, _CROP).unfold(2, _CROP, _CROP)
     crops = grid.permute(1, 2, 0, 3, 4).flatten(0, 1)
     # Exact integers, so that the order never depends on rounding.
     sums = crops.long().sum((2, 3))
     variance = crops.long().square().sum((2, 3)) * _CROP**2 - sums.square()
     contrast = variance.sum(1)
-    kept = contrast.argsort(descending=True, stable=True)[: _KEPT]
+    kept = contrast.argsort(descending=True, stable=True)[:_KEPT]
     return crops[kept.sort().values]
 
 

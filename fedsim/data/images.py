@@ -36,7 +36,7 @@ def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[T
     A function of `labels` and `name` alone: the split of a data source never changes.
     """
     test = torch.zeros(len(labels), dtype=torch.bool)
-    for label in labels.unique().tolist():
+    for label in sorted(set(labels.tolist())):
         members = (labels == label).nonzero().flatten()
         order = torch.randperm(len(members), generator=rng.generator(0, "split", name, label))
         test[members[order[: round(test_fraction * len(members))]]] = True

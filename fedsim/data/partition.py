@@ -94,18 +94,14 @@ def _check_parameters(config: Partition) -> None:
     for name in _PARAMETERS.values():
         given = getattr(config, name) is not None
         if name == needed and not given:
-            raise FedsimError(
-                f"partition {config.name} needs {name}: set data.partition.{name}"
-            )
+            raise FedsimError(f"partition {config.name} needs {name}: set data.partition.{name}")
         if name != needed and given:
             raise FedsimError(
                 f"partition {config.name} has no {name}: remove data.partition.{name}"
             )
 
 
-def _drawn(
-    labels: Tensor, config: Partition, clients: int, seed: int, least: int
-) -> list[Tensor]:
+def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: int) -> list[Tensor]:
     # Rows are shuffled first: the sources are in class order, and Flower's IidPartitioner cuts
     # contiguous parts.
     rows = torch.randperm(len(labels), generator=rng.generator(seed, "rows"))
@@ -206,7 +202,7 @@ def _natural_owners(dataset: Dataset, clients: int) -> Tensor:
             f"{dataset.name} does not say whose its images are: use another partition, or a source "
             "that knows (image_folder with `client_folders: true`)"
         )
-    found = len(dataset.client_of.unique())
+    found = len(set(dataset.client_of.tolist()))
     if found != clients:
         raise FedsimError(
             f"{dataset.name} has {found} natural clients, the scenario asks for {clients}: set "

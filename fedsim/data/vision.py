@@ -54,16 +54,16 @@ class VisionSource(DataSource):
                 if self.download
                 else f"set `root` to where it lies, or `download: true` to fetch it to {root}"
             )
-            raise FedsimError(f"{self.title} was not found in {root} ({error}): {remedy}") from error
+            raise FedsimError(
+                f"{self.title} was not found in {root} ({error}): {remedy}"
+            ) from error
 
 
 @final
 class CIFAR10(VisionSource):
     """60,000 colour photographs of 32x32 pixels in 10 classes; 50,000 train, 10,000 test."""
 
-    paper: ClassVar[str] = (
-        "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
-    )
+    paper: ClassVar[str] = "Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009"
     title: ClassVar[str] = "cifar10"
     mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)

@@ -117,6 +117,8 @@ def denormalize(images: Tensor, spec: ModelSpec) -> Tensor:
 
 
 def _statistics(like: Tensor, spec: ModelSpec) -> tuple[Tensor, Tensor]:
-    options = {"dtype": like.dtype, "device": like.device}
-    mean = torch.tensor(spec.mean, **options).view(1, -1, 1, 1)
-    return mean, torch.tensor(spec.std, **options).view(1, -1, 1, 1)
+    mean, std = (
+        torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1)
+        for values in (spec.mean, spec.std)
+    )
+    return mean, std

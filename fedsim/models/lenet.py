@@ -47,15 +47,15 @@ class LeNet(ModelPlugin):
             )
             layers.append(activation(self.activation))
             channels = _CHANNELS
-        model = assemble(nn.Sequential(*layers), self.head, input_shape, num_classes)
-        if self.init_scale is not None:
-            self._initialize(model.body, self.init_scale)
-            if self.head is None:
-                self._initialize(model.head, self.init_scale)
+        body = nn.Sequential(*layers)
+        self._initialize(body)
+        model = assemble(body, self.head, input_shape, num_classes)
+        if self.head is None:
+            self._initialize(model.head)
         return model
 
-    @staticmethod
     @torch.no_grad()
-    def _initialize(module: nn.Module, scale: float) -> None:
-        for parameter in module.parameters():
-            parameter.uniform_(-scale, scale)
+    def _initialize(self, module: nn.Module) -> None:
+        if self.init_scale is not None:
+            for parameter in module.parameters():
+                parameter.uniform_(-self.init_scale, self.init_scale)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim.models.base import Classifier
-from fedsim.types import LocalTraining, Tensors
+from fedsim.types import FedsimError, LocalTraining, Tensors
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
@@ -24,13 +24,28 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
     """Mean cross-entropy as a pure function of (parameters, images, labels).
 
     Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
-    statistics into `buffers`, in place: hand over a copy and read the new statistics there.
+    statistics into `buffers`, in place: hand over a copy and read the new statistics there. The
+    model's own buffers stay as they are, also those that `buffers` leaves out.
+
+    Raises:
+        FedsimError: when called, if batch norm has a single value per channel to normalize.
     """
-    model.train(training.mode == "train")
-    model.set_dropout(training.dropout)
+    state = {name: value.clone() for name, value in model.named_buffers()} | dict(buffers)
+    train = training.mode == "train"
 
     def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-        logits = functional_call(model, (dict(parameters), dict(buffers)), (images,))
+        model.train(train)
+        model.set_dropout(training.dropout)
+        try:
+            logits = functional_call(model, (dict(parameters), state), (images,))
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise FedsimError(
+                "batch norm cannot train on one image whose feature map is a single pixel: use a "
+                "batch of at least 2, `mode: eval`, the model's `norm: group`, or (resnet18) "
+                "`stem: small`"
+            ) from error
         return F.cross_entropy(logits, labels)
 
     return loss

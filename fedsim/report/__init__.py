@@ -1,0 +1,16 @@
+"""What a run leaves for people: the leaderboard, the report, and pictures."""
+
+from fedsim.report.control import Control, invalid_reasons, positive_controls
+from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.report.render import render
+from fedsim.report.runs import ReportError
+
+__all__ = [
+    "Control",
+    "LeaderboardRow",
+    "ReportError",
+    "invalid_reasons",
+    "leaderboard_rows",
+    "positive_controls",
+    "render",
+]

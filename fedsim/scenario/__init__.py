@@ -1,15 +1,37 @@
 """What a user writes: a YAML file -> a `Scenario`, validated, with every default written out.
 
-    load("scenarios/quickstart.yaml", ["training.rounds=10"])
+    scenario = load("scenarios/quickstart.yaml", ["training.rounds=10"])
 
-`expand` does the same for a file with a `sweep:` section, which stands for several scenarios.
+A file with a `sweep:` section stands for several scenarios:
+
+    for assignment, scenario in expand(open_document("scenarios/sweep.yaml")):
+        ...
 """
 
-from fedsim.scenario.document import Document, read
+from fedsim.scenario.build import build_stack, declared_training
+from fedsim.scenario.document import Document
+from fedsim.scenario.dump import dump
 from fedsim.scenario.location import Problem, ScenarioError
 from fedsim.scenario.model import Scenario
+from fedsim.scenario.overrides import parameters_of
 from fedsim.scenario.resolve import resolve
+from fedsim.scenario.schema import json_schema
+from fedsim.scenario.sweep import Variant, expand, load, locate, open_document
 
-
-def load(path):
-    return resolve(read(path))
+__all__ = [
+    "Document",
+    "Problem",
+    "Scenario",
+    "ScenarioError",
+    "Variant",
+    "build_stack",
+    "declared_training",
+    "dump",
+    "expand",
+    "json_schema",
+    "load",
+    "locate",
+    "open_document",
+    "parameters_of",
+    "resolve",
+]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from fedsim import plugins
-from fedsim.attack import Attack, AttackState
+from fedsim.attack import Attack
 from fedsim.data.base import DataSource
 from fedsim.defense import (
     AggregationDefense,
+    Defense,
     Stack,
     TrainingDefense,
     UpdateDefense,
@@ -17,10 +17,8 @@ from fedsim.defense import (
 )
 from fedsim.models.base import ModelPlugin
 from fedsim.plugins import Plugin
-from fedsim.scenario.model import AttackEntry, PluginRef, Scenario, Training
+from fedsim.scenario.model import PluginRef, Scenario, Training
 from fedsim.types import Algorithm, LocalTraining
-
-P = TypeVar("P", bound=Plugin)
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
@@ -71,29 +69,12 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
         PluginError: a defense is not installed or cannot be imported.
         FedsimError: the defenses cannot be composed.
     """
-    return chain(*(_instance("fedsim.defenses", ref) for ref in refs))  # type: ignore[arg-type]
-
-
-def build_attack(entry: AttackEntry) -> Attack[AttackState]:
-    """The attack of `entry`.
-
-    Raises:
-        PluginError: it is not installed or cannot be imported.
-    """
-    attack = _instance("fedsim.attacks", PluginRef(name=entry.name, parameters=entry.parameters))
-    assert isinstance(attack, Attack)  # noqa: S101 - plugin_class has checked it
-    return attack
-
-
-def build_source(ref: PluginRef) -> DataSource:
-    """The data source of `ref`.
-
-    Raises:
-        PluginError: it is not installed or cannot be imported.
-    """
-    source = _instance("fedsim.data", ref)
-    assert isinstance(source, DataSource)  # noqa: S101 - plugin_class has checked it
-    return source
+    members: list[Defense] = []
+    for ref in refs:
+        member = plugin_class("fedsim.defenses", ref.name).model_validate(ref.parameters)
+        assert isinstance(member, Defense)  # noqa: S101 - plugin_class has checked it
+        members.append(member)
+    return chain(*members)
 
 
 def algorithm(training: Training) -> Algorithm:
@@ -121,19 +102,3 @@ def declared(training: Training) -> LocalTraining:
         mode=local.mode,
         batches=local.batches,
     )
-
-
-def observed_rounds(scenario: Scenario) -> tuple[int, ...]:
-    """The rounds whose updates are recorded, ascending, from 1."""
-    total = scenario.training.rounds
-    return tuple(sorted({total if r == "last" else r for r in scenario.observe.rounds}))
-
-
-def observed_clients(scenario: Scenario) -> tuple[int, ...]:
-    """The clients whose updates are recorded, ascending, from 0."""
-    chosen = scenario.observe.clients
-    return tuple(range(scenario.data.clients)) if chosen == "all" else tuple(sorted(set(chosen)))
-
-
-def _instance(group: str, ref: PluginRef) -> Plugin:
-    return plugin_class(group, ref.name).model_validate(ref.parameters)

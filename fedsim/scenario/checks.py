@@ -11,7 +11,6 @@ from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
     Data,
-    Federation,
     KnowledgeGrant,
     Observe,
     PluginRef,
@@ -20,9 +19,6 @@ from fedsim.scenario.model import (
 from fedsim.types import FedsimError
 
 Finding = tuple[KeyPath, str]
-
-PER_CLIENT_STRATEGIES = ("Bulyan", "FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum", "QFedAvg")
-"""Flower's strategies that compare or reweight single clients' updates."""
 
 _PARTITION_KEYS = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
 _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
@@ -35,11 +31,10 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
-    defenses, federation = sections.get("defenses"), sections.get("federation")
-    trainable = training is not None
+    trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))
-        trainable = not faults
+        trainable = None if faults else training
         yield from faults
     if data:
         yield from _partition(data)
@@ -52,9 +47,10 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
             yield from _needs(granted, knowledge)
     if knowledge and training:
         yield from _batch_norm(knowledge, training)
-    for name, refs in (defenses or {}).items():
+    for name, refs in sections.get("defenses", {}).items():
         if trainable and sound(("defenses", name)):
-            yield from _stack(name, refs, training, federation)
+            model = sections.get("model") if sound(("model",)) else None
+            yield from _stack(name, refs, trainable, model)
 
 
 def _algorithm(training: Training) -> Iterator[Finding]:
@@ -82,7 +78,10 @@ def _partition(data: Data) -> Iterator[Finding]:
         if partition.name == name and value is None:
             yield path, f"missing: partition {name} needs it; add `{key}: {_EXAMPLES[key]}`"
         if partition.name != name and value is not None:
-            yield path, f"only partition {name} has it, this is {partition.name}; remove one of them"
+            yield (
+                path,
+                f"only partition {name} has it, this is {partition.name}; remove one of them",
+            )
 
 
 def _observed(observe: Observe, training: Training | None, data: Data | None) -> Iterator[Finding]:
@@ -143,7 +142,7 @@ def _batch_norm(knowledge: KnowledgeGrant, training: Training) -> Iterator[Findi
 
 
 def _stack(
-    name: str, refs: Sequence[PluginRef], training: Training, federation: Federation | None
+    name: str, refs: Sequence[PluginRef], training: Training, model: PluginRef | None
 ) -> Iterator[Finding]:
     path: KeyPath = ("defenses", name)
     try:
@@ -160,9 +159,9 @@ def _stack(
         except Exception as error:  # a third party's defense may raise anything
             yield (*path, end - 1), f"its plugin failed: {type(error).__name__}: {error}"
             return
-    if stack.aggregation and federation and federation.strategy in PER_CLIENT_STRATEGIES:
+    if model and stack.training(declared(training)).dropout and not model.parameters.get("head"):
         yield (
             path,
-            f"the server sees only the sum of the clients' updates, but federation.strategy "
-            f"{federation.strategy} needs each of them; use FedAvg, or drop the aggregation",
+            "dropout acts on the hidden neurons of a two-layer head, which the model lacks; add "
+            "`head: {width: ...}` to it",
         )

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedsim.scenario.location import KeyPath
+from fedsim.scenario.model import DEVICE_PATTERN, SLUG_PATTERN
 
 _TYPES = {
     "int_type": "a whole number",
@@ -49,11 +50,10 @@ _LENGTHS = {
     "string_too_short": ("min_length", "at least"),
     "string_too_long": ("max_length", "at most"),
 }
-SLUG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$"
 _PATTERNS = {
     SLUG_PATTERN: "a name of at most 64 letters, digits and _ . + -, that begins with a letter or "
     "digit (it names a folder)",
-    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
+    DEVICE_PATTERN: "auto, cpu, cuda or cuda:N",
 }
 
 
@@ -76,19 +76,16 @@ def explain(
     `known(path)` are the keys that the mapping at `path` may have, for the nearest right key.
     """
     findings = [_finding(detail, value, known) for detail in error.errors(include_url=False)]
-    deepest = [
-        one
-        for one in findings
-        # Of a union's alternatives, the one that matched further in says what is wrong.
-        if not any(
-            one.expected and len(other.path) > len(one.path) and other.path[: len(one.path)] == one.path
-            for other in findings
-        )
-    ]
     told: dict[KeyPath, list[_Finding]] = {}
-    for one in deepest:
-        told.setdefault(one.path, []).append(one)
-    return [(path, _message(alternatives, look_up(value, path))) for path, alternatives in told.items()]
+    for one in findings:
+        if not (one.expected and any(_below(one.path, other.path) for other in findings)):
+            told.setdefault(one.path, []).append(one)
+    return [(path, _message(them, look_up(value, path))) for path, them in told.items()]
+
+
+def _below(outer: KeyPath, inner: KeyPath) -> bool:
+    """Whether `inner` lies within `outer`: of a union's alternatives, that one matched further."""
+    return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
 def look_up(value: Any, path: KeyPath) -> Any:
@@ -151,7 +148,8 @@ def _finding(
         return _Finding(path, _TYPES[kind], "")
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
-        return _Finding(path, f"{words} {context[name]}", "")
+        bound = context[name]
+        return _Finding(path, f"{words} {f'{bound:g}' if isinstance(bound, float) else bound}", "")
     if kind in _LENGTHS:
         name, words = _LENGTHS[kind]
         count = context[name]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from fedsim.types import Algorithm, BatchNormKnowledge, Batches, Labels, Mode
+from fedsim.types import Algorithm, Batches, BatchNormKnowledge, Labels, Mode
 
-Slug = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$")]
+DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
+SLUG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$"
+Slug = Annotated[str, Field(pattern=SLUG_PATTERN)]
 """A name that is also a safe file name."""
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
@@ -22,7 +24,13 @@ Positive = Annotated[float, Field(gt=0, lt=1e12)]
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys refused, finite numbers only, no coercion."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        strict=True,
+        use_attribute_docstrings=True,
+    )
 
 
 class PluginRef(Section):
@@ -103,9 +111,15 @@ class Observe(Section):
     """Which updates are recorded. Each is also attacked and scored."""
 
     vantage: Literal["server"] = "server"
-    rounds: list[Annotated[int, Field(ge=1)] | Literal["last"]] = ["last"]
-    clients: list[Annotated[int, Field(ge=0)]] | Literal["all"] = [0]
-    batch_sizes: list[Count] | None = None
+    rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
+        "last"
+    ]
+    """Counted from 1."""
+    clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [
+        0
+    ]
+    """Counted from 0."""
+    batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Probe each observed client once per size and trial, besides its training update, so that
     leakage can be compared across batch sizes. None: record the training update itself."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -140,22 +154,16 @@ class Scenario(Section):
     name: Slug
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
     data: Data
     model: PluginRef
     training: Training = Training()
     federation: Federation = Federation()
-    defenses: dict[Slug, list[PluginRef]] = {"none": []}
+    defenses: Annotated[dict[Slug, list[PluginRef]], Field(min_length=1)] = {"none": []}
+    """Stacks of defenses by a name of your own; the empty stack is the undefended federation."""
     attacks: list[AttackEntry]
+    """Every attack meets every recorded update of every stack."""
     observe: Observe = Observe()
     knowledge: KnowledgeGrant = KnowledgeGrant()
     privacy: Privacy = Privacy()
     scoring: Scoring = Scoring()
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Scenario:
-        labels = [entry.label or entry.name for entry in self.attacks]
-        for label in labels:
-            if labels.count(label) > 1:
-                raise ValueError(f"two attacks are called {label!r}: give each a label of its own")
-        return self

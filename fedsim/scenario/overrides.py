@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedsim.scenario.document import Document, Mark, parse_yaml
+from fedsim.scenario.document import Document, Mark
 from fedsim.scenario.explain import show
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
-from fedsim.scenario.resolve import plugin_slots
+from fedsim.scenario.reader import parse_yaml
+from fedsim.scenario.resolve import plugin_slots, resolve_plugin
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,30 @@ def apply(document: Document, overrides: Sequence[Override]) -> Document:
     if problems:
         raise ScenarioError(problems)
     return document
+
+
+def parameters_of(group: str, name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+    """All parameters of the plugin `name`, `settings` (`key=value`) over its defaults.
+
+    Raises:
+        ScenarioError: it is not installed, or a setting is wrong.
+    """
+    written = Document({"name": name})
+    return resolve_plugin(group, apply(written, parse_overrides(settings))).parameters
+
+
+def parse_overrides(texts: Sequence[str]) -> list[Override]:
+    """Several of `parse_override`; all that are wrong are listed."""
+    parsed: list[Override] = []
+    problems: list[Problem] = []
+    for text in texts:
+        try:
+            parsed.append(parse_override(text))
+        except ScenarioError as error:
+            problems += error.problems
+    if problems:
+        raise ScenarioError(problems)
+    return parsed
 
 
 def _split(text: str) -> tuple[str, str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -15,7 +16,7 @@ from fedsim.scenario.checks import check
 from fedsim.scenario.document import Document
 from fedsim.scenario.explain import explain, known_keys, show, unknown_key
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError
-from fedsim.scenario.model import Scenario
+from fedsim.scenario.model import PluginRef, Scenario
 
 _PLACEHOLDER = "?"
 """Stands for a plugin that could not be resolved, so that the rest is still looked at."""
@@ -30,10 +31,31 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
     Raises:
         ScenarioError: something is wrong; the error lists everything that is.
     """
-    if isinstance(written, Scenario):
-        written = as_written(written)
-    document = written if isinstance(written, Document) else Document(_plain(written))
-    return _Resolver(document).scenario()
+    return _Resolver(as_document(written)).scenario()
+
+
+def resolve_plugin(group: str, written: Document) -> PluginRef:
+    """A plugin that is named outside of a scenario, as `{name: ..., parameter: value, ...}`.
+
+    Raises:
+        ScenarioError: it is not installed, or its parameters are wrong.
+    """
+    resolver = _Resolver(written)
+    entry = resolver.plugin(Slot((), group, written.value), ("name",))
+    if resolver.problems:
+        raise ScenarioError(resolver.problems)
+    return PluginRef(name=entry["name"], parameters=entry["parameters"])
+
+
+def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
+    """What is not a document yet as one whose values have no place.
+
+    Raises:
+        ScenarioError: it holds a value that YAML cannot write.
+    """
+    if isinstance(written, Document):
+        return written
+    return Document(_plain(as_written(written) if isinstance(written, Scenario) else written))
 
 
 def as_written(scenario: Scenario) -> dict[str, Any]:
@@ -92,7 +114,7 @@ class _Resolver:
             raise ScenarioError(self.problems)
         core = _copy(value)
         for slot in plugin_slots(value):
-            put(core, slot.path, self.plugin(slot))
+            put(core, slot.path, self.plugin(slot, RESERVED[slot.group]))
         sections = {
             name: section
             for name in Scenario.model_fields
@@ -116,18 +138,19 @@ class _Resolver:
                 self.tell((name,), f"missing; add `{name}: ...`")
                 return None
             return info.get_default()
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[info.annotation, info])
         try:
-            return _validated(adapter, core[name])
+            return _validated(_adapter(Annotated[info.annotation, info]), core[name])
         except ValidationError as error:
             known = known_keys(Scenario)
             for path, message in explain(error, core[name], lambda p: known((name, *p))):
                 self.tell((name, *path), message)
             return None
 
-    def plugin(self, slot: Slot) -> dict[str, Any]:
-        """The entry of a plugin in the form of the model, its parameters resolved."""
-        reserved = RESERVED[slot.group]
+    def plugin(self, slot: Slot, reserved: tuple[str, ...]) -> dict[str, Any]:
+        """The entry of a plugin in the form of the model, its parameters resolved.
+
+        `reserved` are the keys of the entry that are not the plugin's.
+        """
         written = {"name": slot.value} if isinstance(slot.value, str) else slot.value
         entry = {"name": _PLACEHOLDER, "parameters": {}}
         if not isinstance(written, Mapping):
@@ -143,9 +166,9 @@ class _Resolver:
         try:
             cls = plugin_class(slot.group, name)
         except PluginError as error:
-            self.tell((*slot.path, "name"), str(error))
+            self.tell(slot.path if slot.value is name else (*slot.path, "name"), str(error))
             return entry
-        if slot.group == "fedsim.attacks":
+        if "label" in reserved:
             entry.setdefault("label", name)
         parameters = {key: item for key, item in written.items() if key not in reserved}
         return {**entry, "parameters": self.parameters(cls, parameters, slot.path, reserved)}
@@ -155,8 +178,8 @@ class _Resolver:
     ) -> dict[str, Any]:
         known = known_keys(cls)
         try:
-            instance = _validated(TypeAdapter(cls), written)
-            return instance.model_dump(mode="json")
+            plugin: Plugin = _validated(_adapter(cls), written)
+            return plugin.model_dump(mode="json")
         except ValidationError as error:
             for path, message in explain(
                 error, written, lambda p: (*known(p), *(() if p else reserved))
@@ -172,6 +195,11 @@ class _Resolver:
     def sound(self, path: KeyPath) -> bool:
         """Whether nothing at or below `path` is known to be wrong."""
         return all(problem.path[: len(path)] != path for problem in self.problems)
+
+
+@cache
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(annotation)
 
 
 def _validated(adapter: TypeAdapter[Any], value: Any) -> Any:

@@ -6,20 +6,23 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedsim.scenario.document import Document, read
+from fedsim.scenario.document import Document
 from fedsim.scenario.explain import show
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.model import Scenario
-from fedsim.scenario.overrides import Override, apply, parse_override
-from fedsim.scenario.resolve import resolve
+from fedsim.scenario.overrides import Override, apply, parse_overrides
+from fedsim.scenario.reader import read
+from fedsim.scenario.resolve import as_document, resolve
+from fedsim.types import FedsimError
 
 MAX_VARIANTS = 1000
+_LABEL_LENGTH = 100
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,-]+")
 
 
@@ -39,10 +42,10 @@ class Variant(NamedTuple):
         exact = ",".join(f"{key}={_brief(value)}" for key, value in self.assignment.items())
         label = _UNSAFE.sub("-", exact)
         whole = all(not isinstance(value, (dict, list)) for value in self.assignment.values())
-        if label == exact and whole and len(label) <= 100:
+        if label == exact and whole and len(label) <= _LABEL_LENGTH:
             return label
         digest = hashlib.sha256(json.dumps(self.assignment, sort_keys=True).encode()).hexdigest()
-        return f"{label[:100]}-{digest[:8]}"
+        return f"{label[:_LABEL_LENGTH]}-{digest[:8]}"
 
 
 @dataclass(frozen=True)
@@ -60,37 +63,28 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
     Raises:
         ScenarioError: the file cannot be read, or an override is wrong.
     """
-    parsed, problems = [], []
-    for text in overrides:
-        try:
-            parsed.append(parse_override(text))
-        except ScenarioError as error:
-            problems += error.problems
-    if problems:
-        raise ScenarioError(problems)
+    parsed = parse_overrides(overrides)
     document = read(path)
     if not isinstance(document.value, Mapping):
-        return document
+        return document  # which `expand` refuses
     return _pinned(apply(document, parsed), parsed)
 
 
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
-    """Every scenario that `document` stands for, in the order of the sweep's lists.
+    """Every scenario that `document` stands for; the last list of the sweep varies fastest.
 
-    The last list of the sweep varies fastest. Without a `sweep:` section there is one variant.
+    Without a `sweep:` section there is one, with an empty assignment.
 
     Raises:
         ScenarioError: the sweep, or one of its scenarios, is wrong. All problems are listed.
     """
-    if not isinstance(document, Document) or not isinstance(document.value, Mapping):
-        document = document if isinstance(document, Document) else _document(document)
-    axes = _axes(document)
-    base = _without(document, ("sweep",))
+    document = as_document(document)
+    axes, problems = _axes(document)
+    base = document.without(("sweep",))
     variants: list[Variant] = []
-    problems: list[Problem] = []
     for values in product(*(axis.values for axis in axes)):
-        assigned = [Override(axis.path, value) for axis, value in zip(axes, values, strict=True)]
         try:
+            assigned = [Override(a.path, value) for a, value in zip(axes, values, strict=True)]
             scenario = resolve(apply(base, assigned))
         except ScenarioError as error:
             problems += error.problems
@@ -100,3 +94,128 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
     if problems:
         raise ScenarioError(problems)
     return variants
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
+    """The scenario in the file at `path`, with `overrides` (`key=value`), resolved.
+
+    Raises:
+        ScenarioError: something is wrong with it, or it sweeps: `expand` is for those.
+    """
+    document = open_document(path, overrides)
+    variants = expand(document)
+    if len(variants) > 1 or variants[0].assignment:
+        raise ScenarioError(
+            [
+                document.problem(
+                    ("sweep",),
+                    f"stands for {len(variants)} scenarios where one is wanted; remove it, or pin "
+                    "every swept key with --set",
+                )
+            ]
+        )
+    return variants[0].scenario
+
+
+def locate(document: Document, error: FedsimError) -> ScenarioError:
+    """`error` with its place, if its message begins with a key path (`data.clients: ...`)."""
+    if isinstance(error, ScenarioError):
+        return error
+    key, _, message = str(error).partition(": ")
+    try:
+        path = parse(key)
+    except ValueError:
+        return ScenarioError([document.problem((), str(error))])
+    if path[0] not in Scenario.model_fields:
+        return ScenarioError([document.problem((), str(error))])
+    for swept, at in _swept(document):
+        if path[: len(at)] == at:
+            mark = document.mark(("sweep", swept))
+            return ScenarioError([Problem(message, path, mark.origin, mark.line)])
+    return ScenarioError([document.problem(path, message)])
+
+
+def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
+    """The swept keys with their values, and what is wrong with them."""
+    value = document.value
+    sweep = value.get("sweep") if isinstance(value, Mapping) else None
+    if sweep is None:
+        return [], []
+    if not isinstance(sweep, Mapping):
+        said = f"expected a mapping such as {{training.rounds: [1, 10]}}, got {show(sweep)}"
+        return [], [document.problem(("sweep",), said)]
+    axes: list[_Axis] = []
+    problems: list[Problem] = []
+    for key, values in sweep.items():
+        axis = _Axis(key, (), ())
+        fault = _fault(key, values, axes)
+        if fault:
+            problems.append(document.problem(("sweep", key), fault))
+            continue
+        items = tuple(document.part(("sweep", key, index)) for index in range(len(values)))
+        axis = _Axis(key, parse(key), items)
+        axes.append(axis)
+    count = math.prod(len(axis.values) for axis in axes)
+    if count > MAX_VARIANTS:
+        said = f"stands for {count:,} scenarios, at most {MAX_VARIANTS:,} are allowed; sweep less"
+        return [], [*problems, document.problem(("sweep",), said)]
+    return axes, problems
+
+
+def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
+    """What is wrong with sweeping `key` over `values`; None if nothing is."""
+    try:
+        path = parse(key)
+    except ValueError as error:
+        return str(error)
+    if path[0] == "name" or path[0] not in Scenario.model_fields:
+        fields = ", ".join(field for field in Scenario.model_fields if field != "name")
+        return f"cannot be swept; sweep something below {fields}"
+    if not isinstance(values, list) or not values:
+        return f"expected a list of values to try, got {show(values)}"
+    texts = [json.dumps(value, sort_keys=True) for value in values]
+    if len(set(texts)) < len(texts):
+        return "a value is listed twice; remove one"
+    for axis in before:
+        shared = min(len(axis.path), len(path))
+        if axis.path[:shared] == path[:shared]:
+            return f"overlaps {axis.key}, which is swept too; sweep the outer one only"
+    return None
+
+
+def _swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
+    """The swept keys that are key paths."""
+    sweep = document.value.get("sweep") if isinstance(document.value, Mapping) else None
+    for key in sweep if isinstance(sweep, Mapping) else ():
+        try:
+            yield key, parse(key)
+        except ValueError:
+            continue  # `expand` refuses it
+
+
+def _pinned(document: Document, overrides: Sequence[Override]) -> Document:
+    """The document without the swept keys that an override sets."""
+    problems: list[Problem] = []
+    for key, path in list(_swept(document)):
+        for override in overrides:
+            if path[: len(override.path)] == override.path:
+                document = document.without(("sweep", key))
+                break
+            if override.path[: len(path)] == path:
+                mark = override.origin
+                said = (
+                    f"{key} is swept, so this would be lost; set {dotted(('sweep', key))} instead"
+                )
+                problems.append(Problem(said, override.path, mark.origin, mark.line))
+    if problems:
+        raise ScenarioError(problems)
+    return document
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Mapping):
+        rest = [f"{key}={_brief(item)}" for key, item in value.items() if key != "name"]
+        return "+".join([str(value["name"])] * ("name" in value) + rest)
+    if isinstance(value, list):
+        return "+".join(_brief(item) for item in value)
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,7 +1,7 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.guess import baseline, majority_label, mean_image
-from fedsim.scoring.image import PSNR_CAP
+from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
@@ -21,11 +21,13 @@ __all__ = [
     "Unavailable",
     "baseline",
     "bootstrap_interval",
+    "check_pixels",
     "load_lpips",
     "majority_label",
     "match",
     "matched_images",
     "mean_image",
+    "psnr",
     "score",
     "summarize",
 ]

@@ -1,0 +1,56 @@
+"""Gradient pruning, the sparsification of Zhu, Liu and Han 2019."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field
+
+from fedsim.defense import Guarantee, UpdateDefense
+from fedsim.types import Tensors
+
+from .selection import largest, share
+
+
+@final
+class GradientPruning(UpdateDefense):
+    """Zeroes the floor(ratio n) entries of smallest magnitude among n.
+
+    Of equal magnitudes the last in order of position go first; entries that are not finite count as
+    the largest. Nothing is remembered: what is pruned is lost (`top_k` keeps it for later).
+    """
+
+    paper: ClassVar[str] = (
+        "Zhu, Liu and Han, Deep Leakage from Gradients, NeurIPS 2019, section 5.2 (gradient "
+        "compression), after Lin et al., Deep Gradient Compression, ICLR 2018"
+    )
+
+    ratio: Annotated[float, Field(ge=0, lt=1)]
+    """Share of the entries that are zeroed."""
+    scope: Literal["global", "tensor"] = "global"
+    """`global`: over all tensors together; `tensor`: the same share of each."""
+
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        """Pruning remembers nothing."""
+        return {}
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """Zeros in place of the smallest entries; the others bit for bit."""
+        if self.scope == "global":
+            return self._prune(update), state
+        return {
+            n: t for name in update for n, t in self._prune({name: update[name]}).items()
+        }, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """Zeroing entries lengthens no update."""
+        return before
+
+    def _prune(self, update: Tensors) -> Tensors:
+        total = sum(tensor.numel() for tensor in update.values())
+        keep = largest(update, total - math.floor(share(self.ratio, total)))
+        return {n: t.masked_fill(~keep[n], 0) for n, t in update.items()}

@@ -1,0 +1,38 @@
+"""Local aggregation: several local steps per round, as in FedAvg (McMahan et al. 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, final
+
+from pydantic import Field
+
+from fedsim.defense import GradientFn, Guarantee, LossFn, TrainingDefense
+from fedsim.types import Batches, LocalTraining
+
+
+@final
+class LocalAggregation(TrainingDefense):
+    """Releases the change of the weights after `steps` SGD steps in place of one gradient."""
+
+    paper: ClassVar[str] = (
+        "McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized "
+        "Data, AISTATS 2017, Algorithm 1"
+    )
+
+    steps: Annotated[int, Field(ge=1, le=1_000_000)]
+    """SGD steps per round (E)."""
+    batches: Batches = "different"
+    """`same`: every step sees the same batch; `different`: each draws its own."""
+
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The same training with the steps of this defense, as fedavg."""
+        return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
+
+    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+        """The gradient of each step as it is."""
+        return gradient
+
+    def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
+        """Summing steps proves nothing and takes nothing away."""
+        return before

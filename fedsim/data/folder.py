@@ -1,0 +1,147 @@
+"""Images in folders named after their classes, in a directory or a zip archive."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedsim.data.base import DataSource
+from fedsim.data.images import from_pil, statistics
+from fedsim.data.tree import Parts, Tree, open_tree
+from fedsim.types import Dataset, FedsimError
+
+_MAX_BYTES = 1 << 33
+
+
+@dataclass(frozen=True)
+class _Labelled:
+    path: Parts
+    class_name: str
+    client: str
+
+
+@final
+class ImageFolder(DataSource):
+    """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
+
+    BMP, GIF (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel; other files and
+    hidden ones are left out. The order is that of class, client and file names.
+    """
+
+    path: str
+    """The directory or the .zip file, which is read in place; `~` is the home directory."""
+    size: Annotated[int, Field(ge=1, le=4096)] | None = None
+    """Height and width, in pixels: larger or smaller images are scaled and cut at the centre.
+    Without it all images must have the same size."""
+    limit: Annotated[int, Field(ge=1)] | None = None
+    """At most so many images of each class (of each client) in each split, by order of names."""
+    channels: Literal[1, 3] = 3
+    """Grey (1) or colour (3)."""
+    client_folders: bool = False
+    """Training images lie at `train/<client>/<class>/<name>`, for the natural partition."""
+    mean: tuple[float, ...] | None = None
+    """Normalization of each channel; default: that of the training split."""
+    std: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+
+    @model_validator(mode="after")
+    def _normalization_fits(self) -> ImageFolder:
+        for name, given in (("mean", self.mean), ("std", self.std)):
+            if given is not None and len(given) != self.channels:
+                raise ValueError(f"{name} has {len(given)} values for {self.channels} channels")
+        if (self.mean is None) != (self.std is None):
+            raise ValueError("give both mean and std, or neither")
+        return self
+
+    def load(self) -> Dataset:
+        """See the class.
+
+        Raises:
+            FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, or the
+                whole would not fit in 8 GiB.
+        """
+        with open_tree(Path(self.path).expanduser()) as tree:
+            train = self._labelled(tree, "train")
+            test = self._labelled(tree, "test")
+            classes = sorted({item.class_name for item in train})
+            unknown = {item.class_name for item in test} - set(classes)
+            if unknown:
+                raise FedsimError(
+                    f"{tree.root} tests on class {min(unknown)!r}, of which there is no training "
+                    "image: add some or remove the class"
+                )
+            train_images = self._images(tree, train, None)
+            test_images = self._images(tree, test, train_images.shape[2:])
+        mean, std = self.mean, self.std
+        if mean is None or std is None:
+            mean, std = statistics(train_images)
+        clients = _indices([item.client for item in train])
+        return Dataset(
+            name="image_folder",
+            train_images=train_images,
+            train_labels=_indices([item.class_name for item in train], classes),
+            test_images=test_images,
+            test_labels=_indices([item.class_name for item in test], classes),
+            mean=mean,
+            std=std,
+            classes=tuple(classes),
+            client_of=clients if self.client_folders else None,
+        )
+
+    def _labelled(self, tree: Tree, split: str) -> list[_Labelled]:
+        by_client = self.client_folders and split == "train"
+        grouped: dict[tuple[str, str], list[_Labelled]] = defaultdict(list)
+        for path in tree.images(split, 4 if by_client else 3):
+            class_name, client = path[-2], path[1] if by_client else ""
+            group = grouped[class_name, client]
+            if self.limit is None or len(group) < self.limit:
+                group.append(_Labelled(path, class_name, client))
+        if not grouped:
+            layout = f"{split}/{'<client>/' if by_client else ''}<class>/<name>"
+            raise FedsimError(
+                f"{tree.root} has no image at {layout}: arrange the files so, or correct `path`"
+                + ("" if by_client else " (it must not include the split's folder)")
+            )
+        return [item for key in sorted(grouped) for item in grouped[key]]
+
+    def _images(
+        self, tree: Tree, items: list[_Labelled], expected: tuple[int, ...] | None
+    ) -> Tensor:
+        """(N, C, H, W) uint8, of height and width `expected`, or else those of the first image."""
+        first = self._decode(tree, items[0].path)
+        shape = (len(items), self.channels, *(expected or first.shape[1:]))
+        if torch.Size(shape).numel() > _MAX_BYTES:
+            raise FedsimError(
+                f"{len(items)} images of {shape[2]}x{shape[3]} pixels in {tree.root} would take "
+                f"more than {_MAX_BYTES >> 30} GiB: set `size` or `limit`"
+            )
+        images = torch.empty(shape, dtype=torch.uint8)
+        for index, item in enumerate(items):
+            image = self._decode(tree, item.path) if index else first
+            if image.shape != images.shape[1:]:
+                raise FedsimError(
+                    f"{tree.name(item.path)} has {image.shape[1]}x{image.shape[2]} pixels, others "
+                    f"have {shape[2]}x{shape[3]}: set `size` to bring all to one size"
+                )
+            images[index] = image
+        return images
+
+    def _decode(self, tree: Tree, path: Parts) -> Tensor:
+        image = tree.image(path, "L" if self.channels == 1 else "RGB")
+        if self.size is not None and image.size != (self.size, self.size):
+            from PIL import ImageOps
+            from PIL.Image import Resampling
+
+            image = ImageOps.fit(image, (self.size, self.size), Resampling.BICUBIC)
+        return from_pil(image)
+
+
+def _indices(names: list[str], known: list[str] | None = None) -> Tensor:
+    """(N,) int64: each name's place in `known`, or else among the names themselves, sorted."""
+    place = {name: index for index, name in enumerate(known or sorted(set(names)))}
+    return torch.tensor([place[name] for name in names], dtype=torch.int64)

@@ -1,0 +1,180 @@
+"""A tree of image files, in a directory or inside a zip archive that is read in place.
+
+Nothing is ever extracted, so a member's name can only be looked up, never written to.
+"""
+
+from __future__ import annotations
+
+import io
+import zipfile
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, final
+
+from fedsim.types import FedsimError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+# What Pillow may try to decode. Formats that run other programs (EPS) are not among them.
+_FORMATS = {
+    ".bmp": "BMP",
+    ".gif": "GIF",
+    ".jpeg": "JPEG",
+    ".jpg": "JPEG",
+    ".pgm": "PPM",
+    ".png": "PNG",
+    ".ppm": "PPM",
+    ".tif": "TIFF",
+    ".tiff": "TIFF",
+    ".webp": "WEBP",
+}
+Parts = tuple[str, ...]
+"""A path relative to the root, such as `("train", "cat", "0001.jpg")`."""
+
+MAX_FILE_BYTES = 1 << 26
+MAX_PIXELS = 1 << 25
+
+
+class Tree(ABC):
+    """Image files by their path relative to the root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @abstractmethod
+    def _paths(self) -> Iterator[Parts]:
+        """Every file's relative path, in any order."""
+
+    @abstractmethod
+    def _size(self, path: Parts) -> int:
+        """Bytes of the file, uncompressed."""
+
+    @abstractmethod
+    def _read(self, path: Parts) -> bytes:
+        """The file's content."""
+
+    @final
+    def name(self, path: Parts) -> str:
+        """How messages call a file."""
+        return f"{self.root}:{'/'.join(path)}"
+
+    @final
+    def images(self, split: str, depth: int) -> list[Parts]:
+        """Image files `split/.../name` of exactly `depth` parts, sorted; hidden ones left out."""
+        return sorted(
+            path
+            for path in self._paths()
+            if len(path) == depth
+            and path[0] == split
+            and _format(path) is not None
+            and not any(part == "" or part.startswith(".") for part in path)
+        )
+
+    @final
+    def image(self, path: Parts, mode: str) -> Image:
+        """Decode an image of `images`, converted to Pillow mode `L` or `RGB`.
+
+        Raises:
+            FedsimError: it is too large, damaged, or not of 8 bits per channel; with its name.
+        """
+        from PIL import Image
+
+        name = self.name(path)
+        try:
+            if self._size(path) > MAX_FILE_BYTES:
+                raise FedsimError(
+                    f"{name} has more than {MAX_FILE_BYTES >> 20} MiB: make it smaller or remove it"
+                )
+            picture = Image.open(io.BytesIO(self._read(path)), formats=[_format(path) or ""])
+            if picture.width * picture.height > MAX_PIXELS:
+                raise FedsimError(
+                    f"{name} has {picture.width}x{picture.height} pixels, more than "
+                    f"{MAX_PIXELS} in all: make it smaller or remove it"
+                )
+            if picture.mode[0] in "IF":
+                raise FedsimError(
+                    f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it"
+                )
+            return picture.convert(mode)
+        except (
+            Image.DecompressionBombError,
+            NotImplementedError,
+            OSError,
+            RuntimeError,
+            SyntaxError,
+            ValueError,
+            zipfile.BadZipFile,
+            zlib.error,
+        ) as error:
+            raise FedsimError(
+                f"{name} cannot be read as an image ({type(error).__name__}: {error}): repair or "
+                "remove it"
+            ) from error
+
+
+@final
+class DirectoryTree(Tree):
+    """Files below a directory. Links are followed, to the depth asked for and no deeper."""
+
+    def _paths(self) -> Iterator[Parts]:
+        for pattern in ("*/*/*", "*/*/*/*"):
+            for path in self.root.glob(pattern):
+                if path.is_file():
+                    yield path.relative_to(self.root).parts
+
+    def _size(self, path: Parts) -> int:
+        return self.root.joinpath(*path).stat().st_size
+
+    def _read(self, path: Parts) -> bytes:
+        return self.root.joinpath(*path).read_bytes()
+
+
+@final
+class ZipTree(Tree):
+    """Members of a zip archive. zipfile reads no more of a member than its stated size."""
+
+    def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:
+        super().__init__(root)
+        self._archive = archive
+        self._members = {
+            tuple(info.filename.split("/")): info
+            for info in archive.infolist()
+            if not info.is_dir()
+        }
+
+    def _paths(self) -> Iterator[Parts]:
+        yield from self._members
+
+    def _size(self, path: Parts) -> int:
+        return self._members[path].file_size
+
+    def _read(self, path: Parts) -> bytes:
+        return self._archive.read(self._members[path])
+
+
+def _format(path: Parts) -> str | None:
+    return _FORMATS.get(PurePath(path[-1]).suffix.lower())
+
+
+@contextmanager
+def open_tree(root: Path) -> Iterator[Tree]:
+    """The tree at `root`, a directory or a zip archive.
+
+    Raises:
+        FedsimError: there is neither.
+    """
+    if root.is_dir():
+        yield DirectoryTree(root)
+        return
+    try:
+        archive = zipfile.ZipFile(root)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise FedsimError(
+            f"{root} is neither a directory nor a readable zip archive ({error}): correct `path`"
+        ) from error
+    with archive:
+        yield ZipTree(root, archive)

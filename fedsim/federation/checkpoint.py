@@ -1,0 +1,168 @@
+"""Checkpoints of a stack's training: enough to go on after a kill as if nothing had happened.
+
+    OUT/checkpoints/<stack>/round-0003.safetensors     global model and the strategy's arrays
+    OUT/checkpoints/<stack>/checkpoint.json            names it; replaced last, which commits
+
+Nothing is pickled, and a checkpoint of another scenario is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fedsim.federation import client_state
+from fedsim.recording import read_tensors, write_text, write_tensors
+from fedsim.scenario import Scenario
+from fedsim.types import FedsimError, Tensors
+
+
+class _Index(BaseModel):
+    """The JSON that commits a checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    fingerprint: str
+    round: int
+    rounds: int
+    tensors: Annotated[str, Field(pattern=r"^round-\d{4,6}\.safetensors$")]
+    sha256: str
+    strategy: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The state of a stack's training after `round`."""
+
+    round: int
+    parameters: Tensors
+    buffers: Tensors
+    strategy: Mapping[str, Any]
+    strategy_tensors: Tensors
+
+
+class Checkpoints:
+    """The checkpoints of one stack of one run. Only the latest is kept."""
+
+    def __init__(self, out: Path, scenario: Scenario, stack: str) -> None:
+        self._out = out
+        self._stack = stack
+        self._rounds = scenario.training.rounds
+        self._fingerprint = fingerprint(scenario, stack)
+        self._home = out / "checkpoints" / stack
+
+    def start(self, *, resume: bool) -> int:
+        """The last checkpoint's round, 0 if there is none; forgets everything of later rounds.
+
+        Raises:
+            FedsimError: `out` holds results of this stack and `resume` is false, or they are of
+                another scenario.
+        """
+        index = self._index()
+        if not resume and (index or any(folder.exists() for folder in self._folders())):
+            raise FedsimError(
+                f"{self._out} holds results of the stack {self._stack!r}; resume that run, or use "
+                "another folder"
+            )
+        done = index.round if index else 0
+        for folder in self._folders():
+            for path in folder.glob("round-*"):
+                if int(path.name.removeprefix("round-")) > done:
+                    shutil.rmtree(path)
+        states = client_state.folder(self._out, self._stack)
+        if not done:
+            shutil.rmtree(states, ignore_errors=True)
+        return done
+
+    @property
+    def complete(self) -> bool:
+        """Whether the last round is done."""
+        index = self._index()
+        return index is not None and index.round >= index.rounds
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Write `checkpoint`, whole or not at all, and drop the one before."""
+        path = self._home / f"round-{checkpoint.round:04d}.safetensors"
+        tensors = {f"parameter.{name}": value for name, value in checkpoint.parameters.items()}
+        tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
+        tensors |= {f"strategy.{n}": value for n, value in checkpoint.strategy_tensors.items()}
+        index = _Index(
+            fingerprint=self._fingerprint,
+            round=checkpoint.round,
+            rounds=self._rounds,
+            tensors=path.name,
+            sha256=write_tensors(path, tensors),
+            strategy=dict(checkpoint.strategy),
+        )
+        write_text(self._home / "checkpoint.json", index.model_dump_json() + "\n")
+        for old in self._home.glob("round-*.safetensors"):
+            if old != path:
+                old.unlink()
+
+    def load(self) -> Checkpoint:
+        """The latest checkpoint.
+
+        Raises:
+            FedsimError: there is none, or its tensors are missing or damaged.
+        """
+        index = self._index()
+        if index is None:
+            raise FedsimError(f"{self._home}: there is no checkpoint")
+        path = self._home / index.tensors
+        tensors = read_tensors(path)
+        if hashlib.sha256(path.read_bytes()).hexdigest() != index.sha256:
+            raise FedsimError(
+                f"{path}: does not match its checksum; remove {self._home} to train again"
+            )
+        return Checkpoint(
+            round=index.round,
+            parameters=_under("parameter.", tensors),
+            buffers=_under("buffer.", tensors),
+            strategy=index.strategy,
+            strategy_tensors=_under("strategy.", tensors),
+        )
+
+    def _index(self) -> _Index | None:
+        path = self._home / "checkpoint.json"
+        try:
+            index = _Index.model_validate_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise FedsimError(
+                f"{path}: not a checkpoint of fedsim ({error}); remove {self._home} to train again"
+            ) from error
+        if index.fingerprint != self._fingerprint:
+            raise FedsimError(
+                f"{path}: a checkpoint of another scenario; resume with the same data, model, "
+                "training, federation, defense and observe sections, or use another folder"
+            )
+        return index
+
+    def _folders(self) -> tuple[Path, Path]:
+        return self._out / "observations" / self._stack, self._out / "truth" / self._stack
+
+
+def fingerprint(scenario: Scenario, stack: str) -> str:
+    """A digest of everything that decides the results of `stack`'s training."""
+    sections = scenario.model_dump(
+        mode="json", include={"seed", "device", "data", "model", "training", "observe"}
+    )
+    sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
+    sections["federation"] = scenario.federation.model_dump(
+        mode="json", exclude={"engine", "timeout", "checkpoint_every"}
+    )
+    return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
+
+
+def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}

@@ -1,0 +1,158 @@
+"""The ClientApp: decode the global model, train under the defense stack, send the update.
+
+The ground truth and the defense's state stay on the client's side, as files that the client writes
+itself; every part of their paths is an integer that was checked, or the stack's own name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+from flwr.clientapp import ClientApp
+
+from fedsim.federation import wire
+from fedsim.federation.client_state import ClientState
+from fedsim.recording import save_truth
+from fedsim.scenario import Scenario
+from fedsim.types import FedsimError, Tensors
+from fedsim.workload import ClientResult, Probe, Workload
+
+PROBE = "probe"
+"""Action of a training message whose answer is recorded and never aggregated."""
+
+IDENTIFY = "identify"
+"""Action of a query: which client is behind a node?"""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every process of a federation is told: all else follows from it."""
+
+    scenario: str
+    """As JSON."""
+    stack: str
+    out: str
+    threads: int
+    """Torch threads, since they decide in which order floats are summed."""
+
+    def workload(self) -> Workload:
+        """The federation's computations, built once per process."""
+        return _workload(self.scenario, self.stack)
+
+
+@lru_cache(maxsize=1)
+def _workload(scenario: str, stack: str) -> Workload:
+    return Workload(Scenario.model_validate_json(scenario), stack)
+
+
+def reports_loss(workload: Workload) -> bool:
+    """Whether clients report their loss: not if the stack hides or privatizes their update."""
+    proven = workload.stack.guarantees(workload.declared)
+    return workload.stack.aggregation is None and not any(held.mechanism for held in proven)
+
+
+def build(job: Job, workload: Workload | None = None) -> ClientApp:
+    """The ClientApp of `job`; `workload` spares this process building it."""
+    client = Client(job, workload)
+    app = ClientApp()
+    app.train()(client.train)
+    app.train(PROBE)(client.probe)
+    app.query(IDENTIFY)(client.identify)
+    return app
+
+
+class Client:
+    """Answers the server's messages for whichever client its context names."""
+
+    def __init__(self, job: Job, workload: Workload | None = None) -> None:
+        self._job = job
+        self._given = workload
+
+    def __reduce__(self) -> tuple[type[Client], tuple[Job]]:
+        """Engines ship the app to other processes: with the job, without the data."""
+        return Client, (self._job,)
+
+    def identify(self, message: Message, context: Context) -> Message:
+        """Say which client this is. Builds the workload, so that no round waits for it."""
+        return Message(wire.identity(self._client(context)), reply_to=message)
+
+    def train(self, message: Message, context: Context) -> Message:
+        """Train one round: update out; truth (if observed) and state stay."""
+        order = wire.read_order(message.content)
+        if order.probe:
+            raise FedsimError("a training message asks for a probe; send it as train.probe")
+        return self._respond(message, context, order)
+
+    def probe(self, message: Message, context: Context) -> Message:
+        """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
+        order = wire.read_order(message.content)
+        if order.probe not in self._workload.probes(order.round):
+            raise FedsimError(f"no such probe is planned for round {order.round}: {order.probe}")
+        return self._respond(message, context, order)
+
+    def _respond(self, message: Message, context: Context, order: wire.Order) -> Message:
+        client, round, workload = self._client(context), order.round, self._workload
+        if round > workload.scenario.training.rounds:
+            raise FedsimError(
+                f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
+            )
+        memory = ClientState(Path(self._job.out), workload.stack_name, client)
+        result = workload.client_update(
+            client,
+            round,
+            order.parameters,
+            {**self._constants, **order.buffers},
+            memory.before(round),
+            probe=order.probe,
+        )
+        self._keep_truth(client, round, order.probe, result)
+        if order.probe is None and result.state:
+            memory.save(round, result.state, workload.scenario.federation.checkpoint_every)
+        update = result.update
+        if not workload.releases_statistics:
+            update = replace(update, buffers={})
+        loss = result.loss if reports_loss(workload) else None
+        return Message(wire.answer(update, loss), reply_to=message)
+
+    def _keep_truth(
+        self, client: int, round: int, probe: Probe | None, result: ClientResult
+    ) -> None:
+        workload = self._workload
+        recorded = probe is not None or not workload.probes(round)
+        if recorded and client in workload.observed(round):
+            seen_as = -1 if workload.stack.aggregation else client
+            observation = workload.observation_id(round, seen_as, probe)
+            save_truth(result.truth, Path(self._job.out), observation, client)
+
+    def _client(self, context: Context) -> int:
+        """The client's id, as its own node was configured.
+
+        Raises:
+            FedsimError: it is not one of the scenario's clients.
+        """
+        client = context.node_config.get("partition-id")
+        clients = self._workload.scenario.data.clients
+        if not isinstance(client, int) or isinstance(client, bool) or not 0 <= client < clients:
+            raise FedsimError(
+                f"partition-id {client!r} is not a client of this scenario; expected 0 to "
+                f"{clients - 1}"
+            )
+        return client
+
+    @cached_property
+    def _constants(self) -> Tensors:
+        """Integer buffers (batch norm's counter): they never change and never cross the wire."""
+        _, buffers = self._workload.initial()
+        return {name: value for name, value in buffers.items() if not value.is_floating_point()}
+
+    @cached_property
+    def _workload(self) -> Workload:
+        if self._given is not None:
+            return self._given
+        if torch.get_num_threads() != self._job.threads:
+            torch.set_num_threads(self._job.threads)
+        return self._job.workload()

@@ -1,0 +1,57 @@
+"""What clients remember between rounds (error feedback), on disk and apart from any engine.
+
+    OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
+
+A file per round lets a resumed run go back to the state that its checkpoint saw.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsim.recording import read_tensors, write_tensors
+from fedsim.types import Tensors
+
+_FILE = re.compile(r"round-(\d{4,6})\.safetensors")
+
+
+def folder(out: Path, stack: str) -> Path:
+    """Where the states of `stack`'s clients lie."""
+    return out / "client_state" / stack
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """The memory of one client of one stack. `client` is a checked integer."""
+
+    out: Path
+    stack: str
+    client: int
+
+    def before(self, round: int) -> Tensors:
+        """The state after the client's last round before `round`; empty if there was none."""
+        earlier = [past for past in self._rounds() if past < round]
+        return read_tensors(self._path(max(earlier))) if earlier else {}
+
+    def save(self, round: int, state: Tensors, checkpoint_every: int) -> None:
+        """Keep `state` after `round`; forget what no checkpoint that may be resumed needs.
+
+        While a client trains `round`, the last checkpoint is that of the last multiple of
+        `checkpoint_every` before it.
+        """
+        write_tensors(self._path(round), state)
+        checkpoint = (round - 1) // checkpoint_every * checkpoint_every
+        covered = sorted(past for past in self._rounds() if past <= checkpoint)
+        for past in covered[:-1]:
+            self._path(past).unlink(missing_ok=True)
+
+    def _rounds(self) -> list[int]:
+        home = self._path(0).parent
+        found = (_FILE.fullmatch(path.name) for path in home.glob("round-*.safetensors"))
+        return [int(match[1]) for match in found if match]
+
+    def _path(self, round: int) -> Path:
+        name = f"round-{round:04d}.safetensors"
+        return folder(self.out, self.stack) / f"client-{self.client:04d}" / name

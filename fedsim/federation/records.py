@@ -1,0 +1,44 @@
+"""What the federation reports of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+REASONS = ("client_error", "late", "malformed", "non_finite")
+"""Why an update is left out of a round: the client raised an error; it did not answer in time; its
+answer had wrong names, shapes, types or counts; its answer held NaN or infinity."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundRecord:
+    """One round of one defense stack, as `rounds.jsonl` shows it."""
+
+    round: int
+    """From 1."""
+    participants: tuple[int, ...]
+    """Clients that were asked to train, ascending."""
+    aggregated: int
+    """How many of their updates went into the new global model; 0: it stayed as it was."""
+    train_loss: float | None
+    """Mean loss of the clients' first batches under the global model, weighted by examples. None
+    if nobody reported one: under secure aggregation or differential privacy no client does, since
+    the report would be a leak that the defense does not cover."""
+    test_loss: float | None
+    """None in rounds that are not evaluated, or if it is not finite."""
+    test_accuracy: float | None
+    """In [0, 1]."""
+    failures: Mapping[str, int]
+    """How many updates were left out, for each of `REASONS`."""
+    details: tuple[str, ...]
+    """One short line per failure (of a probe, too), at most 20."""
+    zero_updates: int
+    """Aggregated updates that were zero everywhere."""
+    probe_failures: int
+    """Probes without a recording. They are never aggregated, so they are no `failures`."""
+    bytes_up: int
+    """Serialized size of the clients' answers to the training messages, without probes."""
+    bytes_down: int
+    """Serialized size of the training messages."""
+    seconds: float
+    """Wall time of the round, with probes, recording and evaluation."""

@@ -1,0 +1,82 @@
+"""What becomes of an answer: accepted, or left out for a stated reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from flwr.app import Message
+
+from fedsim.federation import wire
+from fedsim.federation.records import REASONS
+from fedsim.workload import Probe
+
+_DETAILS = 20
+_DETAIL_LENGTH = 300
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """An answer as far as it could be read, and why it is left out, if it is."""
+
+    answer: wire.Answer | None = None
+    reason: str | None = None
+    """One of `REASONS`."""
+    text: str = ""
+
+
+def judge(reply: Message | None, expected: wire.Shape) -> Verdict:
+    """Decode and screen one reply; None is a reply that did not come in time.
+
+    An update of zeros is accepted. One that is not finite is left out, and returned all the same:
+    the server did see it.
+    """
+    if reply is None:
+        return Verdict(reason="late", text="no answer in time")
+    if reply.has_error():
+        return Verdict(reason="client_error", text=_last_line(reply.error.reason))
+    try:
+        answer = wire.read_answer(reply.content, expected)
+    except wire.MalformedError as error:
+        return Verdict(reason="malformed", text=str(error))
+    for name, tensor in {**answer.update.tensors, **answer.update.buffers}.items():
+        if not bool(torch.isfinite(tensor).all()):
+            return Verdict(answer, "non_finite", f"{name} holds NaN or infinity")
+    if answer.loss is not None and not math.isfinite(answer.loss):
+        return Verdict(answer, "non_finite", f"the loss is {answer.loss}")
+    return Verdict(answer)
+
+
+@dataclass
+class Tally:
+    """What happened to the messages of one round."""
+
+    failures: dict[str, int] = field(default_factory=lambda: dict.fromkeys(REASONS, 0))
+    details: list[str] = field(default_factory=list)
+    zero_updates: int = 0
+    probe_failures: int = 0
+    accepted: tuple[int, ...] = ()
+    train_loss: float | None = None
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+    def fail(self, verdict: Verdict, client: int, probe: Probe | None) -> None:
+        """Count an answer that is left out."""
+        if probe:
+            self.probe_failures += 1
+        elif verdict.reason:
+            self.failures[verdict.reason] += 1
+        asked = f" (probe of {probe.batch_size}, trial {probe.trial})" if probe else ""
+        self.say(f"client {client}{asked}: {verdict.reason}: {verdict.text}")
+
+    def say(self, line: str) -> None:
+        """Keep a line for the record. Clients' words are cut and made printable."""
+        if len(self.details) < _DETAILS:
+            short = line[:_DETAIL_LENGTH]
+            self.details.append("".join(c if c.isprintable() else " " for c in short))
+
+
+def _last_line(reason: str | None) -> str:
+    lines = [line.strip() for line in (reason or "").splitlines() if line.strip()]
+    return lines[-1] if lines else "no reason given"

@@ -1,0 +1,155 @@
+"""A round's updates on their way to the strategy, on disk beyond a budget of memory.
+
+Flower's strategies take a list of replies and read its arrays one by one, so a reply whose arrays
+load themselves when they are read keeps a round of any number of clients out of memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from flwr.app import Array, ArrayRecord
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedsim.federation.wire import Answer
+from fedsim.types import Tensors, Update
+
+BUDGET = 64 * 2**20
+"""Bytes of updates that are kept in memory; the rest of a round goes to disk."""
+
+_UPDATE = "update."
+_BUFFER = "buffer."
+
+
+class Spool:
+    """The accepted answers of one round, by client. A context manager: leaving it forgets them."""
+
+    def __init__(self, folder: Path, budget: int = BUDGET) -> None:
+        """`folder` is the spool's own: it is emptied at entry and removed at exit."""
+        self._folder = folder
+        self._budget = budget
+        self._held = 0
+        self._in_memory: dict[int, dict[str, Tensor]] = {}
+        self._answers: dict[int, tuple[int, float | None]] = {}
+
+        self.zero_updates = 0
+        """How many of the updates are zero everywhere."""
+
+    def __enter__(self) -> Spool:
+        self.clear()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget every answer."""
+        self._held = 0
+        self._in_memory.clear()
+        self._answers.clear()
+        self.zero_updates = 0
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def put(self, client: int, answer: Answer) -> None:
+        """Keep what `client` answered."""
+        tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
+        tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
+        self.zero_updates += not any(bool(t.any()) for t in answer.update.tensors.values())
+        size = sum(value.nbytes for value in tensors.values())
+        if self._held + size <= self._budget:
+            self._held += size
+            self._in_memory[client] = tensors
+        else:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, self._path(client))
+        self._answers[client] = (answer.update.num_examples, answer.loss)
+
+    def clients(self) -> list[int]:
+        """Whose answers are here, ascending."""
+        return sorted(self._answers)
+
+    def num_examples(self, client: int) -> int:
+        """The weight that `client` reported."""
+        return self._answers[client][0]
+
+    def loss(self, client: int) -> float | None:
+        """The loss that `client` reported, if it did."""
+        return self._answers[client][1]
+
+    def update(self, client: int, name: str) -> Tensor:
+        """One tensor of `client`'s update."""
+        return self._read(client, _UPDATE + name)
+
+    def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
+        """Every update, by ascending client, one at a time."""
+        for client in self.clients():
+            yield Update(
+                tensors={name: self.update(client, name) for name in names},
+                num_examples=self.num_examples(client),
+                buffers={name: self._read(client, _BUFFER + name) for name in buffers},
+            )
+
+    def mean_loss(self) -> float | None:
+        """Mean of the reported losses, weighted by examples; None if none was reported."""
+        reported = [(loss, examples) for examples, loss in self._by_client() if loss is not None]
+        total = sum(examples for _, examples in reported)
+        return sum(loss * examples for loss, examples in reported) / total if reported else None
+
+    def mean_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Mean of the clients' new buffers, weighted by examples."""
+        total = sum(examples for examples, _ in self._by_client())
+        mean: dict[str, Tensor] = {}
+        for client in self.clients():
+            weight = self.num_examples(client) / total
+            for name in names:
+                share = self._read(client, _BUFFER + name) * weight
+                mean[name] = mean[name] + share if name in mean else share
+        return mean
+
+    def _by_client(self) -> list[tuple[int, float | None]]:
+        return [self._answers[client] for client in self.clients()]
+
+    def _read(self, client: int, key: str) -> Tensor:
+        if client in self._in_memory:
+            return self._in_memory[client][key]
+        with safe_open(self._path(client), framework="pt") as file:
+            return cast(Tensor, file.get_tensor(key))
+
+    def _path(self, client: int) -> Path:
+        return self._folder / f"client-{client:06d}.safetensors"
+
+
+class LazyArray(Array):
+    """A Flower array that is computed each time it is read."""
+
+    def __init__(self, like: Tensor, load: Callable[[], Tensor]) -> None:
+        """`load` returns a tensor of the dtype and shape of `like`, of its own memory."""
+        self.dtype = str(like.numpy().dtype)
+        self.shape = tuple(like.shape)
+        self.stype = "numpy.ndarray"
+        self.__dict__["_load"] = load
+
+    @property
+    def data(self) -> bytes:  # type: ignore[override]  # written nowhere
+        """In NumPy's file format, as every Flower array."""
+        return Array.from_numpy_ndarray(self.numpy()).data
+
+    def numpy(self) -> NDArray[np.generic]:
+        """The array, writable, of its own memory."""
+        return cast("NDArray[np.generic]", self.__dict__["_load"]().numpy())
+
+
+def lazy_record(like: Tensors, load: Callable[[str], Tensor]) -> ArrayRecord:
+    """Arrays named and shaped like `like`, in its order, each read by `load(name)`."""
+    record = ArrayRecord()
+    for name, tensor in like.items():
+        record[name] = LazyArray(tensor, partial(load, name))
+    return record

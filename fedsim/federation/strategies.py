@@ -1,0 +1,161 @@
+"""Flower's strategies by class name, checked before any training.
+
+Who takes part, by what the replies are weighted and how records are called is fedsim's business;
+a user sets what makes the strategy the strategy (`eta`, `beta_1`, `num_malicious_nodes`, ...).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.serverapp import strategy as flower
+from flwr.serverapp.strategy import Strategy
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from fedsim.types import FedsimError
+
+_SET_BY_FEDSIM: dict[str, Any] = {
+    "fraction_train": 1.0,  # of the clients that this round's seed has sampled
+    "fraction_evaluate": 0.0,
+    "min_train_nodes": 1,
+    "min_evaluate_nodes": 0,
+    "min_available_nodes": 1,
+}
+_LEFT_ALONE = (
+    "weighted_by_key",
+    "arrayrecord_key",
+    "configrecord_key",
+    "train_loss_key",
+    "train_metrics_aggr_fn",
+    "evaluate_metrics_aggr_fn",
+    "selection_rule",
+    "accountant",
+)
+
+_CLIENT_CLIPS = "its clients must clip as it says; put the defense `clip` into a stack instead"
+_TREES = "it aggregates gradient-boosted trees, not tensors"
+REFUSED = {
+    "DifferentialPrivacyClientSideAdaptiveClipping": _CLIENT_CLIPS,
+    "DifferentialPrivacyClientSideFixedClipping": _CLIENT_CLIPS,
+    "FedProx": "its clients must add a proximal term to their loss, or it is FedAvg; use FedAvg",
+    "FedXgbBagging": _TREES,
+    "FedXgbCyclic": _TREES,
+}
+"""Strategies that would run and not do what their name says, with the reason."""
+
+_FROM_MEAN = ("FedAdagrad", "FedAdam", "FedAvg", "FedAvgM", "FedYogi")
+_FROM_LOSS = ("QFedAvg",)
+
+
+def names() -> list[str]:
+    """The strategies that fedsim runs."""
+    base = ("Result", "Strategy")
+    return sorted(name for name in flower.__all__ if name not in base and name not in REFUSED)
+
+
+def build(name: str, parameters: Mapping[str, Any]) -> Strategy:
+    """A fresh strategy of class `name`.
+
+    A wrapper's `strategy` is written `{name: FedAvg, <parameter>: ...}` or as just the name.
+
+    Raises:
+        FedsimError: no such strategy or parameter (with the nearest one), a wrong value, or one of
+            `REFUSED`.
+    """
+    if name in REFUSED:
+        raise FedsimError(f"federation.strategy: {name} is not supported: {REFUSED[name]}")
+    if name not in names():
+        raise FedsimError(
+            f"federation.strategy: no strategy {name!r} in flwr.serverapp.strategy"
+            f"{_nearest(name, names())} (there are: {', '.join(names())})"
+        )
+    cls = getattr(flower, name)
+    accepted = inspect.signature(cls, eval_str=True).parameters
+    free = {
+        key: parameter
+        for key, parameter in accepted.items()
+        if key not in _SET_BY_FEDSIM and key not in _LEFT_ALONE
+    }
+    values = {key: _value(name, key, value, free) for key, value in parameters.items()}
+    for key, parameter in free.items():
+        if parameter.default is parameter.empty and key not in values:
+            raise FedsimError(f"federation.strategy_parameters: {name} needs {key!r}; set it")
+    ours = {key: value for key, value in _SET_BY_FEDSIM.items() if key in accepted}
+    try:
+        built: Strategy = cls(**ours, **values)
+    except ValueError as error:
+        raise FedsimError(f"federation.strategy_parameters: {name}: {error}") from error
+    return built
+
+
+def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, losses: bool) -> None:
+    """Refuse a strategy that needs more than the server gets to see.
+
+    Args:
+        name: The strategy's class name.
+        parameters: Its parameters.
+        sees_each: Whether the server sees each client's update, or only their combination.
+        losses: Whether clients report their loss.
+
+    Raises:
+        FedsimError: it needs single updates, or losses, that the defense stack withholds.
+    """
+    if not sees_each and name not in _FROM_MEAN:
+        raise FedsimError(
+            f"federation.strategy: {name} needs each client's update, but the stack shows the "
+            f"server only their combination; use one of {', '.join(_FROM_MEAN)}"
+        )
+    if not losses and name in _FROM_LOSS:
+        raise FedsimError(
+            f"federation.strategy: {name} needs each client's loss, which clients do not report "
+            "under differential privacy; use FedAvg"
+        )
+    if "strategy" in parameters:
+        inner, inner_parameters = _inner(parameters["strategy"])
+        check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses)
+
+
+def _value(
+    name: str, key: str, value: Any, accepted: Mapping[str, inspect.Parameter]
+) -> Any:
+    if key in _SET_BY_FEDSIM or key in _LEFT_ALONE:
+        raise FedsimError(
+            f"federation.strategy_parameters: {key!r} is set by fedsim; remove it (the share of "
+            "clients is federation.participation)"
+        )
+    if key not in accepted:
+        raise FedsimError(
+            f"federation.strategy_parameters: {name} has no parameter {key!r}"
+            f"{_nearest(key, accepted)} (it has: {', '.join(accepted) or 'none'})"
+        )
+    if key == "strategy":
+        return build(*_inner(value))
+    adapter: TypeAdapter[Any] = TypeAdapter(
+        accepted[key].annotation, config=ConfigDict(strict=True, allow_inf_nan=False)
+    )
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        problem = error.errors()[0]["msg"]
+        raise FedsimError(
+            f"federation.strategy_parameters: {key} of {name} is {value!r}: {problem}"
+        ) from error
+
+
+def _inner(value: Any) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, str):
+        return value, {}
+    if isinstance(value, Mapping) and isinstance(value.get("name"), str):
+        return value["name"], {key: item for key, item in value.items() if key != "name"}
+    raise FedsimError(
+        f"federation.strategy_parameters: strategy is {value!r}; expected a strategy's name, or "
+        "{name: FedAvg, ...}"
+    )
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,106 @@
+"""A strategy's memory (FedAdam's moments, FedAvgM's momentum, ...) as tensors and JSON, and back.
+
+It works on any strategy whose attributes are numbers, text, NumPy arrays, Flower's array records,
+lists, tuples and dictionaries of those, or strategies. Functions are the strategy's code, not its
+memory. Anything else is refused, never pickled.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp.strategy import Strategy
+from torch import Tensor
+
+from fedsim.types import FedsimError, Tensors
+
+Plain = Any
+"""What JSON can hold."""
+
+
+def save(strategy: Strategy) -> tuple[Plain, dict[str, Tensor]]:
+    """The strategy's memory as (JSON, tensors that it refers to by name).
+
+    Raises:
+        FedsimError: it remembers something that cannot be saved.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _save_attributes(strategy, type(strategy).__name__, tensors), tensors
+
+
+def restore(strategy: Strategy, plain: Plain, tensors: Tensors) -> None:
+    """Give a fresh strategy, built with the same parameters, the memory that `save` returned."""
+    for name, value in plain.items():
+        if isinstance(value, dict) and value["kind"] == "strategy":
+            restore(getattr(strategy, name), value["items"], tensors)
+        else:
+            setattr(strategy, name, _load(value, tensors))
+
+
+def _save_attributes(strategy: Strategy, path: str, tensors: dict[str, Tensor]) -> Plain:
+    return {
+        name: _save(value, f"{path}.{name}", tensors)
+        for name, value in vars(strategy).items()
+        if not isinstance(value, FunctionType)
+    }
+
+
+def _save(value: object, path: str, tensors: dict[str, Tensor]) -> Plain:
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return {"kind": "float", "hex": value.hex()}
+    if isinstance(value, np.ndarray | np.generic):
+        kind = "array" if isinstance(value, np.ndarray) else "scalar"
+        try:
+            tensors[path] = torch.from_numpy(np.array(value))
+        except TypeError as error:
+            raise FedsimError(_unsaved(path, f"an array of {value.dtype}")) from error
+        return {"kind": kind, "tensor": path}
+    if isinstance(value, ArrayRecord):
+        arrays = {name: array.numpy() for name, array in value.items()}
+        return {"kind": "record", "items": _save(arrays, path, tensors)}
+    if isinstance(value, list | tuple):
+        items = [_save(item, f"{path}.{index}", tensors) for index, item in enumerate(value)]
+        return {"kind": "list" if isinstance(value, list) else "tuple", "items": items}
+    if isinstance(value, dict):
+        return {
+            "kind": "dict",
+            "items": [
+                [_save(key, path, tensors), _save(item, f"{path}.{key}", tensors)]
+                for key, item in value.items()
+            ],
+        }
+    if isinstance(value, Strategy):
+        return {"kind": "strategy", "items": _save_attributes(value, path, tensors)}
+    raise FedsimError(_unsaved(path, f"a {type(value).__name__}"))
+
+
+def _load(plain: Plain, tensors: Tensors) -> Any:
+    if not isinstance(plain, dict):
+        return plain
+    kind = plain["kind"]
+    if kind == "float":
+        return float.fromhex(plain["hex"])
+    if kind == "array":
+        return tensors[plain["tensor"]].numpy().copy()
+    if kind == "scalar":
+        return tensors[plain["tensor"]].numpy()[()]
+    if kind == "record":
+        arrays = _load(plain["items"], tensors)
+        return ArrayRecord({name: Array(array) for name, array in arrays.items()})
+    if kind == "dict":
+        return {_load(key, tensors): _load(item, tensors) for key, item in plain["items"]}
+    items = [_load(item, tensors) for item in plain["items"]]
+    return items if kind == "list" else tuple(items)
+
+
+def _unsaved(path: str, what: str) -> str:
+    return (
+        f"federation.strategy: {path} is {what}, which cannot be written to a checkpoint; use "
+        "another strategy"
+    )

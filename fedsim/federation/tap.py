@@ -1,0 +1,250 @@
+"""The tap: a Grid around any engine's grid that records what the server sees.
+
+It sits below the strategy, where messages are still what crossed the wire: a Flower strategy may
+clip or noise what it receives, and none of that is what an attacker on the server is held to. So it
+works with any strategy. Each answer is decoded, recorded, screened and spooled before the next one
+is looked at; a round is never held in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore.run import Run
+from torch import Tensor
+
+from fedsim.defense import shapes
+from fedsim.federation import wire
+from fedsim.federation.client_app import PROBE, reports_loss
+from fedsim.federation.delivery import exchange
+from fedsim.federation.screening import Tally, judge
+from fedsim.federation.spool import Spool, lazy_record
+from fedsim.recording import save_observation
+from fedsim.types import FedsimError, Tensors, Update
+from fedsim.workload import Probe, Workload
+
+
+class TapGrid(Grid):
+    """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
+
+    def __init__(
+        self, grid: Grid, workload: Workload, nodes: Mapping[int, int], out: Path
+    ) -> None:
+        """`nodes` maps client to node id; recordings go below `out`."""
+        self._grid = grid
+        self._workload = workload
+        self._nodes = nodes
+        self._clients = {node: client for client, node in nodes.items()}
+        self._out = out
+        self._scratch = out / "spool" / workload.stack_name
+        self._spool = Spool(self._scratch / "training")
+        parameters, buffers = workload.initial()
+        self._expected = wire.Shape(
+            update=parameters,
+            buffers=wire.floating(buffers) if workload.releases_statistics else {},
+            loss=reports_loss(workload),
+        )
+        self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
+        self._round = 0
+        self._arrays = ArrayRecord()
+        self._parameters: Tensors = parameters
+        self._buffers: Tensors = {}
+        self._new_buffers: Tensors = {}
+        self._participants: list[int] = []
+        self.tally = Tally()
+
+    def begin(self, round: int, buffers: Tensors) -> None:
+        """Start `round` with the global model's float `buffers`; its participants are sampled."""
+        self._round = round
+        self._buffers = self._new_buffers = buffers
+        self._participants = self._workload.participants(round)
+        self.tally = Tally()
+
+    def end(self) -> Tensors:
+        """Forget the round's replies; returns the new global float buffers.
+
+        They are the mean over the accepted answers whatever the strategy: they are statistics and
+        not weights, and a server optimizer would drive a variance below zero.
+        """
+        self._spool.clear()
+        return self._new_buffers
+
+    def get_node_ids(self) -> Iterable[int]:
+        """The nodes of this round's participants: all that a strategy can sample from."""
+        return [self._nodes[client] for client in self._participants]
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """Send the strategy's training messages, then the round's probes; record and screen.
+
+        Returns what the strategy is to aggregate, by ascending client: a reply per accepted update,
+        its arrays being that client's new weights, computed when they are read; or, if the stack
+        combines updates, one reply with the combination. They hold until `end`.
+        """
+        jobs = sorted(messages, key=lambda message: self._clients[message.metadata.dst_node_id])
+        if not jobs:
+            return []
+        arrays = jobs[0].content[wire.ARRAYS]
+        if not isinstance(arrays, ArrayRecord):
+            raise FedsimError(f"the strategy sends no {wire.ARRAYS!r} to the clients")
+        self._arrays, self._parameters = arrays, wire.decode(arrays)
+        content = self._order(None)
+        for message in jobs:
+            message.content = content
+        self.tally.bytes_down = wire.size(content) * len(jobs)
+        seconds = self._workload.scenario.federation.timeout if timeout is None else timeout
+        probes = self._workload.probes(self._round)
+        observed = self._workload.observed(self._round)
+        accepted = self._collect(jobs, None, [] if probes else observed, seconds, self._spool)
+        replies = self._replies(accepted, record=bool(observed) and not probes)
+        for probe in probes:
+            asked = self._messages(probe, observed)
+            with Spool(self._scratch / "probe") as spool:
+                self._collect(asked, probe, observed, seconds, spool)
+                self._combine(spool, probe, record=True)
+        return replies
+
+    def _collect(
+        self,
+        messages: Sequence[Message],
+        probe: Probe | None,
+        observed: Collection[int],
+        timeout: float,
+        spool: Spool,
+    ) -> dict[int, Message]:
+        """Exchange `messages`: record what the server sees of `observed` clients, spool what is to
+        be aggregated or combined; returns the accepted replies, emptied."""
+        clients = [self._clients[message.metadata.dst_node_id] for message in messages]
+        combines = self._workload.stack.aggregation is not None
+        accepted: dict[int, Message] = {}
+        for position, reply in exchange(self._grid, messages, timeout):
+            client = clients[position]
+            if reply is not None and reply.has_content() and probe is None:
+                self.tally.bytes_up += wire.size(reply.content)
+            verdict = judge(reply, self._expected)
+            if verdict.answer and client in observed and not combines:
+                self._record(client, verdict.answer.update, probe)
+            if verdict.reason:
+                self.tally.fail(verdict, client, probe)
+            elif verdict.answer and reply and (probe is None or combines):
+                spool.put(client, verdict.answer)
+                reply.content = RecordDict()
+                accepted[client] = reply
+        return accepted
+
+    def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
+        """What the strategy gets of a round's training; also the new buffers and the summary."""
+        spool, tally = self._spool, self.tally
+        tally.accepted = tuple(spool.clients())
+        tally.zero_updates = spool.zero_updates
+        tally.train_loss = spool.mean_loss()
+        if not accepted:
+            return []
+        if self._workload.stack.aggregation:
+            combined = self._combine(spool, None, record=record)
+            self._new_buffers = combined.buffers or self._buffers
+            weights = {n: self._moved(n, combined.tensors[n]) for n in self._parameters}
+            first = accepted[min(accepted)]
+            first.content = _result(wire.encode(weights), combined.num_examples, None)
+            return [first]
+        self._new_buffers = spool.mean_buffers(self._expected.buffers) or self._buffers
+        for client, reply in accepted.items():
+            arrays = lazy_record(self._parameters, partial(self._weight, client))
+            reply.content = _result(arrays, spool.num_examples(client), spool.loss(client))
+        return [accepted[client] for client in sorted(accepted)]
+
+    def _weight(self, client: int, name: str) -> Tensor:
+        return self._moved(name, self._spool.update(client, name))
+
+    def _moved(self, name: str, update: Tensor) -> Tensor:
+        """The global weight `name` after `update`, in the units of the algorithm."""
+        training = self._workload.training
+        if training.algorithm == "fedsgd":
+            return self._parameters[name] - training.lr * update
+        return self._parameters[name] + update
+
+    def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
+        """What the server gets to see of all the spooled updates, if the stack combines them."""
+        aggregation, clients = self._workload.stack.aggregation, spool.clients()
+        if aggregation is None or not clients:
+            return None
+        combined = aggregation.combine(spool.updates(self._expected.update, self._expected.buffers))
+        if shapes(combined.tensors) != shapes(self._parameters):
+            raise FedsimError(
+                f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "
+                "must keep them"
+            )
+        if record:
+            self._record(-1, combined, probe, num_clients=len(clients))
+            self._forget_truth(self._workload.observation_id(self._round, -1, probe), clients)
+        return combined
+
+    def _record(
+        self, client: int, update: Update, probe: Probe | None, *, num_clients: int = 1
+    ) -> None:
+        observation = self._workload.observation(
+            self._round,
+            client,
+            update,
+            self._parameters,
+            {**self._constants, **self._buffers},
+            probe=probe,
+            num_clients=num_clients,
+        )
+        save_observation(observation, self._out)
+
+    def _forget_truth(self, observation_id: str, kept: Collection[int]) -> None:
+        """Clients write their truth before they answer; drop that of answers left out."""
+        names = {f"client-{client:04d}.safetensors" for client in kept}
+        for path in (self._out / "truth" / observation_id).glob("client-*.safetensors"):
+            if path.name not in names:
+                path.unlink()
+
+    def _order(self, probe: Probe | None) -> RecordDict:
+        return wire.order(self._round, self._arrays, wire.encode(self._buffers), probe)
+
+    def _messages(self, probe: Probe, clients: Sequence[int]) -> list[Message]:
+        content = self._order(probe)
+        return [Message(content, self._nodes[client], f"train.{PROBE}") for client in clients]
+
+    # What a grid must also offer is passed through.
+
+    def set_run(self, run: Run) -> None:
+        """See Grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """See Grid."""
+        return self._grid.run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """See Grid."""
+        return self._grid.create_message(content, message_type, dst_node_id, group_id, ttl)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """See Grid. What is sent this way is not recorded."""
+        return self._grid.push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """See Grid. What is received this way is not recorded."""
+        return self._grid.pull_messages(message_ids)
+
+
+def _result(arrays: ArrayRecord, examples: int, loss: float | None) -> RecordDict:
+    metrics = MetricRecord({wire.EXAMPLES: examples})
+    if loss is not None:
+        metrics[wire.LOSS] = loss
+    return RecordDict({wire.ARRAYS: arrays, wire.METRICS: metrics})

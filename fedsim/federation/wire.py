@@ -1,0 +1,231 @@
+"""What crosses the wire: tensors and a few numbers in Flower records, nothing else.
+
+    server -> client   arrays: parameters    buffers: float buffers    config: round, probe
+    client -> server   arrays: the update    buffers: new statistics   metrics: examples, loss
+
+The update is what the defense stack released, in its own units (a gradient, or a weight delta) and
+not the new weights: float32 weights cannot carry an update that is 1e-8 of their size.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
+from flwr.common.serde import recorddict_to_proto
+from torch import Tensor
+
+from fedsim.types import FedsimError, Tensors, Update
+from fedsim.workload import Probe
+
+ARRAYS = "arrays"
+BUFFERS = "buffers"
+CONFIG = "config"
+METRICS = "metrics"
+ROUND = "server-round"
+PROBE_SIZE = "probe-batch-size"
+PROBE_TRIAL = "probe-trial"
+EXAMPLES = "num-examples"
+LOSS = "train_loss"
+CLIENT = "client"
+
+_MAX_EXAMPLES = 2**40
+
+
+class MalformedError(FedsimError):
+    """A message does not hold what it should; the text says what is wrong with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the server asks of a client."""
+
+    round: int
+    parameters: Tensors
+    buffers: Tensors
+    probe: Probe | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a client answers."""
+
+    update: Update
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What an answer must look like: name -> tensor of the right dtype and shape."""
+
+    update: Tensors
+    buffers: Tensors
+    loss: bool
+
+
+def floating(tensors: Tensors) -> dict[str, Tensor]:
+    """The floating-point ones of `tensors`."""
+    return {name: value for name, value in tensors.items() if value.is_floating_point()}
+
+
+def encode(tensors: Tensors) -> ArrayRecord:
+    """Tensors -> Flower arrays (NumPy's file format, never pickled), in the same order."""
+    record = ArrayRecord()
+    for name, value in tensors.items():
+        record[name] = Array.from_numpy_ndarray(value.detach().cpu().numpy())
+    return record
+
+
+def decode(record: ArrayRecord) -> dict[str, Tensor]:
+    """Flower arrays -> tensors of their own memory, on the CPU."""
+    return {name: _tensor(name, array) for name, array in record.items()}
+
+
+def order(
+    round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
+) -> RecordDict:
+    """The message content that asks for an update (of training, or of a probe)."""
+    asked = ConfigRecord({ROUND: round})
+    if probe:
+        asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
+    return RecordDict({ARRAYS: parameters, BUFFERS: buffers, CONFIG: asked})
+
+
+def read_order(content: RecordDict) -> Order:
+    """What a client is asked.
+
+    Raises:
+        MalformedError: a part is missing or of another type.
+    """
+    parameters, buffers = _arrays(content, ARRAYS), _arrays(content, BUFFERS)
+    config = content.get(CONFIG)
+    if not isinstance(config, ConfigRecord):
+        raise MalformedError(f"the message has no {CONFIG!r}")
+    probe = None
+    if PROBE_SIZE in config:
+        probe = Probe(
+            batch_size=_integer(config, PROBE_SIZE, 1), trial=_integer(config, PROBE_TRIAL, 0)
+        )
+    return Order(
+        round=_integer(config, ROUND, 1),
+        parameters=decode(parameters),
+        buffers=decode(buffers),
+        probe=probe,
+    )
+
+
+def answer(update: Update, loss: float | None) -> RecordDict:
+    """The message content that carries an update; `loss` only if it is to be reported."""
+    metrics = MetricRecord({EXAMPLES: update.num_examples})
+    if loss is not None:
+        metrics[LOSS] = loss
+    return RecordDict(
+        {ARRAYS: encode(update.tensors), BUFFERS: encode(update.buffers), METRICS: metrics}
+    )
+
+
+def read_answer(content: RecordDict, expected: Shape) -> Answer:
+    """What a client answered, checked against what it must look like. Values are not judged.
+
+    Raises:
+        MalformedError: names, shapes, dtypes or counts are wrong.
+    """
+    if set(content) != {ARRAYS, BUFFERS, METRICS}:
+        raise MalformedError(f"the answer holds {_listed(content)}")
+    metrics = content[METRICS]
+    wanted = {EXAMPLES, LOSS} if expected.loss else {EXAMPLES}
+    if not isinstance(metrics, MetricRecord) or set(metrics) != wanted:
+        raise MalformedError(f"the metrics are {_listed(metrics)}, expected {_listed(wanted)}")
+    loss = metrics[LOSS] if expected.loss else None
+    if loss is not None and not isinstance(loss, float):
+        raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
+    return Answer(
+        update=Update(
+            tensors=_expected(_arrays(content, ARRAYS), expected.update),
+            num_examples=_integer(metrics, EXAMPLES, 1),
+            buffers=_expected(_arrays(content, BUFFERS), expected.buffers),
+        ),
+        loss=loss,
+    )
+
+
+def identity(client: int) -> RecordDict:
+    """The message content that says which client a node is."""
+    return RecordDict({CONFIG: ConfigRecord({CLIENT: client})})
+
+
+def read_client(content: RecordDict) -> int:
+    """Which client a node says it is.
+
+    Raises:
+        MalformedError: it does not say.
+    """
+    config = content.get(CONFIG)
+    if not isinstance(config, ConfigRecord):
+        raise MalformedError(f"the answer has no {CONFIG!r}")
+    return _integer(config, CLIENT, 0)
+
+
+def size(content: RecordDict) -> int:
+    """Bytes of `content` in Flower's serialization; the envelope of a message adds about 150."""
+    return int(recorddict_to_proto(content).ByteSize())
+
+
+def _expected(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
+    if set(record) != set(like):
+        odd = sorted(set(record) ^ set(like))
+        raise MalformedError(f"wrong names: {_listed(odd)} (missing, or not of the model)")
+    return {name: _tensor(name, record[name], tensor) for name, tensor in like.items()}
+
+
+def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
+    """Decode one array. The header is checked before any memory is taken for what it promises."""
+    if array.stype != "numpy.ndarray":
+        raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
+    buffer = io.BytesIO(array.data)
+    try:
+        if np.lib.format.read_magic(buffer) != (1, 0):
+            raise MalformedError(f"{name}: unknown version of NumPy's file format")
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(buffer)
+    except (ValueError, SyntaxError, EOFError) as error:
+        raise MalformedError(f"{name}: no NumPy array: {error}") from error
+    if dtype.hasobject or dtype.kind not in "fiub":
+        raise MalformedError(f"{name}: dtype {dtype} is not numeric")
+    payload = len(array.data) - buffer.tell()
+    if math.prod(shape) * dtype.itemsize != payload:
+        raise MalformedError(f"{name}: {payload} bytes do not make an array of shape {shape}")
+    flat = np.frombuffer(array.data, dtype, offset=buffer.tell())
+    try:
+        values = flat.reshape(shape, order="F" if fortran else "C").copy(order="C")
+        tensor = torch.from_numpy(values)
+    except (TypeError, ValueError) as error:
+        raise MalformedError(f"{name}: {dtype} of shape {shape} is no tensor: {error}") from error
+    if like is not None and (tensor.dtype != like.dtype or tensor.shape != like.shape):
+        raise MalformedError(
+            f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            f"expected {like.dtype} of shape {tuple(like.shape)}"
+        )
+    return tensor
+
+
+def _arrays(content: RecordDict, key: str) -> ArrayRecord:
+    record = content.get(key)
+    if not isinstance(record, ArrayRecord):
+        raise MalformedError(f"{key!r} is not an array record")
+    return record
+
+
+def _integer(record: Mapping[str, object], key: str, least: int) -> int:
+    value = record.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:
+        raise MalformedError(f"{key} is {str(value)[:40]!r}, expected an integer from {least}")
+    return value
+
+
+def _listed(names: object) -> str:
+    return ", ".join(str(name)[:60] for name in list(names)[:5]) or "nothing"  # type: ignore[call-overload]

@@ -1,0 +1,124 @@
+"""The ledger: what a whole defense stack claims after all its rounds, never by a guess.
+
+A stack is accounted only if it proves a `Mechanism`; every other stack has ε = ∞, with the reason.
+Without sampling, T Gaussian releases are one Gaussian release with noise multiplier z / sqrt(T),
+whose curve is exact. Batches sampled without replacement are accounted by Rényi divergences (Wang,
+Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
+AISTATS 2019, Theorem 27) as implemented by dp_accounting.
+
+What the claim covers: the update itself. A client's number of examples and reported loss, its taking
+part, and the choice of hyper-parameters are outside of it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache, lru_cache
+
+from fedsim.defense import Mechanism, Stack
+from fedsim.privacy import gaussian
+from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
+
+EXACT = "exact Gaussian"
+RENYI = "RDP, sampled without replacement"
+
+
+def claim(
+    stack: Stack,
+    declared: LocalTraining,
+    *,
+    rounds: int,
+    num_examples: int,
+    delta: float,
+    buffers_released: bool = False,
+) -> PrivacyClaim:
+    """What `stack` guarantees to a client that took part in `rounds` rounds.
+
+    `declared` is the local training before the stack's training defenses; `num_examples` is how
+    many the client holds: with the most participations and the least data it is the worst client's
+    claim. `buffers_released` says that clients also send batch-norm statistics, which no defense
+    protects.
+
+    `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
+    under `replace_one` (against the same client with one example exchanged for any other).
+
+    Raises:
+        FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
+            than the client's data.
+    """
+    if not 0 < delta < 1:
+        raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
+    held = stack.guarantees(declared)[-1]
+    if held.mechanism is None:
+        return _unproven(held.reason)
+    if buffers_released:
+        return _unproven(
+            "clients release batch-norm statistics, which the defense does not protect; "
+            "choose the model's norm: group"
+        )
+    batch_size = stack.training(declared).batch_size
+    if held.mechanism.sampled and batch_size > num_examples:
+        raise FedsimError(
+            f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
+            f"({num_examples} examples); use a smaller batch"
+        )
+    epsilon, accountant = _spent(held.mechanism, rounds, batch_size, num_examples, delta)
+    if math.isinf(epsilon):
+        return _unproven("the noise is too small for a finite ε")
+    return PrivacyClaim(
+        epsilon=epsilon,
+        delta=delta,
+        accountant=accountant,
+        unit=held.mechanism.unit,
+        relation=held.mechanism.relation,
+        reason=None,
+    )
+
+
+def _unproven(reason: str) -> PrivacyClaim:
+    return PrivacyClaim(epsilon=math.inf, delta=None, accountant=None, unit=None, reason=reason)
+
+
+@lru_cache(maxsize=4096)
+def _spent(
+    mechanism: Mechanism, rounds: int, batch_size: int, num_examples: int, delta: float
+) -> tuple[float, str]:
+    """(ε after `rounds` rounds, accountant): the least of the bounds that hold."""
+    releases = rounds * mechanism.releases
+    if releases == 0:
+        return 0.0, EXACT
+    multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
+    exact = gaussian.epsilon(multiplier / math.sqrt(releases), delta)
+    if not mechanism.sampled or batch_size == num_examples:
+        return exact, EXACT
+    from dp_accounting.rdp import compute_epsilon
+
+    orders, divergences = _renyi(multiplier, batch_size, num_examples)
+    sampled = float(compute_epsilon(orders, [releases * d for d in divergences], delta)[0])
+    # Whatever the batches, at most one example differs between them: the exact curve holds too.
+    return (sampled, RENYI) if sampled < exact else (exact, EXACT)
+
+
+@cache
+def _renyi(
+    multiplier: float, batch_size: int, num_examples: int
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """(orders, Rényi divergences) of one release on a batch sampled without replacement.
+
+    `multiplier` is relative to the sensitivity of replacing one example: dp_accounting's RDP
+    accountant, unlike its PLD accountant, does not double a GaussianDpEvent's sensitivity under
+    REPLACE_ONE (`_compute_rdp_sample_wor_gaussian`: "to the l2-sensitivity of the function").
+    """
+    from dp_accounting import (
+        GaussianDpEvent,
+        NeighboringRelation,
+        SampledWithoutReplacementDpEvent,
+    )
+    from dp_accounting.rdp import RdpAccountant
+
+    accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    accountant.compose(
+        SampledWithoutReplacementDpEvent(num_examples, batch_size, GaussianDpEvent(multiplier))
+    )
+    # Divergences add up over releases, and computing them is the slow part: read them once.
+    return tuple(map(float, accountant._orders)), tuple(map(float, accountant._rdp))

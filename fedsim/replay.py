@@ -1,0 +1,80 @@
+"""Attack one recording, anywhere: needs neither Flower nor the data that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedsim import jobs, recording, scoring
+from fedsim.attack import create, solve
+from fedsim.device import resolve_device
+from fedsim.knowledge import grant
+from fedsim.record import Row
+from fedsim.types import BatchNormKnowledge, FedsimError, Labels, Observation, Reconstruction
+
+
+def attack(
+    observation: Observation | str | Path,
+    name: str,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    restarts: int = 1,
+    labels: Labels = "inferred",
+    bn: BatchNormKnowledge = "none",
+    seed: int | None = None,
+    device: str = "cpu",
+    truth: str | Path | None = None,
+    on_progress: jobs.OnProgress | None = None,
+) -> tuple[Reconstruction, Row]:
+    """Attack one recording.
+
+    Args:
+        observation: A recording, or the path of its JSON file.
+        name: The attack; `parameters` are its hyper-parameters (others at their defaults).
+        restarts: Starting points; the one with the least own loss is kept.
+        labels, bn: What the threat model grants.
+        seed: Of the attack; default: the recorded run's.
+        device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
+        truth: The run's folder that holds `truth/`. For a recording given by path it is found by
+            itself. Without truth nothing is scored.
+        on_progress: Told of the attack's loss now and then.
+
+    Returns:
+        The reconstruction, and a row with the observation's id, the resolved attack, knowledge,
+        metrics (null without truth) and cost.
+
+    Raises:
+        FedsimError: the recording or the attack cannot be used, or the attack failed.
+    """
+    root = Path(truth) if truth else None
+    if not isinstance(observation, Observation):
+        path = Path(observation)
+        observation = recording.load_observation(path, resolve_device(device))
+        root = root or recording.root_of(path)
+    known = root is not None and recording.has_truth(root, observation.id)
+    victim = recording.load_truth(root, observation.id) if root and known else None
+    if victim is None and (labels == "known" or bn == "exact"):
+        raise FedsimError(
+            "known labels and exact statistics come from the ground truth, and none was found: "
+            "name the run's folder (--truth), or grant less"
+        )
+    chosen = create(name, parameters)
+    if unmet := chosen.needs.unmet(labels, bn):
+        raise FedsimError(f"attack {name} {unmet}")
+    seen, knowledge = grant(observation, victim, labels, bn)
+    solution = solve(
+        chosen,
+        seen,
+        knowledge,
+        observation.seed if seed is None else seed,
+        restarts=restarts,
+        progress=on_progress,
+    )
+    found = jobs.on_cpu(solution.reconstruction)
+    return found, {
+        "observation": observation.id,
+        "attack": {"name": name, "restarts": restarts, "parameters": chosen.model_dump("json")},
+        "knowledge": {"labels": labels, "bn": bn},
+        "metrics": scoring.score(found, victim).metrics() if victim else None,
+        "cost": jobs.cost(solution),
+    }

@@ -1,0 +1,85 @@
+"""The positive control: an attack that fails without a defense says nothing about defenses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedsim.report.leaderboard import LeaderboardRow
+
+REQUIRED_GAIN = 3.0
+"""dB above the zero-information guess that the undefended stack must leak."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """Whether a comparison's undefended stack was beaten."""
+
+    comparison: tuple[str, str, str, str]
+    status: Literal["passed", "failed", "absent"]
+    reason: str
+
+
+def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
+    """One control per comparison among `rows`."""
+    return [
+        _control(key, [row for row in rows if row.comparison == key])
+        for key in dict.fromkeys(row.comparison for row in rows)
+    ]
+
+
+def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Why the table that holds `rows` proves nothing; empty if every comparison's control passed.
+
+    One comparison whose attacks do not work marks the whole table: a reader of any line must know.
+    """
+    if not rows:
+        return ["no positive control: there are no results"]
+    controls = positive_controls(rows)
+    several = len(controls) > 1
+    return [
+        f"{describe_comparison(control.comparison)}: {control.reason}"
+        if several
+        else control.reason
+        for control in controls
+        if control.status != "passed"
+    ]
+
+
+def describe_comparison(comparison: tuple[str, str, str, str]) -> str:
+    """`quickstart (training.mode=eval), faces, convnet`."""
+    scenario, variant, dataset, model = comparison
+    return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}"
+
+
+def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRow]) -> Control:
+    undefended = [row for row in rows if row.undefended]
+    if not undefended:
+        return Control(
+            comparison=comparison,
+            status="absent",
+            reason="no positive control: no undefended stack was attacked; add `none: []` to "
+            "defenses, for an attack that fails without a defense says nothing about defenses",
+        )
+    size = min(row.batch_size for row in undefended)
+    attacked = [row for row in undefended if row.batch_size == size and row.gain]
+    if not attacked:
+        return Control(
+            comparison=comparison,
+            status="failed",
+            reason=f"no attack recovered images of the undefended stack at batch size {size}, "
+            "so there is no gain over guessing to show that the attacks work",
+        )
+    best = max(attacked, key=lambda row: row.strength)
+    gain = best.strength[0]
+    passed = gain >= REQUIRED_GAIN
+    measured = f"undefended, at batch size {size}, {best.attack} gains {gain:.1f} dB over guessing"
+    return Control(
+        comparison=comparison,
+        status="passed" if passed else "failed",
+        reason=measured
+        if passed
+        else f"{measured}, where {REQUIRED_GAIN:g} dB are required: attacks that fail without a "
+        "defense say nothing about defenses",
+    )

@@ -1,0 +1,279 @@
+"""The leaderboard: a projection of results rows, one line per attack on a defense.
+
+A failed trial counts as the zero-information guess of its own row, in every aggregate; no figure
+leaves it out. Gains are paired: each trial's score less the guess's score on the same images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fedsim.report.runs import (
+    Metrics,
+    ResultRow,
+    describe_stack,
+    describe_variant,
+    load_runs,
+    measurements,
+)
+from fedsim.scoring import Summary, summarize
+
+Aggregated = Literal[
+    "psnr", "ssim", "rmse", "lpips", "label_accuracy", "feature_error", "feature_cosine"
+]
+AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
+
+_LESS_IS_WORSE = ("rmse", "lpips", "feature_error")
+"""For the client: a small error is a large leak."""
+
+_GUESSED_FEATURES = {"feature_error": 1.0, "feature_cosine": 0.0}
+"""What guessing zero features achieves, whatever the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderboardRow:
+    """One attack on one defense, over all its trials."""
+
+    scenario: str
+    variant: str
+    dataset: str
+    model: str
+    defense: str
+    stack: str
+    undefended: bool
+    attack: str
+    vantage: str
+    labels: str
+    bn: str
+    batch_size: int
+    round: int
+    n: int
+    n_ok: int
+    failures: dict[str, int]
+    """Reason -> how many trials."""
+    metrics: dict[Aggregated, Summary | None]
+    worst: dict[Aggregated, float | None]
+    """For the client: the most that leaked in one trial (of one image, where the row has it)."""
+    baseline: dict[Aggregated, float | None]
+    """Mean of the zero-information guess."""
+    gain: Summary | None
+    """PSNR above the zero-information guess, dB."""
+    label_gain: Summary | None
+    """Label accuracy above guessing the majority label."""
+    other_update: Summary | None
+    """PSNR of the same attack's reconstruction of another update, against this truth."""
+    over_other: Summary | None
+    """PSNR above `other_update`, dB: what of the gain is due to this update."""
+    train_loss: float | None
+    test_accuracy: float | None
+    epsilon: float | None
+    """inf: no guarantee. None: not accounted."""
+    delta: float | None
+    accountant: str | None
+    unit: str | None
+    relation: str | None
+    privacy_reason: str | None
+    audited_epsilon: float | None
+    seconds: float | None
+    """Mean per trial."""
+    strongest: bool = False
+    """Whether no other attack gains more against this defense."""
+
+    @property
+    def comparison(self) -> tuple[str, str, str, str]:
+        """Rows that may be compared with each other share it."""
+        return (self.scenario, self.variant, self.dataset, self.model)
+
+    @property
+    def strength(self) -> tuple[float, float]:
+        """By what attacks are ranked: gain in dB, then label accuracy above guessing."""
+        return (
+            self.gain.mean if self.gain else -math.inf,
+            self.label_gain.mean if self.label_gain else -math.inf,
+        )
+
+
+def leaderboard_rows(
+    folders: Iterable[Path | str], *, confidence: float = 0.95
+) -> list[LeaderboardRow]:
+    """Aggregate all runs below `folders`, sorted by comparison, defense, and strength of attack.
+
+    Raises:
+        ReportError: a folder holds no results, or a file in it is damaged.
+    """
+    return aggregate(measurements(load_runs(folders)), confidence=confidence)
+
+
+def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[LeaderboardRow]:
+    """`leaderboard_rows` of rows that are already read."""
+    groups: dict[str, list[ResultRow]] = {}
+    for row in rows:
+        groups.setdefault(row.cell, []).append(row)
+    lines = [_aggregate(group, confidence) for group in groups.values()]
+    return _mark_strongest(_sorted(lines))
+
+
+def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
+    """Undefended first, then the leakiest defense first; within each, the strongest attack first.
+
+    Comparisons keep the order in which they were read.
+    """
+    order = {key: i for i, key in enumerate(dict.fromkeys(line.comparison for line in lines))}
+    leak: dict[tuple[object, ...], tuple[float, float]] = {}
+    for line in lines:
+        key = (*line.comparison, line.defense)
+        leak[key] = max(leak.get(key, line.strength), line.strength)
+
+    def rank(line: LeaderboardRow) -> tuple[object, ...]:
+        gain, labels = leak[(*line.comparison, line.defense)]
+        own_gain, own_labels = line.strength
+        return (
+            order[line.comparison],
+            not line.undefended,
+            (-gain, -labels),
+            line.defense,
+            (-own_gain, -own_labels),
+            line.attack,
+            line.batch_size,
+            line.round,
+        )
+
+    return sorted(lines, key=rank)
+
+
+def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
+    seen: set[tuple[str, ...]] = set()
+    marked = []
+    for line in lines:
+        key = (*line.comparison, line.defense)
+        marked.append(replace(line, strongest=key not in seen))
+        seen.add(key)
+    return marked
+
+
+def _aggregate(rows: list[ResultRow], confidence: float) -> LeaderboardRow:
+    first = rows[0]
+
+    def summary(values: list[float] | None) -> Summary | None:
+        return summarize(values or [], confidence=confidence)
+
+    values = {name: _counted(rows, name) for name in AGGREGATED}
+    ok = [row for row in rows if row.ok]
+    # Two runs' claims would only differ if they were not the same; then the weaker one stands.
+    weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)
+    privacy = weakest.privacy
+    return LeaderboardRow(
+        scenario=first.scenario,
+        variant=describe_variant(first.variant),
+        dataset=first.dataset,
+        model=first.model.name,
+        defense=first.defense.name,
+        stack=describe_stack(first.defense.stack),
+        undefended=not first.defense.stack,
+        attack=first.attack.label,
+        vantage=first.vantage,
+        labels=first.knowledge.labels,
+        bn=first.knowledge.bn,
+        batch_size=first.batch_size,
+        round=first.round,
+        n=len(rows),
+        n_ok=len(ok),
+        failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
+        metrics={name: summary(values[name]) for name in AGGREGATED},
+        worst={name: _worst(rows, name, values[name]) for name in AGGREGATED},
+        baseline={name: _guess(rows, name) for name in AGGREGATED},
+        gain=summary(_paired(rows, "psnr", values["psnr"], lambda row: row.baseline)),
+        label_gain=summary(
+            _paired(rows, "label_accuracy", values["label_accuracy"], lambda row: row.baseline)
+        ),
+        other_update=summary(_present(rows, lambda row: _of(_other(row), "psnr"))),
+        over_other=summary(_over_other(rows)),
+        train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
+        test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
+        epsilon=weakest.epsilon,
+        delta=privacy.delta if privacy else None,
+        accountant=privacy.accountant if privacy else None,
+        unit=privacy.unit if privacy else None,
+        relation=privacy.relation if privacy else None,
+        privacy_reason=privacy.reason if privacy else None,
+        audited_epsilon=max(
+            _present(rows, lambda row: row.privacy.audited_epsilon if row.privacy else None),
+            default=None,
+        ),
+        seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
+    )
+
+
+def _counted(rows: list[ResultRow], name: Aggregated) -> list[float] | None:
+    """One value per row, a failed row's being its zero-information guess.
+
+    None if the attack does not yield this metric, or if a failed row has no guess to count as: no
+    figure is better than one that leaves failures out.
+    """
+    ok = [_of(row.metrics, name) for row in rows if row.ok]
+    if ok and None in ok:
+        return None
+    values = [_of(row.metrics, name) if row.ok else _guessed(row, name) for row in rows]
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(rows) else None
+
+
+def _guessed(row: ResultRow, name: Aggregated) -> float | None:
+    value = _of(row.baseline, name)
+    return _GUESSED_FEATURES.get(name) if value is None else value
+
+
+def _guess(rows: list[ResultRow], name: Aggregated) -> float | None:
+    return _mean(rows, lambda row: _of(row.baseline, name))
+
+
+def _paired(
+    rows: list[ResultRow],
+    name: Aggregated,
+    values: list[float] | None,
+    reference: Callable[[ResultRow], Metrics | None],
+) -> list[float] | None:
+    """Value less reference, row by row; None unless every row has both."""
+    if values is None:
+        return None
+    references = [_of(reference(row), name) for row in rows]
+    known = [value for value in references if value is not None]
+    if len(known) != len(rows):
+        return None
+    return [value - other for value, other in zip(values, known, strict=True)]
+
+
+def _over_other(rows: list[ResultRow]) -> list[float] | None:
+    """PSNR above the other update's. Rows without that control (as failed ones) do not enter."""
+    pairs = [(_of(row.metrics, "psnr"), _of(_other(row), "psnr")) for row in rows if row.ok]
+    return [own - other for own, other in pairs if own is not None and other is not None]
+
+
+def _worst(rows: list[ResultRow], name: Aggregated, values: list[float] | None) -> float | None:
+    if values is None:
+        return None
+    images = [v for row in rows if row.ok for v in (row.per_image or {}).get(name, [])]
+    return (min if name in _LESS_IS_WORSE else max)([*values, *images])
+
+
+def _other(row: ResultRow) -> Metrics | None:
+    return row.control.other_update if row.control else None
+
+
+def _of(metrics: Metrics | None, name: Aggregated) -> float | None:
+    value: Any = getattr(metrics, name) if metrics else None
+    return value if value is None else float(value)
+
+
+def _present(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> list[float]:
+    return [value for row in rows if (value := get(row)) is not None]
+
+
+def _mean(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> float | None:
+    values = _present(rows, get)
+    return sum(values) / len(values) if values else None

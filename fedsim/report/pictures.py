@@ -1,0 +1,114 @@
+"""Truth and reconstruction side by side: the scored pixels, enlarged but never rescaled."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedsim.recording import read_tensors, write_bytes
+from fedsim.report.runs import ReportError, ResultRow
+from fedsim.scoring import check_pixels
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SHOWN_SIDE = 64
+"""Shorter side, in pixels, up to which smaller images are enlarged by a whole factor."""
+
+_GAP = 2
+
+
+def enlargement(height: int, width: int) -> int:
+    """The whole factor by which an image is enlarged for showing."""
+    return max(1, -(-_SHOWN_SIDE // min(height, width)))
+
+
+def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> None:
+    """Write a PNG: the truths above, under each what was recovered of it.
+
+    Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in matched order. Each pixel becomes a
+    square of `factor` pixels (default: `enlargement`) of the same value, rounded to 8 bits.
+
+    Raises:
+        ScoringError: these are no pixels.
+        ReportError: the two differ in shape, or have another number of channels.
+    """
+    height, width = truth.shape[-2:]
+    factor = factor or enlargement(height, width)
+    rows = []
+    for images in _as_bytes(truth, reconstruction):
+        enlarged = images.repeat_interleave(factor, 1).repeat_interleave(factor, 2)
+        spaced = torch.nn.functional.pad(enlarged, (0, 0, 0, _GAP, 0, _GAP), value=255)
+        rows.append(torch.cat(list(spaced), dim=1))
+    write_bytes(path, _png(torch.cat(rows)[:-_GAP, :-_GAP]))
+
+
+def save_grids(folder: Path) -> int:
+    """Write the PNG grid of every reconstructed image below a run's folder, beside its tensors.
+
+    Returns how many were written.
+
+    Raises:
+        FedsimError: a reconstruction cannot be read.
+    """
+    count = 0
+    for path in sorted(folder.rglob("reconstructions/*/*/*/*.safetensors")):
+        tensors = read_tensors(path)
+        if "reconstruction" in tensors:
+            save_grid(path.with_suffix(".png"), tensors["truth"], tensors["reconstruction"])
+            count += 1
+    return count
+
+
+def data_uris(truth: Tensor, reconstruction: Tensor) -> list[tuple[str, str]]:
+    """Each pair as two `data:` addresses of PNG images, one image pixel per pixel.
+
+    Raises as `save_grid`.
+    """
+    both = _as_bytes(truth, reconstruction)
+    return [(_uri(a), _uri(b)) for a, b in zip(*both, strict=True)]
+
+
+def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
+    """Where a row's reconstruction lies; None if it has none. Never outside `folder`."""
+    if row.observation is None:
+        return None
+    stack, _, rest = row.observation.partition("/")
+    root = folder / "reconstructions"
+    path = root / stack / row.attack.label / f"{rest}.safetensors"
+    inside = path.resolve().is_relative_to(root.resolve())
+    return path if inside and path.is_file() else None
+
+
+def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
+    """Both as (N, H, W, C) uint8."""
+    check_pixels(truth, "truth")
+    check_pixels(reconstruction, "reconstruction")
+    if truth.shape != reconstruction.shape or truth.shape[1] not in (1, 3):
+        raise ReportError(
+            f"expected pairs of gray or RGB images, got {tuple(truth.shape)} and "
+            f"{tuple(reconstruction.shape)}"
+        )
+    shown = [
+        (images * 255).round().byte().permute(0, 2, 3, 1) for images in (truth, reconstruction)
+    ]
+    return shown[0], shown[1]
+
+
+def _uri(image: Tensor) -> str:
+    return "data:image/png;base64," + base64.b64encode(_png(image)).decode()
+
+
+def _png(image: Tensor) -> bytes:
+    """(H, W, C) uint8 -> PNG."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    picture: Image.Image = Image.fromarray(image.squeeze(2).numpy())
+    picture.save(buffer, format="PNG", optimize=True)
+    return buffer.getvalue()

@@ -1,0 +1,237 @@
+"""Plots as SVG for a page: text stays text, and colors are the page's own, light or dark."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from fedsim.report.placement import Box, place
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = 8
+"""How many colors the page has for series, as `--c0` (undefended) to `--c7`."""
+
+_INK, _MUTED, _RULE, _PAPER = "#010101", "#010102", "#010103", "#010104"
+_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule", _PAPER: "--paper"}
+_VARIABLES |= {f"#0201{i:02x}": f"--c{i}" for i in range(COLORS)}
+_FONT = "DejaVu Sans"
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """A defense in the plot of leakage against utility."""
+
+    label: str
+    series: int
+    """0 is the undefended stack."""
+    accuracy: float
+    gain: float
+    low: float | None
+    high: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """One defense's training: (round, value) pairs."""
+
+    label: str
+    series: int
+    accuracy: list[tuple[int, float]]
+    loss: list[tuple[int, float]]
+
+
+def series_color(series: int) -> str:
+    """The CSS variable of a series' color; colors repeat, dashes then tell them apart."""
+    return f"--c{_color_index(series)}"
+
+
+def leakage_utility(points: Sequence[Point], *, width: int, height: int) -> str:
+    """Gain over guessing (dB) against test accuracy, a marker per defense with its interval."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _style(axes)
+        axes.axhline(0, color=_MUTED, linewidth=1, dashes=(4, 3))
+        for point in points:
+            color = _color(point.series)
+            x = point.accuracy * 100
+            if point.low is not None and point.high is not None:
+                axes.plot([x, x], [point.low, point.high], color=color, linewidth=1.6, zorder=2)
+            axes.plot(
+                [x],
+                [point.gain],
+                marker="o",
+                markersize=9,
+                markeredgewidth=1.8,
+                zorder=3,
+                color=color,
+                markerfacecolor=_PAPER if point.series == 0 else color,
+                markeredgecolor=color,
+            )
+        axes.margins(x=0.16, y=0.14)
+        _at_least(axes, 4.0, 2.0)
+        axes.set_xlabel("test accuracy (%)  →  better model", parse_math=False)
+        axes.set_ylabel("leak: dB above guessing  →  worse", parse_math=False)
+        _label_points(figure, axes, points)
+
+    return _svg(draw, width, height, "Leakage against utility, a marker per defense")
+
+
+def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked: bool) -> str:
+    """Test accuracy and training loss by round, a line per defense."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots(*((2, 1) if stacked else (1, 2)))
+        for ax, title in zip(axes, ("test accuracy (%)", "training loss"), strict=True):
+            _style(ax)
+            ax.set_title(title, parse_math=False)
+            ax.set_xlabel("round", parse_math=False)
+            ax.xaxis.get_major_locator().set_params(integer=True)
+        for curve in curves:
+            for ax, values, factor in (
+                (axes[0], curve.accuracy, 100.0),
+                (axes[1], curve.loss, 1.0),
+            ):
+                ax.plot(
+                    [round for round, _ in values],
+                    [value * factor for _, value in values],
+                    color=_color(curve.series),
+                    linewidth=1.8,
+                    linestyle=_DASHES[curve.series // COLORS % len(_DASHES)],
+                    marker="o",
+                    markersize=3.5 if len(values) < 30 else 0,
+                )
+
+    return _svg(draw, width, height, "Test accuracy and training loss by round")
+
+
+def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    canvas: Any = FigureCanvasAgg(figure)
+    canvas.draw()
+    frame = axes.get_window_extent()
+    anchors = [
+        tuple(axes.transData.transform((point.accuracy * 100, point.gain))) for point in points
+    ]
+    obstacles = [Box(x - 7, y - 7, x + 7, y + 7) for x, y in anchors]
+    for point, (x, _) in zip(points, anchors, strict=True):
+        if point.low is not None and point.high is not None:
+            ends = [axes.transData.transform((0, value))[1] for value in (point.low, point.high)]
+            obstacles.append(Box(x - 3, ends[0], x + 3, ends[1]))
+    texts = [
+        axes.text(
+            0,
+            0,
+            point.label,
+            ha="left",
+            va="center",
+            color=_INK,
+            transform=None,
+            in_layout=False,
+            parse_math=False,
+            zorder=5,
+        )
+        for point in points
+    ]
+    sizes = []
+    for text in texts:
+        extent = text.get_window_extent(canvas.get_renderer())
+        sizes.append((extent.width + 4, extent.height + 3))
+    bounds = Box(frame.x0 + 2, frame.y0 + 2, frame.x1 - 2, frame.y1 - 2)
+    boxes = place(anchors, sizes, obstacles, bounds)
+    for text, box, (x, y), point in zip(texts, boxes, anchors, points, strict=True):
+        text.set_position((box.left + 2, (box.bottom + box.top) / 2))
+        near = (min(max(x, box.left), box.right), min(max(y, box.bottom), box.top))
+        if (near[0] - x) ** 2 + (near[1] - y) ** 2 > 18**2:
+            axes.plot(
+                [x, near[0]],
+                [y, near[1]],
+                transform=None,
+            in_layout=False,
+                color=_color(point.series),
+                linewidth=0.8,
+                zorder=1,
+            )
+
+
+def _at_least(axes: Axes, x_span: float, y_span: float) -> None:
+    """Widen narrow axes, so that noise is not drawn as if it were a difference."""
+    for get, put, span in (
+        (axes.get_xlim, axes.set_xlim, x_span),
+        (axes.get_ylim, axes.set_ylim, y_span),
+    ):
+        low, high = get()
+        missing = max(0.0, span - (high - low)) / 2
+        put(low - missing, high + missing)
+
+
+def _style(axes: Axes) -> None:
+    axes.set_facecolor("none")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(_RULE)
+    axes.grid(axis="y", color=_RULE, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, length=0, pad=6)
+    axes.xaxis.label.set_color(_MUTED)
+    axes.yaxis.label.set_color(_MUTED)
+    axes.title.set_color(_INK)
+
+
+def _svg(draw: Callable[[Figure], None], width: int, height: int, description: str) -> str:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    settings: Any = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": description,
+        "font.family": _FONT,
+        "font.size": 12,
+        "axes.titlesize": 12.5,
+        "axes.titlelocation": "left",
+        "axes.titlepad": 10,
+        "axes.labelpad": 8,
+        "text.parse_math": False,
+    }
+    with rc_context(settings):
+        # 72 dots per inch: a point is a pixel.
+        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
+        figure.patch.set_visible(False)
+        draw(figure)
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return _for_page(buffer.getvalue(), width, height, description)
+
+
+def _for_page(svg: str, width: int, height: int, description: str) -> str:
+    body = svg[svg.index("<svg") :]
+    body = body[body.index(">") + 1 :]
+    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
+    # A stylesheet inside an inline SVG would apply to the whole page.
+    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
+    body = re.sub(
+        rf"(?<=: )({'|'.join(_VARIABLES)})\b", lambda m: f"var({_VARIABLES[m[0]]})", body
+    )
+    body = body.replace(f"'{_FONT}'", "var(--sans)")
+    return (
+        f'<svg class="plot" role="img" aria-label="{escape(description)}" '
+        f'viewBox="0 0 {width} {height}" style="max-width:{width}px" '
+        f'stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg" '
+        f'xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
+    )
+
+
+def _color(series: int) -> str:
+    return f"#0201{_color_index(series):02x}"
+
+
+def _color_index(series: int) -> int:
+    return series if series < COLORS else 1 + (series - 1) % (COLORS - 1)

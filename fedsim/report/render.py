@@ -1,0 +1,269 @@
+"""The leaderboard as a terminal table, as JSON, and as CSV. All three say whether it is valid."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Literal
+
+from fedsim.report.control import describe_comparison, invalid_reasons, positive_controls
+from fedsim.report.leaderboard import AGGREGATED, LeaderboardRow
+from fedsim.scoring import Summary
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+Format = Literal["table", "json", "csv"]
+
+Cell = Callable[[LeaderboardRow], str]
+
+
+def render(
+    rows: Sequence[LeaderboardRow],
+    format: Format = "table",
+    *,
+    width: int = 100,
+    color: bool = False,
+) -> str:
+    """`rows` as text. `width` (characters) and `color` (ANSI codes) concern the table only."""
+    if format == "json":
+        return _json(rows)
+    if format == "csv":
+        return _csv(rows)
+    return _table(rows, width, color)
+
+
+def format_summary(summary: Summary | None, digits: int = 1) -> str:
+    """`18.2 [16.9, 19.4]`; without an interval just the mean; a dash for None."""
+    if summary is None:
+        return "–"
+    mean = f"{summary.mean:.{digits}f}"
+    if summary.low is None or summary.high is None:
+        return mean
+    return f"{mean} [{summary.low:.{digits}f}, {summary.high:.{digits}f}]"
+
+
+def format_epsilon(epsilon: float | None) -> str:
+    """`3.2`, `∞`, or a dash where it was not accounted."""
+    if epsilon is None:
+        return "–"
+    return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """`value` with `digits` decimals, or a dash."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def format_percent(value: float | None) -> str:
+    """A share of 1 in percent, or a dash."""
+    return "–" if value is None else f"{value:.0%}"
+
+
+def _json(rows: Sequence[LeaderboardRow]) -> str:
+    reasons = invalid_reasons(rows)
+    document = {
+        "valid": not reasons,
+        "invalid_reasons": reasons,
+        "positive_controls": [asdict(control) for control in positive_controls(rows)],
+        "rows": [{**asdict(row), "epsilon": _epsilon(row.epsilon)} for row in rows],
+    }
+    return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _csv(rows: Sequence[LeaderboardRow]) -> str:
+    reasons = invalid_reasons(rows)
+    text = io.StringIO()
+    records = [
+        {"valid": not reasons, "invalid_reason": " | ".join(reasons), **_flat(row)} for row in rows
+    ]
+    # Without rows there is still the verdict.
+    records = records or [{"valid": False, "invalid_reason": " | ".join(reasons)}]
+    writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()
+
+
+def _flat(row: LeaderboardRow) -> dict[str, Any]:
+    flat: dict[str, Any] = {
+        "scenario": row.scenario,
+        "variant": row.variant,
+        "dataset": row.dataset,
+        "model": row.model,
+        "defense": row.defense,
+        "stack": row.stack,
+        "attack": row.attack,
+        "strongest": row.strongest,
+        "vantage": row.vantage,
+        "labels": row.labels,
+        "bn": row.bn,
+        "batch_size": row.batch_size,
+        "round": row.round,
+        "n_ok": row.n_ok,
+        "n": row.n,
+    }
+    for name in AGGREGATED:
+        flat |= _columns(name, row.metrics[name])
+        flat[f"{name}_worst"] = row.worst[name]
+        flat[f"{name}_baseline"] = row.baseline[name]
+    flat |= _columns("gain", row.gain) | _columns("label_gain", row.label_gain)
+    flat |= _columns("other_update_psnr", row.other_update) | _columns("over_other", row.over_other)
+    return flat | {
+        "train_loss": row.train_loss,
+        "test_accuracy": row.test_accuracy,
+        "epsilon": _epsilon(row.epsilon),
+        "delta": row.delta,
+        "accountant": row.accountant,
+        "unit": row.unit,
+        "relation": row.relation,
+        "privacy_reason": row.privacy_reason,
+        "audited_epsilon": row.audited_epsilon,
+        "seconds": row.seconds,
+    }
+
+
+def _columns(name: str, summary: Summary | None) -> dict[str, float | None]:
+    parts = ("mean", "low", "high", "median", "std", "min", "max")
+    return {f"{name}_{part}": getattr(summary, part) if summary else None for part in parts}
+
+
+def _epsilon(epsilon: float | None) -> float | str | None:
+    return "inf" if epsilon is not None and math.isinf(epsilon) else epsilon
+
+
+_COLUMNS: list[tuple[str, Cell]] = [
+    # Heading and cell; a column without any value is left out.
+    ("PSNR dB", lambda row: format_summary(row.metrics["psnr"])),
+    ("max", lambda row: format_number(row.worst["psnr"], 1)),
+    ("gain", lambda row: _signed(row.gain)),
+    ("other", lambda row: _mean(row.other_update, 1)),
+    ("SSIM", lambda row: _mean(row.metrics["ssim"], 2)),
+    ("LPIPS", lambda row: _mean(row.metrics["lpips"], 2)),
+    ("feat", lambda row: _mean(row.metrics["feature_cosine"], 2)),
+    ("label", lambda row: _percent(row.metrics["label_accuracy"])),
+    ("acc", lambda row: format_percent(row.test_accuracy)),
+    ("ε", lambda row: format_epsilon(row.epsilon)),
+    ("sec", lambda row: "–" if row.seconds is None else f"{row.seconds:.3g}"),
+]
+
+_EXPENDABLE = ("sec", "feat", "max", "other", "LPIPS", "SSIM", "acc", "ε", "label", "gain")
+"""Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
+
+_LEGEND = (
+    "▸ strongest attack on a defense (undefended first). B batch size, ok trials that succeeded of "
+    "all; failed ones count as guessing. PSNR mean and its bootstrap interval, max the worst trial "
+    "or image; gain: dB above the mean-image guess; other: PSNR of the same attack on another "
+    "update. acc: test accuracy."
+)
+
+
+def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
+    from rich.console import Console
+    from rich.text import Text
+
+    text = io.StringIO()
+    console = Console(
+        file=text,
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+        legacy_windows=False,
+    )
+    reasons = invalid_reasons(rows)
+    for reason in reasons:
+        console.print(Text(f"INVALID: {_printable(reason)}", "bold red"))
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        members = [row for row in rows if row.comparison == comparison]
+        console.print()
+        title = Text("INVALID  " if reasons else "", "bold red")
+        console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
+        console.print(Text(_printable(_common(members)), "dim"))
+        console.print(_grid(members, width))
+    if rows:
+        console.print(Text(_LEGEND, "dim"))
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    varying = _varying(rows)
+    attacks = [
+        f"{'▸' if row.strongest else ' '} {' '.join([row.attack, *_cases(row, varying)])}"
+        for row in rows
+    ]
+    fixed = [
+        ["defense", *(row.defense for row in rows)],
+        ["attack", *attacks],
+        ["B", *(str(row.batch_size) for row in rows)],
+        ["ok", *(f"{row.n_ok}/{row.n}" for row in rows)],
+    ]
+    columns = fixed + _fitting(rows, width - _width(fixed))
+    grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
+    for position, (heading, *_) in enumerate(columns):
+        grid.add_column(heading, justify="right" if position > 1 else "left", overflow="fold")
+    for index, row in enumerate(rows):
+        first = index == 0 or row.defense != rows[index - 1].defense
+        if first and index:
+            grid.add_section()
+        cells = [column[index + 1] for column in columns]
+        cells[0] = cells[0] if first else ""
+        style = "bold" if row.strongest else ""
+        grid.add_row(*(Text(_printable(cell), style) for cell in cells))
+    return grid
+
+
+def _fitting(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
+    """Columns (heading, then a cell per row) that hold anything, as many as `width` allows."""
+    columns = [[heading, *(cell(row) for row in rows)] for heading, cell in _COLUMNS]
+    columns = [column for column in columns if any(cell != "–" for cell in column[1:])]
+    for heading in _EXPENDABLE:
+        if _width(columns) > width:
+            columns = [column for column in columns if column[0] != heading]
+    return columns
+
+
+def _width(columns: list[list[str]]) -> int:
+    return sum(max(map(len, column)) + 1 for column in columns)
+
+
+_CASES = ("vantage", "labels", "bn", "round")
+
+
+def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:
+    return [name for name in _CASES if len({getattr(row, name) for row in rows}) > 1]
+
+
+def _common(rows: Sequence[LeaderboardRow]) -> str:
+    """What all rows share, so that it needs no column."""
+    same = [name for name in _CASES if name not in _varying(rows)]
+    return ", ".join(_cases(rows[0], same)).replace("=", " ")
+
+
+def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
+    return [f"{name}={getattr(row, name)}" for name in names]
+
+
+def _signed(summary: Summary | None) -> str:
+    return "–" if summary is None else f"{summary.mean:+.1f}"
+
+
+def _mean(summary: Summary | None, digits: int) -> str:
+    return "–" if summary is None else f"{summary.mean:.{digits}f}"
+
+
+def _percent(summary: Summary | None) -> str:
+    return "–" if summary is None else f"{summary.mean:.0%}"
+
+
+def _printable(text: str) -> str:
+    """Without control characters: a name in a row must not drive the reader's terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)

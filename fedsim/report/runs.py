@@ -1,0 +1,309 @@
+"""Reads run folders: results, rounds, record and scenario, checked against what a row holds."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedsim.types import FedsimError
+
+RESULTS = "results.jsonl"
+
+
+class ReportError(FedsimError):
+    """A run folder cannot be read."""
+
+
+class _Part(BaseModel):
+    # Rows of a later version may hold more; what is read here is checked.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class Metrics(_Part):
+    """Scores of one reconstruction; what does not apply is None."""
+
+    rmse: float | None = None
+    psnr: float | None = None
+    ssim: float | None = None
+    lpips: float | None = None
+    feature_error: float | None = None
+    feature_cosine: float | None = None
+    label_accuracy: float | None = None
+
+
+class DefenseOf(_Part):
+    """A stack's label, and its members with their parameters."""
+
+    name: str
+    stack: list[dict[str, Any]]
+
+
+class AttackOf(_Part):
+    """An attack, and the label that the scenario gave it."""
+
+    name: str
+    label: str
+    restarts: int = 1
+    parameters: dict[str, Any] = {}
+
+
+class ModelOf(_Part):
+    """The victim's architecture."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class KnowledgeOf(_Part):
+    """What the attacker was granted."""
+
+    labels: str
+    bn: str
+
+
+class ControlOf(_Part):
+    """The same attack's reconstruction of another update, scored against this truth."""
+
+    other_update: Metrics | None = None
+
+
+class UtilityOf(_Part):
+    """What the defense left of the model."""
+
+    train_loss: float | None = None
+    test_accuracy: float | None = None
+
+
+class PrivacyOf(_Part):
+    """The claim of the whole stack, and what an audit found. None: not accounted."""
+
+    epsilon: float | Literal["inf"] | None = None
+    delta: float | None = None
+    accountant: str | None = None
+    unit: str | None = None
+    relation: str | None = None
+    """Which data sets count as neighbours."""
+    reason: str | None = None
+    audited_epsilon: float | None = None
+
+
+class CostOf(_Part):
+    """What the attack took."""
+
+    seconds: float | None = None
+    iterations: int | None = None
+
+
+class ResultRow(_Part):
+    """A line of `results.jsonl`: one attack on one observed update."""
+
+    scenario: str
+    variant: dict[str, Any] = {}
+    dataset: str
+    model: ModelOf
+    learner: str = "sgd"
+    training: dict[str, Any] = {}
+    defense: DefenseOf
+    attack: AttackOf
+    vantage: str
+    knowledge: KnowledgeOf
+    batch_size: int
+    round: int
+    client: int
+    trial: int
+    seed: int
+    observation: str | None = None
+    """Id of the attacked recording."""
+    status: Literal["ok", "failed"]
+    reason: str | None = None
+    metrics: Metrics | None = None
+    baseline: Metrics | None = None
+    control: ControlOf | None = None
+    utility: UtilityOf | None = None
+    privacy: PrivacyOf | None = None
+    cost: CostOf | None = None
+    per_image: dict[str, list[float]] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the attack returned something that could be scored."""
+        return self.status == "ok"
+
+    @property
+    def epsilon(self) -> float | None:
+        """As a number; None if not accounted."""
+        claimed = self.privacy.epsilon if self.privacy else None
+        return math.inf if claimed == "inf" else claimed
+
+    @property
+    def cell(self) -> str:
+        """What the trials of one leaderboard line share."""
+        kept = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
+        kept |= {"attack", "vantage", "knowledge", "batch_size", "round"}
+        return canonical(self.model_dump(include=kept))
+
+    @property
+    def identity(self) -> str:
+        """What tells this measurement from every other; the same twice is the same measurement."""
+        kept = {"client", "trial", "seed"}
+        return self.cell + canonical(self.model_dump(include=kept))
+
+
+class RoundRow(_Part):
+    """A line of `rounds.jsonl`: one round of one stack's training."""
+
+    defense: str
+    round: int
+    participants: list[int] = []
+    train_loss: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    epsilon: float | Literal["inf"] | None = None
+    failures: dict[str, int] = {}
+    """Reason -> how many updates were left out of the round."""
+    details: list[str] = []
+    zero_updates: int = 0
+    probe_failures: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One folder with a `results.jsonl`: a run, or one variant of a sweep."""
+
+    folder: Path
+    rows: list[ResultRow]
+    rounds: list[RoundRow]
+    record: dict[str, Any]
+    """`record.json`; empty if there is none."""
+    scenario_text: str | None
+    scenario: dict[str, Any]
+    """`scenario.yaml`, as text and parsed; None and empty if there is none."""
+
+
+def load_runs(folders: Iterable[Path | str]) -> list[Run]:
+    """Every run below `folders`, in order of path, each folder once.
+
+    Raises:
+        ReportError: a folder is missing or holds no results, or a file in it is damaged.
+    """
+    found: dict[Path, None] = {}
+    for folder in map(Path, folders):
+        if not folder.is_dir():
+            raise ReportError(f"{folder}: no such folder; name a run's output folder")
+        paths = sorted(folder.rglob(RESULTS))
+        if not paths:
+            raise ReportError(
+                f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
+            )
+        found |= dict.fromkeys(path.parent.resolve() for path in paths)
+    return [_load_run(folder) for folder in found]
+
+
+def measurements(runs: Iterable[Run]) -> list[ResultRow]:
+    """All rows of `runs`, a measurement that occurs twice (as after a copy) only once, the last."""
+    rows = {row.identity: row for run in runs for row in run.rows}
+    return list(rows.values())
+
+
+def canonical(value: object) -> str:
+    """JSON with sorted keys: equal for equal values."""
+    return json.dumps(value, sort_keys=True, default=str)
+
+
+def _load_run(folder: Path) -> Run:
+    text, parsed = _scenario(folder / "scenario.yaml")
+    return Run(
+        folder=folder,
+        rows=_read(folder / RESULTS, ResultRow),
+        rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
+        record=_record(folder / "record.json"),
+        scenario_text=text,
+        scenario=parsed,
+    )
+
+
+P = TypeVar("P", bound=_Part)
+
+
+def _read(path: Path, kind: type[P], optional: bool = False) -> list[P]:
+    if optional and not path.exists():
+        return []
+    lines = _text(path).splitlines(keepends=True)
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(kind.model_validate_json(line))
+        except ValidationError as error:
+            if number == len(lines) and not line.endswith("\n"):
+                break  # a run that is still writing, or was killed, ends in half a line
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"])) or "line"
+            raise ReportError(
+                f"{path}, line {number}: {place}: {first['msg']}; the line was not written by "
+                "this version of fedsim, or was changed"
+            ) from error
+    return rows
+
+
+def _record(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        record = json.loads(_text(path))
+    except json.JSONDecodeError as error:
+        raise ReportError(f"{path}: not JSON: {error}") from error
+    return _mapping(path, record)
+
+
+def _scenario(path: Path) -> tuple[str | None, dict[str, Any]]:
+    if not path.exists():
+        return None, {}
+    text = _text(path)
+    try:
+        return text, _mapping(path, yaml.safe_load(text))
+    except yaml.YAMLError as error:
+        raise ReportError(f"{path}: not YAML: {error}") from error
+
+
+def _mapping(path: Path, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ReportError(f"{path}: expected a mapping, got {type(value).__name__}")
+    return value
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ReportError(f"{path}: cannot be read: {error}") from error
+
+
+def describe_variant(variant: dict[str, Any]) -> str:
+    """`training.mode=eval, …`; empty for a run that is no part of a sweep."""
+    return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
+
+
+def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
+    """`clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
+    return " → ".join(_describe_member(member) for member in stack)
+
+
+def _describe_member(member: dict[str, Any]) -> str:
+    given = {**member, **member.get("parameters", {})}
+    inner = ", ".join(
+        f"{key}={_plain(value)}"
+        for key, value in given.items()
+        if key not in ("name", "parameters") and value is not None
+    )
+    return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,0 +1,175 @@
+"""What the leaderboard says of each defense, in words, and how sure it can be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fedsim.report.control import REQUIRED_GAIN, Control
+from fedsim.report.leaderboard import LeaderboardRow
+from fedsim.report.render import format_epsilon
+
+Level = Literal["leak", "partial", "unseen", "unknown", "invalid"]
+
+HEADLINES: dict[Level, str] = {
+    "leak": "Images leak",
+    "partial": "Some leakage",
+    "unseen": "No gain measured",
+    "unknown": "Images not attacked",
+    "invalid": "No conclusion",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One defense, judged by the attack that gained most against it."""
+
+    strongest: LeaderboardRow
+    level: Level
+    sentence: str
+    labels: str | None
+    """What the labels leak; None if no attack inferred them."""
+    accuracy: str
+    privacy: str
+    cautions: list[str]
+
+    @property
+    def headline(self) -> str:
+        """The level in two or three words."""
+        return HEADLINES[self.level]
+
+
+def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
+    """One verdict per defense among the rows of one comparison, in their order."""
+    undefended = next((row.test_accuracy for row in rows if row.undefended), None)
+    return [
+        _verdict([row for row in rows if row.defense == name], control, undefended)
+        for name in dict.fromkeys(row.defense for row in rows)
+    ]
+
+
+def _verdict(
+    rows: Sequence[LeaderboardRow], control: Control, undefended_accuracy: float | None
+) -> Verdict:
+    strongest = max(rows, key=lambda row: row.strength)
+    # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
+    doubtful = control.status != "passed" and not strongest.undefended
+    level = "invalid" if doubtful else _level(strongest)
+    return Verdict(
+        strongest=strongest,
+        level=level,
+        sentence=_sentence(strongest, level),
+        labels=_labels(rows),
+        accuracy=_accuracy(strongest, undefended_accuracy),
+        privacy=privacy_claim(strongest),
+        cautions=_cautions(rows, strongest),
+    )
+
+
+def _level(row: LeaderboardRow) -> Level:
+    """By the lower end of the interval; a gain that the prior alone explains is no leak."""
+    if row.gain is None:
+        return "unknown"
+    certain = row.gain.mean if row.gain.low is None else row.gain.low
+    if row.over_other is not None:
+        own = row.over_other.mean if row.over_other.low is None else row.over_other.low
+        certain = min(certain, own)
+    if certain >= REQUIRED_GAIN:
+        return "leak"
+    return "partial" if certain > 0 else "unseen"
+
+
+def _sentence(row: LeaderboardRow, level: Level) -> str:
+    if row.gain is None:
+        return "No attack on images was run against this defense."
+    if level == "invalid":
+        return "The positive control did not pass, so a low figure here says nothing."
+    gain = f"{row.gain.mean:+.1f} dB"
+    if row.gain.low is not None and row.gain.high is not None:
+        gain += f" ({row.gain.confidence:.0%} interval {row.gain.low:+.1f} to {row.gain.high:+.1f})"
+    where = f"at batch size {row.batch_size}, round {row.round}"
+    if level == "unseen":
+        return (
+            f"The strongest attack, {row.attack}, came to {gain} against guessing {where}. "
+            "This is what these attacks could not do, not a proof that none can."
+        )
+    worst = row.worst["psnr"]
+    tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
+    return f"{row.attack} reconstructs images {gain} better than guessing {where}.{tail}"
+
+
+def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
+    # Labels that the attacker was given are no leak.
+    inferred = [row for row in rows if row.labels != "known" and row.metrics["label_accuracy"]]
+    if not inferred:
+        return None
+    best = max(inferred, key=lambda row: _mean_label(row))
+    guessed = best.baseline["label_accuracy"]
+    text = f"{_mean_label(best):.0%} of labels recovered"
+    if guessed is not None:
+        text += f" (guessing: {guessed:.0%})"
+    return f"{text} by {best.attack}, batch size {best.batch_size}"
+
+
+def _mean_label(row: LeaderboardRow) -> float:
+    summary = row.metrics["label_accuracy"]
+    return summary.mean if summary else -math.inf
+
+
+def _accuracy(row: LeaderboardRow, undefended: float | None) -> str:
+    if row.test_accuracy is None:
+        return "test accuracy not measured"
+    text = f"{row.test_accuracy:.1%} test accuracy"
+    if row.undefended or undefended is None:
+        return text
+    points = 100 * (row.test_accuracy - undefended)
+    if abs(points) < 0.05:
+        return f"{text}, the same as without defense"
+    return f"{text}, {abs(points):.1f} points {'above' if points > 0 else 'below'} no defense"
+
+
+def privacy_claim(row: LeaderboardRow) -> str:
+    """The stack's guarantee in words, with its unit, and what the audit found."""
+    if row.epsilon is None:
+        return "privacy not accounted"
+    if math.isinf(row.epsilon):
+        reason = f": {row.privacy_reason}" if row.privacy_reason else ""
+        return f"no guarantee (ε = ∞{reason})"
+    text = f"ε = {format_epsilon(row.epsilon)}"
+    if row.delta is not None:
+        text += f" at δ = {row.delta:g}"
+    if row.unit:
+        text += f" per {row.unit}"
+    details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
+    known = ", ".join(f"{detail}" for detail in details if detail)
+    text += f" ({known})" if known else ""
+    if row.audited_epsilon is not None:
+        text += f"; an audit found at least ε = {format_epsilon(row.audited_epsilon)}"
+    return text
+
+
+def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[str]:
+    found = []
+    if strongest.n == 1:
+        found.append("One trial only: no interval can be given.")
+    elif strongest.n < 5:
+        found.append(f"{strongest.n} trials only: the interval is narrower than it should be.")
+    failed = sum(row.n - row.n_ok for row in rows)
+    if failed:
+        total = sum(row.n for row in rows)
+        found.append(f"{failed} of {total} attack runs failed; each counts as guessing.")
+    if strongest.gain is not None and strongest.gain.mean > 0:
+        other = strongest.over_other
+        if other is None:
+            found.append("No other-update control: how much the attack's prior does is unknown.")
+        elif (other.mean if other.low is None else other.low) <= 0:
+            found.append(
+                f"Against another client's update the same attack scores as well "
+                f"({other.mean:+.1f} dB difference): its pictures may be its prior's."
+            )
+    audited = strongest.audited_epsilon
+    if audited is not None and strongest.epsilon is not None and audited > strongest.epsilon:
+        found.append("The audit refutes the privacy claim: its lower bound is above the claimed ε.")
+    return found

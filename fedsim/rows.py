@@ -1,0 +1,177 @@
+"""The lines of `rounds.jsonl` and `results.jsonl`: projections of what a run computed.
+
+Their fields are a stable format that others read; see docs/formats.md. What does not apply is null,
+never absent and never 0. An infinite ε is the string "inf" (JSON has no such number).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim import scoring
+from fedsim.federation.records import RoundRecord
+from fedsim.jobs import Job, Result, reconstruction_path
+from fedsim.learners import sgd
+from fedsim.privacy.ledger import claim
+from fedsim.record import Row
+from fedsim.recording import read_tensors
+from fedsim.scenario import Scenario
+from fedsim.types import GroundTruth, PrivacyClaim, Reconstruction
+from fedsim.workload import Workload
+
+Key = tuple[str, str, str]
+"""(stack, attack label, observation id)."""
+
+
+def spent(workload: Workload, round: int) -> PrivacyClaim:
+    """What the stack guarantees after `round` rounds, for the client that is worst off.
+
+    Worst is the most participations so far together with the least data.
+    """
+    counts = [0] * len(workload.parts)
+    for past in range(1, round + 1):
+        for client in workload.participants(past):
+            counts[client] += 1
+    return claim(
+        workload.stack,
+        workload.declared,
+        rounds=max(counts),
+        num_examples=min(len(part) for part in workload.parts),
+        delta=workload.scenario.privacy.delta,
+        buffers_released=workload.releases_statistics,
+    )
+
+
+def round_row(stack: str, result: RoundRecord, epsilon: float) -> Row:
+    """A line of `rounds.jsonl`."""
+    fields = asdict(result)
+    return {"defense": stack, "round": fields.pop("round"), **fields, "epsilon": number(epsilon)}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every line of `results.jsonl` of one run has in common, or by stack."""
+
+    scenario: Scenario
+    variant: Mapping[str, Any]
+    workloads: Mapping[str, Workload]
+    rounds: Sequence[Row]
+
+    def row(self, job: Job, result: Result) -> Row:
+        """The line of one attack on one observation; its control is added at the end."""
+        seen = result.observation
+        stack = seen.id.partition("/")[0]
+        own = [row for row in self.rounds if row["defense"] == stack]
+        last = max(own, key=lambda row: int(row["round"]))
+        attacked = next(row for row in own if row["round"] == seen.round)
+        guarantee = spent(self.workloads[stack], self.scenario.training.rounds)
+        return {
+            "scenario": self.scenario.name,
+            "variant": dict(self.variant),
+            "dataset": self.scenario.data.source.name,
+            "model": {"name": seen.model.name, "parameters": dict(seen.model.parameters)},
+            "learner": sgd.NAME,
+            "training": asdict(seen.training),
+            "defense": {"name": stack, "stack": [dict(defense) for defense in seen.defense]},
+            "attack": {
+                "name": job.attack,
+                "label": job.label,
+                "restarts": job.restarts,
+                "parameters": dict(job.parameters),
+            },
+            "vantage": seen.vantage,
+            "knowledge": self.scenario.knowledge.model_dump(),
+            "batch_size": seen.training.batch_size,
+            "round": seen.round,
+            "client": seen.client,
+            "trial": seen.trial,
+            "observation": seen.id,
+            "seed": result.seed,
+            "status": "failed" if result.reason else "ok",
+            "reason": result.reason,
+            "metrics": result.metrics,
+            "baseline": {"name": "mean_image", **result.baseline},
+            "control": {"other_update": None},
+            "utility": {
+                "train_loss": last["train_loss"],
+                "test_accuracy": last["test_accuracy"],
+            },
+            "privacy": {
+                "epsilon": number(guarantee.epsilon),
+                "delta": guarantee.delta,
+                "accountant": guarantee.accountant,
+                "unit": guarantee.unit,
+                "relation": guarantee.relation,
+                "reason": guarantee.reason,
+                "audited_epsilon": None,
+            },
+            "cost": {**result.cost, "bytes_up": _per_client(attacked)},
+        }
+
+
+def key(row: Row) -> Key:
+    """What identifies a line of `results.jsonl` within a run."""
+    return row["defense"]["name"], row["attack"]["label"], row["observation"]
+
+
+def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
+    """Sorting key of the canonical order: as the scenario lists defenses and attacks."""
+    stacks = list(scenario.defenses)
+    labels = [entry.label or entry.name for entry in scenario.attacks]
+
+    def position(row: Row) -> tuple[Any, ...]:
+        return (
+            stacks.index(row["defense"]["name"]),
+            labels.index(row["attack"]["label"]),
+            row["batch_size"],
+            row["round"],
+            row["client"],
+            row["trial"],
+        )
+
+    return position
+
+
+def add_controls(rows: Sequence[Row], root: Path) -> None:
+    """Score each truth also against what the same attack made of *another* update, in place.
+
+    If that is as good, the attack's pictures come from its prior and not from the update.
+    """
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            cell = (row["defense"]["name"], row["attack"]["label"], row["batch_size"], row["round"])
+            cells.setdefault(cell, []).append(row)
+    for members in cells.values():
+        if len(members) < 2:
+            continue
+        for row, other in zip(members, members[1:] + members[:1], strict=True):
+            own = read_tensors(_reconstruction(row, root))
+            foreign = read_tensors(_reconstruction(other, root))
+            row["control"]["other_update"] = scoring.score(
+                Reconstruction(
+                    images=foreign.get("reconstruction"),
+                    labels=foreign.get("labels"),
+                    loss=math.nan,
+                    iterations=0,
+                ),
+                GroundTruth(images=own["truth"], labels=own["truth_labels"]),
+            ).metrics()
+
+
+def number(value: float) -> float | str:
+    """A JSON value of a number that may be infinite."""
+    return value if math.isfinite(value) else "inf"
+
+
+def _reconstruction(row: Row, root: Path) -> Path:
+    return reconstruction_path(root, row["attack"]["label"], row["observation"])
+
+
+def _per_client(row: Row) -> int | None:
+    answered = len(row["participants"]) - sum(row["failures"].values())
+    return row["bytes_up"] // answered if answered else None

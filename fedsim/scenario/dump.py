@@ -1,0 +1,34 @@
+"""Writing a resolved scenario as YAML that loads to an equal one."""
+
+from __future__ import annotations
+
+import re
+
+import yaml
+
+from fedsim.scenario.model import Scenario
+from fedsim.scenario.resolve import as_written
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts text in quotes that YAML 1.2 would read as a number, as well as YAML 1.1's."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+_Dumper.add_implicit_resolver(
+    "fedsim:number",
+    re.compile(r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    list("-+.0123456789"),
+)
+
+
+def dump(scenario: Scenario) -> str:
+    """The scenario as YAML, in the order of the model. Same scenario, same text.
+
+    The text of a resolved scenario loads to an equal scenario, under YAML 1.1 readers too.
+    """
+    return yaml.dump(
+        as_written(scenario), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+    )

@@ -1,0 +1,240 @@
+"""Reading YAML into a document, within limits.
+
+The YAML is that of version 1.2 (core schema): `1e-3` is a number, `no` and `2024-01-01` are text.
+Keys are always text. Tags are refused, and anchors can only be expanded so far.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from fedsim.scenario.document import Document, Mark
+from fedsim.scenario.location import KeyPath, Problem, ScenarioError
+
+MAX_BYTES = 1_000_000
+MAX_DEPTH = 32
+MAX_NODES = 50_000
+"""Values in a document, counting what aliases repeat."""
+
+_SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
+    (re.compile(r"(~|null|Null|NULL)?"), lambda text: None),
+    (re.compile(r"true|True|TRUE|false|False|FALSE"), lambda text: text.lower() == "true"),
+    (re.compile(r"[-+]?[0-9]+"), int),
+    (re.compile(r"0o[0-7]+"), lambda text: int(text[2:], 8)),
+    (re.compile(r"0x[0-9a-fA-F]+"), lambda text: int(text[2:], 16)),
+    (re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?"), float),
+    (re.compile(r"[-+]?\.(inf|Inf|INF)"), lambda text: float(text.replace(".", ""))),
+    (re.compile(r"\.(nan|NaN|NAN)"), lambda text: float("nan")),
+)
+
+
+def read(path: str | Path) -> Document:
+    """The scenario file at `path`, not yet validated.
+
+    Raises:
+        ScenarioError: it cannot be read, is not UTF-8 or not YAML, or is beyond the limits.
+    """
+    origin = str(path)
+    try:
+        with Path(path).open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        _refuse(origin, None, "no such file; check the path")
+    except OSError as error:
+        _refuse(origin, None, f"cannot be read: {error.strerror or error}; check the path")
+    except ValueError as error:
+        _refuse(repr(origin), None, f"is no file name ({error}); check the path")
+    if len(raw) > MAX_BYTES:
+        _refuse(origin, None, f"larger than {MAX_BYTES:,} bytes; a scenario is a short text")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        _refuse(origin, line, "not UTF-8 text; save the file with the encoding UTF-8")
+    return parse_yaml(text, origin)
+
+
+def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
+    """`text` as a document; `origin` is what errors call it, without line numbers if not `lines`.
+
+    Raises:
+        ScenarioError: it is not YAML, or is beyond the limits.
+    """
+    builder = _Builder(origin, lines)
+    try:
+        return builder.document(yaml.parse(text, Loader=yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        said = error.problem or error.context or "cannot be parsed"
+        builder.refuse(mark.line + 1 if mark else None, f"not valid YAML: {said}{_remedy(said)}")
+    except yaml.reader.ReaderError as error:
+        character = error.character
+        shown = f"U+{character:04X}" if isinstance(character, int) else repr(character)
+        builder.refuse(
+            text.count("\n", 0, error.position) + 1,
+            f"character {shown} is not allowed in YAML; remove it",
+        )
+
+
+@dataclass(frozen=True)
+class _Node:
+    line: int
+    value: Any
+    children: Mapping[str | int, _Node] = field(default_factory=dict)
+    size: int = 1
+
+
+class _Builder:
+    """Makes plain values of YAML events, keeping lines and limits.
+
+    Working on events rather than on PyYAML's nodes stops a hostile file before it is expanded.
+    """
+
+    def __init__(self, origin: str, lines: bool) -> None:
+        self.origin = origin
+        self.lines = lines
+        self.nodes = 0
+        self.depth = 0
+        self.anchors: dict[str | None, _Node | None] = {}
+
+    def refuse(self, line: int | None, message: str) -> NoReturn:
+        _refuse(self.origin, line if self.lines else None, message)
+
+    def document(self, events: Iterator[yaml.Event]) -> Document:
+        root: _Node | None = None
+        for event in events:
+            if isinstance(event, yaml.DocumentStartEvent):
+                if root:
+                    self.refuse(_line(event), "a second document begins; keep one per file")
+                root = self.node(next(events), events)
+        if root is None:
+            self.refuse(None, "empty; a scenario needs at least name, data, model and attacks")
+        marks: dict[KeyPath, Mark] = {}
+        self.collect(root, (), marks)
+        marks[()] = Mark(self.origin)
+        return Document(root.value, marks)
+
+    def collect(self, node: _Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
+        marks[path] = Mark(self.origin, node.line if self.lines else None)
+        for key, child in node.children.items():
+            self.collect(child, (*path, key), marks)
+
+    def node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
+        before = self.nodes
+        self.nodes += 1
+        if isinstance(event, yaml.AliasEvent):
+            node = self.alias(event)
+        else:
+            anchor: str | None = getattr(event, "anchor", None)
+            if anchor:
+                self.anchors[anchor] = None
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                self.refuse(_line(event), f"nested deeper than {MAX_DEPTH} levels; flatten it")
+            node = replace(self.fresh(event, events), size=self.nodes - before)
+            self.depth -= 1
+            if anchor:
+                self.anchors[anchor] = node
+        if self.nodes > MAX_NODES:
+            said = f"more than {MAX_NODES:,} values; shorten it, or use fewer aliases"
+            self.refuse(_line(event), said)
+        return node
+
+    def fresh(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
+        tag: str | None = getattr(event, "tag", None)
+        if tag not in (None, "!"):
+            self.refuse(_line(event), f"tag {tag!r} is not supported; remove it")
+        if isinstance(event, yaml.ScalarEvent):
+            return _Node(_line(event), self.scalar(event))
+        if isinstance(event, yaml.SequenceStartEvent):
+            return self.sequence(_line(event), events)
+        return self.mapping(_line(event), events)
+
+    def alias(self, event: yaml.AliasEvent) -> _Node:
+        target = self.anchors.get(event.anchor)
+        if target is None:
+            unfinished = event.anchor in self.anchors
+            said = "refers to itself" if unfinished else "has no anchor before it"
+            self.refuse(_line(event), f"alias *{event.anchor} {said}; write the value out")
+        self.nodes += target.size
+        return replace(target, line=_line(event))
+
+    def sequence(self, line: int, events: Iterator[yaml.Event]) -> _Node:
+        items: list[_Node] = []
+        while not isinstance(event := next(events), yaml.SequenceEndEvent):
+            items.append(self.node(event, events))
+        children: dict[str | int, _Node] = dict(enumerate(items))
+        return _Node(line, [item.value for item in items], children)
+
+    def mapping(self, line: int, events: Iterator[yaml.Event]) -> _Node:
+        own: dict[str | int, _Node] = {}
+        merged: dict[str | int, _Node] = {}
+        while not isinstance(event := next(events), yaml.MappingEndEvent):
+            at = _line(event)
+            if not isinstance(event, yaml.ScalarEvent):
+                self.refuse(at, "a key has to be plain text; write it as one word")
+            key = self.text(event)
+            child = self.node(next(events), events)
+            if key == "<<" and event.implicit[0]:
+                merged = {**self.merge(child, at), **merged}
+            elif key in own:
+                said = f"key {key!r} is written twice (first in line {own[key].line}); remove one"
+                self.refuse(at, said)
+            else:
+                own[key] = replace(child, line=at)
+        children = {**merged, **own}
+        return _Node(line, {key: child.value for key, child in children.items()}, children)
+
+    def merge(self, node: _Node, line: int) -> dict[str | int, _Node]:
+        """What `<<` adds; earlier mappings of a list win, as YAML 1.1 has it."""
+        sources = list(node.children.values()) if isinstance(node.value, list) else [node]
+        merged: dict[str | int, _Node] = {}
+        for source in reversed(sources):
+            if not isinstance(source.value, dict):
+                self.refuse(line, "<< merges mappings only; give it an alias of a mapping")
+            merged |= source.children
+        return merged
+
+    def text(self, event: yaml.ScalarEvent) -> str:
+        value: str = event.value
+        if any(character == "\0" or "\ud800" <= character <= "\udfff" for character in value):
+            self.refuse(_line(event), "text with a NUL or half a character; remove the escape")
+        return value
+
+    def scalar(self, event: yaml.ScalarEvent) -> Any:
+        text = self.text(event)
+        if not event.implicit[0]:
+            return text
+        for pattern, convert in _SCALARS:
+            if pattern.fullmatch(text):
+                try:
+                    return convert(text)
+                except ValueError:  # Python refuses integers of more than 4300 digits
+                    self.refuse(_line(event), f"a number of {len(text)} digits; shorten it")
+        return text
+
+
+def _line(event: yaml.Event) -> int:
+    return event.start_mark.line + 1 if event.start_mark else 1
+
+
+def _refuse(origin: str, line: int | None, message: str) -> NoReturn:
+    raise ScenarioError([Problem(message, (), origin, line)])
+
+
+def _remedy(said: str) -> str:
+    if "\\t" in said:
+        return "; indent with spaces, not with tabs"
+    if "mapping values are not allowed" in said:
+        return "; put text that holds ': ' in quotes, or check the indentation"
+    if "expected ',' or" in said or "expected the node content" in said:
+        return "; check that every bracket and brace is closed"
+    if "quoted scalar" in said or "end of stream" in said:
+        return "; check that every quote is closed"
+    return "; check the indentation and the punctuation of this line and the one before"

@@ -1,0 +1,76 @@
+"""JSON Schema of scenario files, for completion and checks in editors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fedsim import plugins
+from fedsim.scenario.build import RESERVED
+from fedsim.scenario.model import SLUG_PATTERN, Scenario
+
+_SWEEP = {
+    "description": "Key path -> values to try: one scenario for each combination.",
+    "type": "object",
+    "additionalProperties": {"type": "array", "minItems": 1},
+}
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of a scenario file, with the plugins installed here.
+
+    Plugins that cannot be loaded are left out.
+    """
+    whole = Scenario.model_json_schema()
+    definitions: dict[str, Any] = whole["$defs"]
+    entry = definitions.pop("AttackEntry")["properties"]
+    definitions.pop("PluginRef")
+    own = {"label": entry["label"], "restarts": entry["restarts"]}
+    properties = whole["properties"]
+    definitions["Data"]["properties"]["source"] = _choice("fedsim.data", definitions)
+    properties["model"] = _choice("fedsim.models", definitions)
+    properties["attacks"]["items"] = _choice("fedsim.attacks", definitions, own)
+    stack = {"type": "array", "items": _choice("fedsim.defenses", definitions)}
+    properties["defenses"] |= {
+        "patternProperties": {SLUG_PATTERN: stack},
+        "additionalProperties": False,
+    }
+    properties["sweep"] = _SWEEP
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **whole,
+        "title": "fedsim scenario",
+        "description": "Everything that determines a run of fedsim.",
+    }
+
+
+def _choice(
+    group: str, definitions: dict[str, Any], own: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The forms in which a plugin of `group` can be named; `own` are keys the scenario adds."""
+    bare: list[str] = []
+    full: list[dict[str, Any]] = []
+    for plugin in plugins.installed(group):
+        if plugin.cls is None or set(RESERVED[group]) & plugin.cls.model_fields.keys():
+            continue
+        prefix = f"{group}.{plugin.name}."
+        schema = plugins.schema(plugin.cls, f"#/$defs/{prefix}{{model}}")
+        definitions |= {prefix + key: item for key, item in schema.get("$defs", {}).items()}
+        required = schema.get("required", [])
+        if not required:
+            bare.append(plugin.name)
+        full.append(
+            {
+                "title": plugin.name,
+                "description": plugin.summary,
+                "type": "object",
+                "properties": {
+                    "name": {"const": plugin.name},
+                    **(own or {}),
+                    **schema.get("properties", {}),
+                },
+                "required": ["name", *required],
+                "additionalProperties": False,
+            }
+        )
+    alternatives = [{"enum": bare}] * bool(bare) + full
+    return {"anyOf": alternatives} if alternatives else {"not": {}}

@@ -1,0 +1,425 @@
+"""Contract suites of the three kinds of defense, for a plugin's author to inherit.
+
+    class TestMyDefense(UpdateDefenseContract):
+        def make(self) -> MyDefense:
+            return MyDefense(strength=0.5)
+
+Every test of the suite then runs on the defense that `make` returns.
+"""
+
+# ruff: noqa: S101
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+
+import pydantic
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.defense import (
+    AggregationDefense,
+    Defense,
+    Guarantee,
+    LossFn,
+    Mechanism,
+    TrainingDefense,
+    UpdateDefense,
+    chain,
+    global_norm,
+    shapes,
+)
+from fedsim.types import FedsimError, LocalTraining, Tensors, Update
+
+BOUND = 2.0
+"""The L2 bound that the suites take as proven by the defenses before."""
+
+
+def stream(seed: int = 1) -> torch.Generator:
+    """A fresh generator; the same seed is the same stream."""
+    return torch.Generator().manual_seed(seed)
+
+
+def mixed(scale: float = 1.0) -> dict[str, Tensor]:
+    """An update with every floating-point type, a 0-d, an empty and a repeated entry."""
+    draw = stream(0)
+    return {
+        "single": scale * torch.randn(4, 3, generator=draw),
+        "double": scale * torch.randn(5, generator=draw, dtype=torch.float64),
+        "half": (scale * torch.randn(2, 3, generator=draw)).half(),
+        "bfloat": (scale * torch.randn(3, generator=draw)).bfloat16(),
+        "scalar": scale * torch.randn((), generator=draw),
+        "empty": torch.zeros(0, 3),
+        "ties": torch.full((6,), scale),
+    }
+
+
+def zeros() -> dict[str, Tensor]:
+    """The update of a client that has learned nothing."""
+    return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
+
+
+def non_finite(value: float) -> dict[str, Tensor]:
+    """An update with one entry of `value`."""
+    update = mixed()
+    update["single"][1, 1] = value
+    return update
+
+
+UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
+    "ordinary": mixed,
+    "tiny": lambda: mixed(1e-6),
+    "large": lambda: mixed(1e4),
+    "zero": zeros,
+    "no tensors": dict,
+    "NaN": lambda: non_finite(math.nan),
+    "infinite": lambda: non_finite(math.inf),
+}
+
+over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
+
+
+def same(a: Tensors, b: Tensors) -> bool:
+    """Equal names, shapes, types and bits (NaN equals NaN)."""
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype
+        and a[name].shape == b[name].shape
+        and bool(((a[name] == b[name]) | (a[name].isnan() & b[name].isnan())).all())
+        and bool((torch.signbit(a[name]) == torch.signbit(b[name])).all())
+        for name in a
+    )
+
+
+def copy(tensors: Tensors) -> dict[str, Tensor]:
+    """Clones of all tensors."""
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+class _DefenseContract(ABC):
+    @abstractmethod
+    def make(self) -> Defense:
+        """The defense under test."""
+
+    def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
+        """What a record holds makes the same defense again; a typo does not pass."""
+        defense = self.make()
+        resolved = defense.model_dump(mode="json")
+        assert type(defense).model_validate(resolved) == defense
+        with pytest.raises(pydantic.ValidationError):
+            type(defense).model_validate({**resolved, "no_such_parameter": 1})
+
+    def test_the_source_is_cited(self) -> None:
+        """`paper` and the docstring's first line are what a user is shown."""
+        assert self.make().paper
+        assert (type(self.make()).__doc__ or "").strip()
+
+
+class UpdateDefenseContract(_DefenseContract):
+    """What every `UpdateDefense` keeps to."""
+
+    @abstractmethod
+    def make(self) -> UpdateDefense:
+        """The defense under test."""
+
+    @over_updates
+    def test_names_shapes_and_types_are_kept(
+        self, make_update: Callable[[], dict[str, Tensor]]
+    ) -> None:
+        """Of the update, and of the state over two rounds."""
+        defense, update, rng = self.make(), make_update(), stream()
+        state = defense.init(update, BOUND)
+        for _ in range(2):
+            defended, after = defense.apply(update, state, rng)
+            assert shapes(defended) == shapes(update)
+            assert list(defended) == list(update)
+            assert {n: t.dtype for n, t in defended.items()} == {
+                n: t.dtype for n, t in update.items()
+            }
+            assert shapes(after) == shapes(state)
+            state = after
+
+    @over_updates
+    def test_arguments_are_not_changed(self, make_update: Callable[[], dict[str, Tensor]]) -> None:
+        """Neither the update nor the state, in a first and a second round."""
+        defense, update, rng = self.make(), make_update(), stream()
+        state = defense.init(update, BOUND)
+        for _ in range(2):
+            update_before, state_before = copy(update), copy(state)
+            _, after = defense.apply(update, state, rng)
+            assert same(update, update_before)
+            assert same(state, state_before)
+            state = after
+
+    @over_updates
+    def test_same_stream_same_result(self, make_update: Callable[[], dict[str, Tensor]]) -> None:
+        """The stream that is handed in is the only source of randomness."""
+        defense, update = self.make(), make_update()
+        state = defense.init(update, BOUND)
+        first, first_state = defense.apply(update, state, stream())
+        torch.manual_seed(12345)
+        second, second_state = defense.apply(update, state, stream())
+        assert same(first, second)
+        assert same(first_state, second_state)
+
+    def test_integer_tensors_pass_by(self) -> None:
+        """In a chain, counters and masks arrive bit for bit."""
+        update = {**mixed(), "counter": torch.tensor(7), "mask": torch.tensor([True, False])}
+        stack = chain(_Silence(), self.make())
+        state = stack.init(update, _declared())
+        defended, _ = stack.apply(update, state, stream())
+        assert list(defended) == list(update)
+        for name in ("counter", "mask"):
+            assert defended[name].dtype == update[name].dtype
+            assert torch.equal(defended[name], update[name])
+
+    def test_a_finite_update_stays_finite(self) -> None:
+        """Zero norms included."""
+        defense, rng = self.make(), stream()
+        for update in (mixed(), zeros()):
+            defended, _ = defense.apply(update, defense.init(update, BOUND), rng)
+            assert all(bool(tensor.isfinite().all()) for tensor in defended.values())
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+    def test_a_non_finite_update_leaves_the_state_usable(self, value: float) -> None:
+        """One bad round does not spoil all later ones."""
+        defense, rng = self.make(), stream()
+        state = defense.init(mixed(), BOUND)
+        _, state = defense.apply(non_finite(value), state, rng)
+        defended, _ = defense.apply(mixed(), state, rng)
+        assert all(bool(tensor.isfinite().all()) for tensor in defended.values())
+
+    @pytest.mark.parametrize("bound", [BOUND, math.inf])
+    @over_updates
+    def test_the_proven_bound_holds(
+        self, make_update: Callable[[], dict[str, Tensor]], bound: float
+    ) -> None:
+        """No update comes out longer than the guarantee says, in three rounds."""
+        defense, rng = self.make(), stream()
+        try:
+            proven = defense.guarantee(Guarantee(sensitivity=bound)).sensitivity
+        except FedsimError:
+            assert math.isinf(bound), "only a missing bound may be refused"
+            return
+        if math.isinf(proven):
+            return
+        update = make_update()
+        norm = float(global_norm(update))
+        if math.isfinite(bound) and not norm <= bound:
+            if not math.isfinite(norm):
+                return
+            update = {n: (t * (0.99 * bound / norm)).to(t.dtype) for n, t in update.items()}
+        state = defense.init(update, bound)
+        for _ in range(3):
+            defended, state = defense.apply(update, state, rng)
+            assert float(global_norm(defended)) <= proven
+
+    def test_a_claimed_mechanism_adds_its_noise(self) -> None:
+        """On a zero update, what comes out is the noise: as strong as claimed, around zero."""
+        defense = self.make()
+        mechanism = defense.guarantee(Guarantee(sensitivity=BOUND)).mechanism
+        if mechanism is None:
+            return
+        update = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
+        defended, _ = defense.apply(update, defense.init(update, BOUND), stream())
+        entries = torch.cat([tensor.flatten() for tensor in defended.values()]).double()
+        expected = mechanism.noise_multiplier * BOUND
+        # 40,000 draws: the sample deviation is within 0.35% of the true one, the mean within s/200
+        assert float(entries.std()) > 0.98 * expected
+        assert abs(float(entries.mean())) < 0.025 * float(entries.std())
+
+    def test_a_mechanism_before_it_stands(self) -> None:
+        """What comes after a release is post-processing."""
+        mechanism = Mechanism(noise_multiplier=1.5, unit="client", relation="zero_out")
+        before = Guarantee(sensitivity=BOUND, mechanism=mechanism)
+        assert self.make().guarantee(before).mechanism == mechanism
+
+
+class TrainingDefenseContract(_DefenseContract):
+    """What every `TrainingDefense` keeps to."""
+
+    @abstractmethod
+    def make(self) -> TrainingDefense:
+        """The defense under test."""
+
+    def test_the_training_stays_possible(self) -> None:
+        """Counts and rates in range, whatever was declared."""
+        for declared in (_declared(), _declared(algorithm="fedavg", steps=3)):
+            training = self.make().training(declared)
+            assert training.steps >= 1
+            assert training.batch_size >= 1
+            assert training.lr > 0
+            assert 0 <= training.dropout < 1
+            assert training.algorithm == "fedavg" or training.steps == 1
+
+    def test_names_shapes_and_types_are_kept(self) -> None:
+        """The direction of a step is shaped like the parameters, and finite."""
+        parameters, images, labels = _example()
+        direction = self.make().gradient(_cross_entropy, _plain)
+        found = direction(parameters, images, labels, stream())
+        assert shapes(found) == shapes(parameters)
+        assert {t.dtype for t in found.values()} == {t.dtype for t in parameters.values()}
+        assert all(bool(tensor.isfinite().all()) for tensor in found.values())
+
+    def test_arguments_are_not_changed(self) -> None:
+        """Neither parameters, nor images, nor labels."""
+        parameters, images, labels = _example()
+        before = copy(parameters), images.clone(), labels.clone()
+        self.make().gradient(_cross_entropy, _plain)(parameters, images, labels, stream())
+        assert same(parameters, before[0])
+        assert torch.equal(images, before[1])
+        assert torch.equal(labels, before[2])
+
+    def test_same_stream_same_result(self) -> None:
+        """The stream that is handed in is the only source of randomness."""
+        direction = self.make().gradient(_cross_entropy, _plain)
+        first = direction(*_example(), stream())
+        torch.manual_seed(12345)
+        assert same(first, direction(*_example(), stream()))
+
+    def test_a_claimed_mechanism_adds_its_noise(self) -> None:
+        """Noise, measured where the gradient is zero, over the farthest a single example reaches.
+
+        The same stream adds the same noise to both batches, so their difference is the example's.
+        """
+        defense = self.make()
+        mechanism = defense.guarantee(Guarantee(), defense.training(_declared())).mechanism
+        if mechanism is None or mechanism.unit != "example":
+            return
+        parameters = {"weight": torch.zeros(2, 15_000)}
+        images = torch.randn(3, 1, 100, 150, generator=stream(0))
+        labels = torch.tensor([0, 1, 0])
+        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _plain)
+        noise = float(still(parameters, images, labels, stream())["weight"].double().std())
+        steep = defense.gradient(_steep, _plain)
+        here = steep(parameters, images, labels, stream())["weight"].double()
+        example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
+        there = steep(parameters, torch.cat([example, images[1:]]), labels, stream())["weight"]
+        reach = float((here - there.double()).norm())
+        sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
+        assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
+
+
+class AggregationDefenseContract(_DefenseContract):
+    """What every `AggregationDefense` keeps to."""
+
+    @abstractmethod
+    def make(self) -> AggregationDefense:
+        """The defense under test."""
+
+    def test_one_update_alone_comes_out_as_it_is(self) -> None:
+        """Up to rounding."""
+        update = _updates()[0]
+        combined = self.make().combine([update])
+        _assert_close(combined.tensors, update.tensors)
+        _assert_close(combined.buffers, update.buffers)
+
+    def test_names_shapes_types_and_total(self) -> None:
+        """The combined update fits the model and counts every example."""
+        updates = _updates()
+        combined = self.make().combine(iter(updates))
+        for found, like in ((combined.tensors, "tensors"), (combined.buffers, "buffers")):
+            expected: Tensors = getattr(updates[0], like)
+            assert shapes(found) == shapes(expected)
+            assert {n: t.dtype for n, t in found.items()} == {
+                n: t.dtype for n, t in expected.items()
+            }
+        assert combined.num_examples == sum(update.num_examples for update in updates)
+
+    def test_the_order_of_clients_does_not_matter(self) -> None:
+        """Up to rounding."""
+        updates = _updates()
+        there = self.make().combine(updates)
+        back = self.make().combine(updates[::-1])
+        _assert_close(there.tensors, back.tensors)
+        _assert_close(there.buffers, back.buffers)
+
+    def test_arguments_are_not_changed(self) -> None:
+        """Nor do they share memory with what comes out."""
+        updates = _updates()
+        before = [(copy(update.tensors), copy(update.buffers)) for update in updates]
+        combined = self.make().combine(updates)
+        for tensor in (*combined.tensors.values(), *combined.buffers.values()):
+            tensor.zero_()
+        for update, (tensors, buffers) in zip(updates, before, strict=True):
+            assert same(update.tensors, tensors)
+            assert same(update.buffers, buffers)
+
+    def test_no_update_is_an_error(self) -> None:
+        """A round in which every client failed combines to nothing."""
+        with pytest.raises(FedsimError):
+            self.make().combine([])
+
+    def test_nothing_is_proven_from_nothing(self) -> None:
+        """Without noise anywhere there is no mechanism."""
+        assert self.make().guarantee(Guarantee()).mechanism is None
+
+
+def _declared(**changes: object) -> LocalTraining:
+    fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
+    return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+class _Silence(UpdateDefense):
+    """Proves a bound by releasing zeros."""
+
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        return {}
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        return {name: torch.zeros_like(tensor) for name, tensor in update.items()}, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        return before.bounded(BOUND)
+
+
+def _example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    draw = stream(0)
+    parameters = {
+        "weight": torch.randn(5, 4, generator=draw),
+        "bias": torch.randn(5, generator=draw),
+    }
+    return parameters, torch.randn(3, 1, 2, 2, generator=draw), torch.tensor([0, 3, 3])
+
+
+def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    logits = images.flatten(1) @ parameters["weight"].T + parameters["bias"]
+    return torch.nn.functional.cross_entropy(logits, labels)
+
+
+def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    scores = (images.flatten(1) * parameters["weight"][labels]).sum(1)
+    return 1e6 * scores.mean()
+
+
+def _plain(
+    parameters: Tensors, images: Tensor, labels: Tensor, _: torch.Generator
+) -> dict[str, Tensor]:
+    at = {name: value.clone().requires_grad_() for name, value in parameters.items()}
+    grads = torch.autograd.grad(_cross_entropy(at, images, labels), list(at.values()))
+    return dict(zip(at, grads, strict=True))
+
+
+def _updates() -> list[Update]:
+    def one(seed: int, num_examples: int) -> Update:
+        draw = stream(seed)
+        return Update(
+            tensors={
+                "weight": torch.randn(3, 2, generator=draw),
+                "double": torch.randn(4, generator=draw, dtype=torch.float64),
+                "scalar": torch.randn((), generator=draw),
+                "empty": torch.zeros(0, 2),
+            },
+            num_examples=num_examples,
+            buffers={"running_mean": torch.randn(3, generator=draw)},
+        )
+
+    return [one(1, 5), one(2, 1), one(3, 40)]
+
+
+def _assert_close(a: Tensors, b: Tensors) -> None:
+    torch.testing.assert_close(dict(a), dict(b), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,128 @@
+"""The bundled sources: real images, always the same, split without overlap."""
+
+import socket
+
+import pytest
+import torch
+
+from fedsim import plugins
+from fedsim.data.bundled import Digits, Faces, Photos
+from fedsim.data.images import statistics
+
+SOURCES = {"faces": Faces, "digits": Digits, "photos": Photos}
+EXPECTED = {
+    # (train, test, channels, classes)
+    "faces": (160, 40, 1, 2),
+    "digits": (1438, 359, 1, 10),
+    "photos": (256, 64, 3, 8),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    with pytest.MonkeyPatch.context() as patch:
+
+        def refuse(*_):
+            raise AssertionError("a bundled source reached for the network")
+
+        patch.setattr(socket.socket, "connect", refuse)
+        patch.setattr(socket, "getaddrinfo", refuse)
+        return {name: cls().load() for name, cls in SOURCES.items()}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_registered_under_its_name(name):
+    assert plugins.load("fedsim.data", name) is SOURCES[name]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_shapes_types_and_normalization(name, loaded):
+    data = loaded[name]
+    train, test, channels, classes = EXPECTED[name]
+    assert data.name == name
+    assert data.train_images.shape == (train, channels, 32, 32)
+    assert data.test_images.shape == (test, channels, 32, 32)
+    assert data.train_images.dtype == data.test_images.dtype == torch.uint8
+    assert data.train_labels.dtype == data.test_labels.dtype == torch.int64
+    assert len(data.classes) == classes
+    assert data.input_shape == (channels, 32, 32)
+    for labels in (data.train_labels, data.test_labels):
+        assert labels.unique().tolist() == list(range(classes))
+    assert (data.mean, data.std) == statistics(data.train_images)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_train_and_test_share_no_image(name, loaded):
+    data = loaded[name]
+    seen = {image.numpy().tobytes() for image in data.train_images}
+    shared = [image for image in data.test_images if image.numpy().tobytes() in seen]
+    # lfw_subset holds a few backgrounds that are wholly black.
+    assert all(float(image.float().std()) == 0 for image in shared)
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_loading_twice_gives_the_same_bytes(name, loaded):
+    torch.manual_seed(123)
+    state = torch.get_rng_state()
+    again = SOURCES[name]().load()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(again.train_images, loaded[name].train_images)
+    assert torch.equal(again.test_images, loaded[name].test_images)
+    assert torch.equal(again.train_labels, loaded[name].train_labels)
+    assert again.mean == loaded[name].mean
+
+
+def test_faces_are_faces(loaded):
+    """The mean face is lit in the middle, symmetric, and unlike the mean of the others."""
+    data = loaded["faces"]
+    assert data.classes == ("face", "not face")
+    pixels = data.train_images.double() / 255
+    face, other = (pixels[data.train_labels == label].mean(0)[0] for label in (0, 1))
+    deviations = face - face.mean(), face.flip(1) - face.mean()
+    symmetry = (deviations[0] * deviations[1]).sum() / deviations[0].square().sum()
+    assert float(symmetry) > 0.5
+    assert float(face[8:28, 8:24].mean() - face[:, :4].mean()) > 0.1
+    assert float(face.std()) > 2 * float(other.std())
+
+
+def test_digits_at_8_pixels_are_scikit_learns():
+    from sklearn.datasets import load_digits
+
+    data = Digits(size=8).load()
+    raw = torch.from_numpy(load_digits().images)
+    images = torch.cat([data.train_images, data.test_images])[:, 0].double() * 16 / 255
+    assert sorted(images.round().flatten(1).tolist()) == sorted(raw.flatten(1).tolist())
+
+
+def test_photos_are_crops_of_the_photographs_that_do_not_overlap(loaded):
+    import skimage.data
+    from PIL import Image
+
+    data = loaded["photos"]
+    whole = Image.fromarray(skimage.data.astronaut()).resize((224, 224), Image.Resampling.BICUBIC)
+    tiles = {
+        whole.crop((x, y, x + 32, y + 32)).tobytes(): (x, y)
+        for y in range(0, 224, 32)
+        for x in range(0, 224, 32)
+    }
+    found = [
+        tiles[image.permute(1, 2, 0).contiguous().numpy().tobytes()]
+        for images, labels in (
+            (data.train_images, data.train_labels),
+            (data.test_images, data.test_labels),
+        )
+        for image in images[labels == data.classes.index("astronaut")]
+    ]
+    assert len(found) == len(set(found)) == 40
+
+
+def test_photos_have_content(loaded):
+    contrast = loaded["photos"].train_images.double().std((2, 3)).mean(1)
+    assert float(contrast.min()) > 5
+    assert float(contrast.median()) > 30
+
+
+@pytest.mark.parametrize("size", [7, 513])
+def test_unreasonable_sizes_are_refused(size):
+    with pytest.raises(ValueError, match="size"):
+        Faces(size=size)

@@ -1,0 +1,200 @@
+"""Image folders: the same from a directory and from a zip, and safe on bad archives."""
+
+import io
+import zipfile
+
+import pytest
+import torch
+from PIL import Image
+
+from fedsim.data import folder, tree
+from fedsim.data.folder import ImageFolder
+from fedsim.data.images import statistics
+from fedsim.types import FedsimError
+
+
+def png(colour, size=(6, 6), mode="RGB", kind="PNG"):
+    buffer = io.BytesIO()
+    Image.new(mode, size, colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+FILES = {
+    "train/b/2.png": png((20, 0, 0)),
+    "train/b/10.png": png((10, 0, 0)),
+    "train/a/x.PNG": png((1, 2, 3)),
+    "train/a/y.bmp": png((4, 5, 6), kind="BMP"),
+    "test/a/z.png": png((7, 8, 9)),
+    "test/b/z.png": png((0, 0, 255)),
+    "train/a/notes.txt": b"not an image",
+    "train/a/.hidden.png": b"not an image",
+    "train/stray.png": b"not in a class",
+    "__MACOSX/train/a/x.PNG": b"not an image",
+    "train/a/deep/er/x.png": b"not an image",
+}
+
+
+def write_zip(path, files):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in reversed(list(files.items())):
+            archive.writestr(name, content)
+    return str(path)
+
+
+def write_directory(path, files):
+    for name, content in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return str(path)
+
+
+@pytest.fixture(params=[write_zip, write_directory], ids=["zip", "directory"])
+def write(request, tmp_path):
+    return lambda files: request.param(tmp_path / "set.zip", files)
+
+
+def test_classes_order_pixels_and_normalization(write):
+    data = ImageFolder(path=write(FILES)).load()
+    assert data.classes == ("a", "b")
+    assert data.train_labels.tolist() == [0, 0, 1, 1]
+    # By name: "10.png" before "2.png".
+    assert data.train_images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6], [10, 0, 0], [20, 0, 0]]
+    assert data.test_images[:, :, 3, 3].tolist() == [[7, 8, 9], [0, 0, 255]]
+    assert data.train_images.shape == (4, 3, 6, 6)
+    assert data.train_images.dtype == torch.uint8
+    assert (data.mean, data.std) == statistics(data.train_images)
+    assert data.client_of is None
+
+
+def test_limit_is_per_class(write):
+    data = ImageFolder(path=write(FILES), limit=1).load()
+    assert data.train_labels.tolist() == [0, 1]
+    assert data.train_images[1, 0, 0, 0] == 10
+
+
+def test_grey_and_given_normalization(write):
+    path = write(FILES)
+    data = ImageFolder(path=path, channels=1, mean=(0.5,), std=(0.25,)).load()
+    assert data.train_images.shape == (4, 1, 6, 6)
+    assert (data.mean, data.std) == ((0.5,), (0.25,))
+    for wrong in ({"mean": (0.5,)}, {"mean": (0.5,), "std": (0.0,)}, {"std": (1.0, 1.0)}):
+        with pytest.raises(ValueError, match="mean|std"):
+            ImageFolder(path=path, channels=1, **wrong)
+
+
+def test_size_scales_and_cuts_at_the_centre(write):
+    picture = Image.new("RGB", (20, 10), (255, 0, 0))
+    picture.paste((0, 255, 0), (5, 0, 15, 10))
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    files = {"train/a/wide.png": buffer.getvalue(), "test/a/small.png": png((9, 9, 9))}
+    path = write(files)
+    data = ImageFolder(path=path, size=8).load()
+    assert data.train_images.shape == data.test_images.shape == (1, 3, 8, 8)
+    assert data.train_images[0, :, :, 2:6].float().mean((1, 2)).tolist() == [0, 255, 0]
+    with pytest.raises(FedsimError, match=r"small\.png has 6x6.*10x20.*set `size`"):
+        ImageFolder(path=path).load()
+
+
+def test_client_folders_name_the_natural_clients(write):
+    files = {
+        "train/zoe/a/1.png": png((1, 0, 0)),
+        "train/ann/b/1.png": png((2, 0, 0)),
+        "train/ann/a/1.png": png((3, 0, 0)),
+        "train/ann/a/2.png": png((4, 0, 0)),
+        "test/a/1.png": png((5, 0, 0)),
+    }
+    data = ImageFolder(path=write(files), client_folders=True, limit=1).load()
+    assert data.train_images[:, 0, 0, 0].tolist() == [3, 1, 2]
+    assert data.client_of.tolist() == [0, 1, 0]
+    assert data.train_labels.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize("missing", ["train", "test"])
+def test_a_missing_split_is_refused(write, missing):
+    files = {name: content for name, content in FILES.items() if not name.startswith(missing)}
+    with pytest.raises(FedsimError, match=f"no image at {missing}/<class>/<name>"):
+        ImageFolder(path=write(files)).load()
+
+
+def test_a_test_class_without_training_images_is_refused(write):
+    with pytest.raises(FedsimError, match="class 'c'"):
+        ImageFolder(path=write({**FILES, "test/c/1.png": png(0)})).load()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\x89PNG\r\n\x1a\n garbage", png((1, 2, 3))[:-30], png(0, kind="BMP")],
+    ids=["empty", "garbage", "truncated", "another format"],
+)
+def test_a_damaged_image_is_named(write, content):
+    with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read"):
+        ImageFolder(path=write({**FILES, "train/a/bad.png": content})).load()
+
+
+def test_more_than_8_bits_are_refused(write):
+    deep = png(40000, mode="I;16")
+    with pytest.raises(FedsimError, match=r"deep\.png has more than 8 bits"):
+        ImageFolder(path=write({**FILES, "train/a/deep.png": deep})).load()
+
+
+def test_neither_directory_nor_zip(tmp_path):
+    (tmp_path / "x.zip").write_bytes(b"not a zip")
+    for path in ("x.zip", "absent"):
+        with pytest.raises(FedsimError, match="correct `path`"):
+            ImageFolder(path=str(tmp_path / path)).load()
+
+
+def test_names_that_climb_out_are_never_read(tmp_path):
+    (tmp_path / "secret.png").write_bytes(png((99, 99, 99)))
+    climbing = {
+        "../secret.png": png(0),
+        "train/../secret.png": png(0),
+        "/train/a/abs.png": png(0),
+        "train//a.png": png(0),
+    }
+    path = write_zip(tmp_path / "set.zip", {**climbing, **FILES})
+    before = sorted(tmp_path.rglob("*"))
+    assert len(ImageFolder(path=path).load().train_images) == 4
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_large_picture_is_refused_before_it_is_decoded(write, monkeypatch):
+    """64 million pixels in 8 kB: the size in the header is enough to refuse it."""
+    header_only = png(0, size=(8000, 8000), mode="1")
+    monkeypatch.setattr(Image.Image, "convert", None)
+    with pytest.raises(FedsimError, match=r"bomb\.png has 8000x8000 pixels"):
+        ImageFolder(path=write({"train/a/bomb.png": header_only, **FILES})).load()
+
+
+def test_a_member_that_states_a_large_size_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(tree, "MAX_FILE_BYTES", 1000)
+    files = {**FILES, "train/a/zeros.png": bytes(1 << 20)}
+    path = write_zip(tmp_path / "set.zip", files)
+    read = zipfile.ZipFile.read
+
+    def watched(archive, member):
+        assert member.file_size <= 1000
+        return read(archive, member)
+
+    monkeypatch.setattr(zipfile.ZipFile, "read", watched)
+    with pytest.raises(FedsimError, match=r"zeros\.png has more than"):
+        ImageFolder(path=path).load()
+
+
+def test_a_member_with_a_wrong_checksum_is_named(tmp_path):
+    path = tmp_path / "set.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, content in FILES.items():
+            archive.writestr(name, content)
+    content = path.read_bytes()
+    at = content.index(FILES["train/b/10.png"]) + 60
+    path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    with pytest.raises(FedsimError, match=r"train/b/10\.png cannot be read.*CRC"):
+        ImageFolder(path=str(path)).load()
+
+
+def test_a_set_beyond_memory_is_refused(write, monkeypatch):
+    monkeypatch.setattr(folder, "_MAX_BYTES", 4 * 3 * 6 * 6 - 1)
+    with pytest.raises(FedsimError, match="set `size` or `limit`"):
+        ImageFolder(path=write(FILES)).load()

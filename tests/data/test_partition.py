@@ -1,0 +1,235 @@
+"""Partitions: every one a division of the training set, deterministic, and honest when impossible."""
+
+import json
+import os
+import socket
+import sys
+
+import pytest
+import torch
+
+from fedsim.data.partition import partition, sample_batch
+from fedsim.scenario.model import Partition
+from fedsim.types import Dataset, FedsimError
+
+COUNT, CLASSES = 120, 4
+SOME = [
+    Partition(),
+    Partition(name="dirichlet", alpha=0.5),
+    Partition(name="shards", shards_per_client=2),
+    Partition(name="natural"),
+]
+
+
+def dataset(count=COUNT, client_of=True):
+    return Dataset(
+        name="made",
+        train_images=torch.zeros(count, 1, 1, 1, dtype=torch.uint8),
+        train_labels=torch.arange(count) * CLASSES // count,
+        test_images=torch.zeros(0, 1, 1, 1, dtype=torch.uint8),
+        test_labels=torch.zeros(0, dtype=torch.int64),
+        mean=(0.0,),
+        std=(1.0,),
+        classes=tuple("abcd"),
+        client_of=(torch.arange(count) * 7 % 5) * 10 if client_of else None,
+    )
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a partition reached for the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+@pytest.mark.parametrize("config", SOME, ids=lambda config: config.name)
+def test_parts_are_sorted_disjoint_and_cover(config):
+    parts = partition(dataset(), config, 5, seed=1)
+    assert len(parts) == 5
+    assert torch.cat(parts).sort().values.tolist() == list(range(COUNT))
+    for part in parts:
+        assert part.dtype == torch.int64
+        assert torch.equal(part, part.sort().values)
+
+
+@pytest.mark.parametrize("config", SOME[:3], ids=lambda config: config.name)
+def test_parts_are_a_function_of_the_seed(config):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = partition(dataset(), config, 5, seed=2**62 + 1)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    again = partition(dataset(), config, 5, seed=2**62 + 1)
+    other = partition(dataset(), config, 5, seed=2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_iid_parts_are_equal_and_mixed():
+    parts = partition(dataset(122), Partition(), 5, seed=3)
+    assert sorted(len(part) for part in parts) == [24, 24, 24, 25, 25]
+    labels = dataset(122).train_labels
+    assert all(len(labels[part].unique()) == CLASSES for part in parts)
+
+
+def test_shards_hold_few_classes():
+    config = Partition(name="shards", shards_per_client=1)
+    labels = dataset().train_labels
+    for part in partition(dataset(), config, 4, seed=0):
+        assert len(labels[part].unique()) == 1
+    two = partition(dataset(), Partition(name="shards", shards_per_client=2), 4, seed=0)
+    assert {len(part) for part in two} == {30}
+    assert all(len(labels[part].unique()) <= 2 for part in two)
+
+
+def test_small_alpha_is_heterogeneous_and_large_alpha_is_not():
+    data = dataset(4000)
+
+    def spread(alpha):
+        parts = partition(data, Partition(name="dirichlet", alpha=alpha), 5, seed=4)
+        shares = torch.stack(
+            [data.train_labels[part].bincount(minlength=CLASSES).double() for part in parts]
+        )
+        return float((shares / shares.sum(1, keepdim=True)).std(0).mean())
+
+    assert spread(1000.0) < 0.02
+    assert spread(0.3) > 0.15
+
+
+def test_dirichlet_parts_are_at_least_as_large_as_asked():
+    config = Partition(name="dirichlet", alpha=0.7)
+    smallest = [
+        min(len(part) for part in partition(dataset(), config, 5, seed, least=8))
+        for seed in range(5)
+    ]
+    assert min(smallest) >= 8
+
+
+def test_natural_parts_are_the_natural_clients():
+    data = dataset()
+    for client, part in enumerate(partition(data, SOME[3], 5, seed=0)):
+        assert data.client_of[part].unique().tolist() == [10 * client]
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "clients", "remedy"),
+    [
+        (Partition(), dataset(3), 4, r"lower data\.clients"),
+        (Partition(name="dirichlet", alpha=1e-3), dataset(), 60, r"raise data\.partition\.alpha"),
+        (Partition(name="dirichlet"), dataset(), 4, r"set data\.partition\.alpha"),
+        (Partition(name="shards"), dataset(), 4, r"set data\.partition\.shards_per_client"),
+        (Partition(alpha=1.0), dataset(), 4, r"remove data\.partition\.alpha"),
+        (
+            Partition(name="shards", shards_per_client=7),
+            dataset(),
+            4,
+            r"shards_per_client to 5 or 6 or 10",
+        ),
+        (
+            Partition(name="shards", shards_per_client=2),
+            dataset(),
+            7,
+            r"choose data\.clients so that it divides 120",
+        ),
+        (Partition(name="natural"), dataset(client_of=False), 5, "client_folders"),
+        (Partition(name="natural"), dataset(), 4, r"set data\.clients to 5"),
+        (Partition(name="file"), dataset(), 4, r"set data\.partition\.path"),
+        (Partition(name="file", path="absent.csv"), dataset(), 4, r"correct data\.partition\.path"),
+    ],
+)
+def test_impossible_partitions_name_the_remedy(config, data, clients, remedy):
+    with pytest.raises(FedsimError, match=remedy):
+        partition(data, config, clients, seed=0)
+
+
+def test_a_partition_with_too_few_images_for_a_client_is_refused():
+    data = dataset()
+    data.client_of[data.client_of == 30] = 20
+    data.client_of[0] = 30
+    with pytest.raises(FedsimError, match="leaves client 3 with 1 images, fewer than 2"):
+        partition(data, Partition(name="natural"), 5, seed=0, least=2)
+
+
+@pytest.mark.parametrize("kind", ["csv", "json"])
+def test_a_file_says_whose_each_image_is(kind, tmp_path):
+    owners = [(7 * index) % 3 for index in range(COUNT)]
+    path = tmp_path / f"owners.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(owners))
+    else:
+        rows = [f"{index},{owner}" for index, owner in enumerate(owners)]
+        path.write_text("\n".join(["index,client", *reversed(rows)]))
+    parts = partition(dataset(), Partition(name="file", path=str(path)), 3, seed=0)
+    for client, part in enumerate(parts):
+        assert part.tolist() == [index for index in range(COUNT) if owners[index] == client]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "index,client\n0,0\n1,1", "exactly once"),
+        ("a.csv", "index,client\n0,0\n0,1\n2,1", "exactly once"),
+        ("a.csv", "number,client\n0,0", "columns index,client"),
+        ("a.csv", "index,client\n0,zero", "columns index,client"),
+        ("a.csv", "index,client\n0", "columns index,client"),
+        ("a.json", "[0, 1", "not understood"),
+        ("a.json", '{"0": 0, "1": 1, "2": 0}', "not understood"),
+        ("a.json", "[0, 1, 1.5]", "not understood"),
+        ("a.json", "[0, 1, 2]", "see client 2"),
+        ("a.json", "[0, 0, 0]", "see client 1"),
+        ("a.json", "[0, 1, 99999999999999999999]", "see client"),
+    ],
+)
+def test_bad_partition_files_are_refused(name, text, message, tmp_path):
+    (tmp_path / name).write_text(text)
+    config = Partition(name="file", path=str(tmp_path / name))
+    with pytest.raises(FedsimError, match=message):
+        partition(dataset(3), config, 2, seed=0)
+
+
+def test_quiet_and_without_traces(capfd, monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "given")
+    before = dict(os.environ)
+    for config in SOME:
+        partition(dataset(), config, 5, seed=0)
+    with pytest.raises(FedsimError):
+        partition(dataset(), Partition(name="dirichlet", alpha=1e-3), 60, seed=0)
+    assert dict(os.environ) == before
+    assert capfd.readouterr() == ("", "")
+
+
+def test_flower_itself_is_not_imported():
+    import subprocess
+
+    code = (
+        "import sys, torch\n"
+        "from fedsim.data.partition import partition\n"
+        "assert 'flwr_datasets' not in sys.modules\n"
+        "import flwr_datasets.partitioner\n"
+        "assert not [m for m in sys.modules if m == 'flwr' or m.startswith('flwr.')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_batch_is_drawn_uniformly_without_replacement():
+    indices = torch.tensor([3, 5, 8, 13])
+    generator = torch.Generator().manual_seed(0)
+    counts = dict.fromkeys(indices.tolist(), 0)
+    for _ in range(2000):
+        batch = sample_batch(indices, 2, generator).tolist()
+        assert len(set(batch)) == 2
+        for index in batch:
+            counts[index] += 1
+    # Binomial(2000, 1/2): four standard deviations are 90.
+    assert all(abs(count - 1000) < 90 for count in counts.values())
+    first = sample_batch(indices, 4, torch.Generator().manual_seed(1))
+    assert sorted(first.tolist()) == indices.tolist()
+    assert torch.equal(first, sample_batch(indices, 4, torch.Generator().manual_seed(1)))
+
+
+def test_a_batch_beyond_the_clients_data_is_refused():
+    with pytest.raises(FedsimError, match="batch of 3 images was asked of a client that has 2"):
+        sample_batch(torch.tensor([0, 1]), 3, torch.Generator())

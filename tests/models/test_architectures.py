@@ -1,0 +1,197 @@
+"""Laws that hold for every model, every head and every image shape it accepts."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call
+
+from fedsim import plugins
+from fedsim.models.base import Classifier, build
+from fedsim.types import FedsimError, ModelSpec
+
+SMALL = {
+    "convnet": {"width": 4},
+    "lenet": {},
+    "mlp": {"hidden": [16, 8]},
+    "resnet18": {"width": 4, "norm": "group"},
+}
+VARIANTS = [
+    *SMALL.items(),
+    ("convnet", {"width": 2, "depth": 8, "norm": "batch", "activation": "sigmoid"}),
+    ("convnet", {"width": 4, "norm": "none", "activation": "tanh"}),
+    ("lenet", {"init_scale": None, "activation": "softplus"}),
+    ("mlp", {"hidden": []}),
+    ("resnet18", {"width": 2}),
+    ("resnet18", {"width": 2, "stem": "imagenet", "norm": "group"}),
+]
+HEADS = [None, {"width": 12, "planted": 8, "activation": "softplus"}]
+SHAPES = [(1, 28, 28), (1, 8, 8), (3, 32, 32), (3, 64, 64)]
+LEAST = {"convnet": 9, "lenet": 8, "mlp": 1, "resnet18": 5, "imagenet": 17}
+CLASSES = 5
+
+
+def spec(name, parameters, shape=(3, 32, 32), num_classes=CLASSES):
+    mean = (0.5,) * shape[0]
+    return ModelSpec(
+        name=name,
+        parameters=parameters,
+        input_shape=shape,
+        num_classes=num_classes,
+        mean=mean,
+        std=mean,
+    )
+
+
+def least(name, parameters):
+    return LEAST[parameters.get("stem", name)]
+
+
+CASES = [
+    pytest.param(
+        spec(name, {**parameters, "head": head}, shape),
+        id=f"{name}-{index}-{'planted' if head else 'linear'}-{'x'.join(map(str, shape))}",
+    )
+    for index, (name, parameters) in enumerate(VARIANTS)
+    for head, shape in itertools.product(HEADS, SHAPES)
+    if shape[1] >= least(name, parameters)
+]
+
+
+def test_every_registered_model_is_tested():
+    assert set(plugins.names("fedsim.models")) >= set(SMALL)
+    assert {name for name, _ in VARIANTS} == set(SMALL)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_is_head_of_features_and_everything_has_a_gradient(case):
+    model = build(case, seed=1)
+    assert isinstance(model, Classifier)
+    generator = torch.Generator().manual_seed(2)
+    images = torch.randn(2, *case.input_shape, generator=generator)
+    model.eval()
+    features = model.features(images)
+    assert features.dim() == 2
+    assert model.head.get_submodule("output").out_features == CLASSES
+    torch.testing.assert_close(model.head(features), model(images), rtol=0, atol=0)
+    model.train()
+    loss = F.cross_entropy(model(images), torch.tensor([0, 3]))
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    for (name, parameter), gradient in zip(model.named_parameters(), gradients, strict=True):
+        assert gradient.shape == parameter.shape
+        assert torch.isfinite(gradient).all(), name
+    assert sum(float(gradient.abs().sum()) for gradient in gradients) > 0
+
+
+@pytest.mark.parametrize("head", HEADS, ids=["linear", "planted"])
+@pytest.mark.parametrize("name", SMALL)
+def test_gradient_matching_can_be_differentiated_in_the_images(name, head):
+    """Double backward agrees with finite differences, in double precision."""
+    case = spec(name, {**SMALL[name], "head": head}, (1, 9, 9), num_classes=3)
+    model = build(case, seed=3).double()
+    generator = torch.Generator().manual_seed(4)
+    # A direction, so that one number is compared instead of 2 x 81 columns.
+    start, direction = torch.randn(2, 2, 1, 9, 9, dtype=torch.float64, generator=generator)
+    names = [name for name, _ in model.named_parameters()]
+    values = [parameter.detach().requires_grad_() for parameter in model.parameters()]
+
+    def objective(images):
+        loss = F.cross_entropy(
+            functional_call(model, dict(zip(names, values, strict=True)), (images,)),
+            torch.tensor([0, 2]),
+        )
+        return sum((g**2).sum() for g in torch.autograd.grad(loss, values, create_graph=True))
+
+    images = start.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(objective(images), images)
+    step = 1e-6
+    numeric = (objective(start + step * direction) - objective(start - step * direction)) / (
+        2 * step
+    )
+    expected = float((slope * direction).sum())
+    assert expected != 0
+    assert float(numeric.detach()) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize(("name", "parameters"), SMALL.items())
+@pytest.mark.parametrize("head", HEADS, ids=["linear", "planted"])
+def test_weights_are_a_function_of_the_seed_alone(name, parameters, head):
+    case = spec(name, {**parameters, "head": head})
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    first = build(case, seed=5).state_dict()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(17)
+    second = build(case, seed=5).state_dict()
+    other = build(case, seed=6).state_dict()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+def test_the_dry_pass_leaves_batch_norm_as_new():
+    model = build(spec("resnet18", {"width": 2}), seed=0)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    for name, buffer in model.named_buffers():
+        expected = 1.0 if name.endswith("running_var") else 0.0
+        assert bool((buffer == expected).all()), name
+
+
+@pytest.mark.parametrize(("name", "parameters"), VARIANTS)
+def test_the_head_does_not_change_the_body(name, parameters):
+    plain = build(spec(name, parameters), seed=7).body.state_dict()
+    planted = build(spec(name, {**parameters, "head": HEADS[1]}), seed=7).body.state_dict()
+    assert all(torch.equal(plain[key], planted[key]) for key in plain)
+
+
+@pytest.mark.parametrize(("name", "parameters"), VARIANTS)
+def test_too_small_images_are_refused_with_a_remedy(name, parameters):
+    size = least(name, parameters)
+    build(spec(name, parameters, (1, size, size)), seed=0)
+    if name == "mlp":
+        return
+    for shape in ((1, size - 1, size), (1, size, size - 1)):
+        with pytest.raises(FedsimError, match=rf"at least {size}x{size}.*enlarge"):
+            build(spec(name, parameters, shape), seed=0)
+
+
+def test_lenet_is_that_of_deep_leakage_from_gradients():
+    model = build(spec("lenet", {}, num_classes=100), seed=0)
+    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+    assert shapes == [
+        *((12, 3, 5, 5), (12,), (12, 12, 5, 5), (12,), (12, 12, 5, 5), (12,)),
+        *((100, 768), (100,)),
+    ]
+    values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    assert float(values.min()) >= -0.5
+    assert float(values.max()) <= 0.5
+    assert float(values.std()) == pytest.approx(12**-0.5, rel=0.01)
+    assert build(spec("lenet", {"init_scale": 0.1}), seed=0).head.output.weight.abs().max() <= 0.1
+
+
+def test_convnet_at_depth_8_is_convnet64():
+    model = build(spec("convnet", {"depth": 8, "width": 64, "norm": "batch"}), seed=0)
+    channels = [p.shape[0] for name, p in model.named_parameters() if p.dim() == 4]
+    assert channels == [64, 128, 128, 256, 256, 256, 256, 256]
+    assert model.head.output.in_features == 36 * 64
+
+
+@pytest.mark.parametrize("stem", ["imagenet", "small"])
+def test_resnet18_is_torchvisions(stem):
+    from torchvision.models import resnet18
+
+    reference = resnet18(num_classes=CLASSES)
+    if stem == "small":
+        reference.conv1 = torch.nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        reference.maxpool = torch.nn.Identity()
+    model = build(spec("resnet18", {"stem": stem}), seed=0)
+    body, output = copy.deepcopy(reference.state_dict()), {}
+    for name in ("weight", "bias"):
+        output[f"output.{name}"] = body.pop(f"fc.{name}")
+    model.body.load_state_dict(body)
+    model.head.load_state_dict(output)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model.eval(), reference.eval()
+    torch.testing.assert_close(model(images), reference(images))

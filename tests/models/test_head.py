@@ -1,0 +1,85 @@
+"""The two-layer head: its formula, what is planted, and its dropout."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fedsim.models.base import Dropout, HeadConfig
+from fedsim.models.head import TwoLayerHead, feature_size, make_head
+
+WIDTH, PLANTED, IN, CLASSES = 600, 500, 64, 4
+
+
+@pytest.fixture
+def head():
+    torch.manual_seed(0)
+    return TwoLayerHead(HeadConfig(width=WIDTH, planted=PLANTED), IN, CLASSES)
+
+
+def test_formula(head):
+    features = torch.randn(3, IN, generator=torch.Generator().manual_seed(1))
+    w, b, a = head.hidden.weight, head.hidden.bias, head.output.weight
+    torch.testing.assert_close(head(features), torch.relu(features @ w.T + b) @ a.T)
+    assert head.output.bias is None
+
+
+def test_planted_neurons_are_standard_normal_and_constant(head):
+    w, b = head.hidden.weight[-PLANTED:], head.hidden.bias[-PLANTED:]
+    n = w.numel()
+    assert float(w.mean().detach()) == pytest.approx(0, abs=4 / n**0.5)
+    assert float(w.var().detach()) == pytest.approx(1, abs=4 * (2 / n) ** 0.5)
+    assert float((w**4).mean().detach()) == pytest.approx(3, abs=4 * (96 / n) ** 0.5)
+    assert bool((b == 0).all())
+    expected = torch.arange(1, CLASSES + 1)[:, None] / PLANTED
+    torch.testing.assert_close(
+        head.output.weight[:, -PLANTED:], expected.expand(CLASSES, PLANTED), rtol=0, atol=0
+    )
+
+
+def test_other_neurons_keep_the_default_initialization(head):
+    trained = WIDTH - PLANTED
+    torch.manual_seed(0)
+    plain = TwoLayerHead(HeadConfig(width=WIDTH), IN, CLASSES)
+    assert torch.equal(head.hidden.weight[:trained], plain.hidden.weight[:trained])
+    assert torch.equal(head.hidden.bias[:trained], plain.hidden.bias[:trained])
+    assert torch.equal(head.output.weight[:, :trained], plain.output.weight[:, :trained])
+    assert float(plain.hidden.weight.detach().abs().max()) <= IN**-0.5
+
+
+def test_more_planted_than_neurons_is_refused():
+    with pytest.raises(ValidationError, match="exceed the width"):
+        HeadConfig(width=4, planted=5)
+
+
+@pytest.mark.parametrize("config", [None, HeadConfig(width=40, activation="sigmoid")])
+def test_dropout_acts_on_the_input_of_the_output_layer_in_train_mode(config):
+    head = make_head(config, IN, CLASSES)
+    seen = []
+    head.output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    (dropout,) = (module for module in head.modules() if isinstance(module, Dropout))
+    features = torch.rand(50, IN, generator=torch.Generator().manual_seed(2)) + 0.5
+    head.eval()
+    head(features)
+    dropout.rate = 0.25
+    head(features)
+    head.train()
+    torch.manual_seed(3)
+    head(features)
+    without, evaluated, trained = seen
+    assert torch.equal(without, evaluated)
+    kept = trained != 0
+    share = float(kept.float().mean())
+    assert share == pytest.approx(0.75, abs=4 * (0.75 * 0.25 / kept.numel()) ** 0.5)
+    torch.testing.assert_close(trained[kept], without[kept] / 0.75)
+
+
+def test_feature_size_draws_nothing_and_changes_nothing():
+    body = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 3, 3), torch.nn.BatchNorm2d(3), torch.nn.Dropout(0.5)
+    )
+    before = {name: value.clone() for name, value in body.state_dict().items()}
+    state = torch.get_rng_state()
+    assert feature_size(body, (2, 7, 5)) == 3 * 5 * 3
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[name], value) for name, value in body.state_dict().items())
+    assert body.training

@@ -1,0 +1,222 @@
+"""Local training against torch.optim and autograd, as known answers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.func import functional_call, grad, vmap
+
+from fedsim.models.base import build, denormalize, normalize
+from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.types import FedsimError, LocalTraining, ModelSpec
+
+STEPS, BATCH, CLASSES = 4, 3, 3
+
+
+def make_spec(name="convnet", shape=(2, 9, 9), **parameters):
+    return ModelSpec(
+        name=name,
+        parameters=parameters,
+        input_shape=shape,
+        num_classes=CLASSES,
+        mean=(0.4, 0.6),
+        std=(0.2, 0.3),
+    )
+
+
+def training(**changes):
+    values = {"algorithm": "fedavg", "steps": STEPS, "batch_size": BATCH, "lr": 0.3}
+    return LocalTraining(**{**values, **changes})
+
+
+def setup(model, steps=STEPS, seed=0):
+    """(parameters, buffers, batches), none of them shared with the model."""
+    parameters = {name: value.detach().clone() for name, value in model.named_parameters()}
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    generator = torch.Generator().manual_seed(seed)
+    dtype = next(model.parameters()).dtype
+    batches = [
+        (
+            torch.randn(BATCH, 2, 9, 9, generator=generator, dtype=dtype),
+            torch.randint(CLASSES, (BATCH,), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+    return parameters, buffers, batches
+
+
+def run(model, parameters, buffers, batches, how, create_graph=False):
+    loss = loss_function(model, buffers, how)
+    return local_update(
+        lambda at, images, labels: gradient(loss, at, images, labels, create_graph=create_graph),
+        parameters,
+        batches,
+        how,
+    )
+
+
+def reference(model, batches, lr, momentum, mode):
+    """What torch.optim.SGD makes of `batches`; changes `model`."""
+    model.train(mode == "train")
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
+    for images, labels in batches:
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+def test_fedsgd_is_the_gradient_of_the_mean_loss():
+    model = build(make_spec(width=2, norm="batch"), seed=0)
+    parameters, buffers, batches = setup(model, steps=1)
+    update = run(model, parameters, buffers, batches, training(algorithm="fedsgd", steps=1))
+    ((images, labels),) = batches
+    F.cross_entropy(model.train()(images), labels).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(update[name], parameter.grad, rtol=0, atol=0)
+
+
+def test_fedsgd_takes_exactly_one_batch():
+    model = build(make_spec(width=2), seed=0)
+    parameters, buffers, batches = setup(model, steps=2)
+    with pytest.raises(ValueError, match="unpack"):
+        run(model, parameters, buffers, batches, training(algorithm="fedsgd", steps=1))
+
+
+def test_one_step_of_fedavg_is_minus_lr_times_the_gradient():
+    model = build(make_spec(width=2), seed=0).double()
+    parameters, buffers, batches = setup(model, steps=1)
+    fedavg = run(model, parameters, buffers, batches, training(steps=1))
+    fedsgd = run(model, parameters, buffers, batches, training(algorithm="fedsgd", steps=1))
+    for name in parameters:
+        torch.testing.assert_close(fedavg[name], -0.3 * fedsgd[name], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_several_steps_are_those_of_torch_optim(momentum, mode):
+    how = training(momentum=momentum, mode=mode)
+    model = build(make_spec(width=2, norm="batch"), seed=0).double()
+    parameters, buffers, batches = setup(model)
+    update = run(model, parameters, buffers, batches, how)
+    reference(model, batches, how.lr, momentum, mode)
+    for name, after in model.named_parameters():
+        torch.testing.assert_close(parameters[name] + update[name], after.detach())
+        assert float(update[name].abs().max()) > 0 or name.endswith("bias")
+    for name, after in model.named_buffers():
+        torch.testing.assert_close(buffers[name], after)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_only_the_given_buffers_are_written(mode):
+    model = build(make_spec(width=2, norm="batch"), seed=0)
+    parameters, buffers, batches = setup(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    originals = {name: value.clone() for name, value in parameters.items()}
+    images = batches[0][0].clone()
+    floating = {name: value for name, value in buffers.items() if value.is_floating_point()}
+    run(model, parameters, floating, batches, training(mode=mode))
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert all(torch.equal(originals[name], value) for name, value in parameters.items())
+    assert torch.equal(images, batches[0][0])
+    moved = any(not torch.equal(before[name], value) for name, value in floating.items())
+    assert moved == (mode == "train")
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("mlp", {"hidden": [3], "activation": "tanh"}),
+        ("convnet", {"width": 1, "norm": "batch", "activation": "softplus"}),
+    ],
+)
+def test_the_update_is_differentiable_in_the_images(name, parameters):
+    model = build(make_spec(name, **parameters), seed=0).double()
+    weights, buffers, batches = setup(model, steps=2)
+    how = training(steps=2, momentum=0.5)
+    labels = [labels for _, labels in batches]
+    # Two pixels per step are varied, so that the numeric Jacobian stays small.
+    fixed = torch.stack([images for images, _ in batches])
+
+    def update(pixels):
+        images = fixed.clone()
+        images[:, 0, 0, 4, 4:6] = pixels
+        own = {key: value.clone() for key, value in buffers.items()}
+        pairs = list(zip(images, labels, strict=True))
+        result = run(model, weights, own, pairs, how, create_graph=True)
+        return torch.cat([tensor.flatten() for tensor in result.values()])
+
+    assert torch.autograd.gradcheck(update, fixed[:, 0, 0, 4, 4:6].clone().requires_grad_())
+
+
+def test_probabilities_serve_as_labels():
+    model = build(make_spec(width=2), seed=0)
+    parameters, buffers, ((images, labels),) = setup(model, steps=1)
+    loss = loss_function(model, buffers, training(mode="eval"))
+    soft = F.one_hot(labels, CLASSES).float()
+    torch.testing.assert_close(loss(parameters, images, soft), loss(parameters, images, labels))
+
+
+def test_loss_functions_of_one_model_do_not_disturb_each_other():
+    model = build(make_spec(width=2, norm="batch"), seed=0)
+    parameters, buffers, ((images, labels),) = setup(model, steps=1)
+    evaluating = loss_function(model, buffers, training(mode="eval"))
+    before = evaluating(parameters, images, labels)
+    scratch = {name: value.clone() for name, value in buffers.items()}
+    dropping = loss_function(model, scratch, training(mode="train", dropout=0.5))
+    torch.manual_seed(0)
+    dropped = dropping(parameters, images, labels)
+    assert not torch.equal(dropped, before)
+    assert torch.equal(evaluating(parameters, images, labels), before)
+
+
+def test_on_loss_is_told_the_mean_cross_entropy():
+    model = build(make_spec(width=2), seed=0)
+    parameters, buffers, ((images, labels),) = setup(model, steps=1)
+    told = []
+    loss = loss_function(model, buffers, training())
+    gradient(loss, parameters, images, labels, on_loss=told.append)
+    torch.testing.assert_close(told[0], F.cross_entropy(model(images), labels).detach())
+    assert not told[0].requires_grad
+
+
+@pytest.mark.parametrize("name", ["convnet", "lenet", "mlp", "resnet18"])
+def test_per_example_gradients_by_vmap_are_those_of_single_examples(name):
+    parameters = {"convnet": {"width": 2}, "resnet18": {"width": 2, "norm": "group"}}
+    model = build(make_spec(name, **parameters.get(name, {})), seed=0).double()
+    weights, buffers, ((images, labels),) = setup(model, steps=1)
+    loss = loss_function(model, buffers, training())
+
+    def one(at, image, label):
+        return loss(at, image[None], label[None])
+
+    each = vmap(grad(one), in_dims=(None, 0, 0))(weights, images, labels)
+    single = gradient(loss, weights, images[1:2], labels[1:2])
+    for key in weights:
+        torch.testing.assert_close(each[key][1], single[key])
+
+
+def test_batch_norm_on_a_single_value_is_refused_with_a_remedy():
+    model = build(make_spec("resnet18", (2, 8, 8), width=2), seed=0)
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    image, label = torch.zeros(1, 2, 8, 8), torch.tensor([0])
+    with pytest.raises(FedsimError, match="batch of at least 2"):
+        loss_function(model, buffers, training())(parameters, image, label)
+    loss_function(model, buffers, training(mode="eval"))(parameters, image, label)
+
+
+def test_normalize_and_denormalize_are_inverse_and_per_channel():
+    spec = make_spec()
+    pixels = torch.rand(3, 2, 4, 4, dtype=torch.float64)
+    images = normalize(pixels, spec)
+    torch.testing.assert_close(images[:, 1], (pixels[:, 1] - 0.6) / 0.3)
+    torch.testing.assert_close(denormalize(images, spec), pixels)
+    assert images.dtype == torch.float64
+
+
+def test_the_loss_is_a_pure_function_of_the_parameters():
+    model = build(make_spec(width=2), seed=0)
+    parameters, buffers, ((images, labels),) = setup(model, steps=1)
+    zeros = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    value = loss_function(model, buffers, training())(zeros, images, labels)
+    assert float(value) == pytest.approx(torch.log(torch.tensor(float(CLASSES))).item())
+    logits = functional_call(model, zeros, (images,))
+    assert bool((logits == 0).all())

@@ -1,0 +1,172 @@
+"""LPIPS: right range, right size, weights from a file, and never a random or downloaded backbone.
+
+The published weights cannot be assumed here, so the arithmetic is tested on a backbone whose
+weights are drawn from a fixed seed and read from a file, as a user's would be.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import lpips as reference
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fedsim import rng
+from fedsim.scoring import LpipsMetric, Unavailable, load_lpips, score
+from fedsim.scoring.perceptual import MINIMUM_SIDE
+from fedsim.types import GroundTruth, Reconstruction
+
+
+def squeezenet() -> nn.Module:
+    from torchvision.models import squeezenet1_1
+
+    with rng.global_stream(3):
+        return squeezenet1_1(weights=None).eval()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "squeezenet.safetensors"
+    save_file(squeezenet().state_dict(), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def metric(weights: Path) -> LpipsMetric:
+    loaded = load_lpips("squeeze", weights)
+    assert isinstance(loaded, LpipsMetric)
+    return loaded
+
+
+def pair(channels: int, side: int) -> tuple[Tensor, Tensor]:
+    stream = torch.Generator().manual_seed(5)
+    a = torch.rand(3, channels, side, side, generator=stream)
+    return a, (a + 0.2 * torch.rand(a.shape, generator=stream)).clamp(0, 1)
+
+
+def test_backbone_is_the_one_in_the_file(metric: LpipsMetric) -> None:
+    ours = metric.model.net.state_dict()
+    theirs = squeezenet().state_dict()
+    assert len(ours) == 50
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[f"features.{name.partition('.')[2]}"]), name
+
+
+def test_value_is_that_of_the_reference_on_minus_one_to_one(metric: LpipsMetric) -> None:
+    a, b = pair(3, 40)
+    with torch.no_grad():
+        expected = metric.model(a, b, normalize=True).flatten()  # the package's own rescaling
+    assert torch.allclose(metric(a, b).float(), expected, atol=1e-6)
+    assert not torch.allclose(metric(a, b).float(), metric.model(a, b).flatten(), rtol=1e-2)
+    assert isinstance(metric.model, reference.LPIPS)
+
+
+def test_identical_images_are_at_distance_zero(metric: LpipsMetric) -> None:
+    a, b = pair(3, 32)
+    assert metric(a, a).tolist() == [0.0, 0.0, 0.0]
+    assert (metric(a, b) > 0).all()
+
+
+def test_gray_is_repeated_and_small_images_are_enlarged(metric: LpipsMetric) -> None:
+    a, b = pair(1, 25)
+    enlarge = nn.Upsample(size=(MINIMUM_SIDE, MINIMUM_SIDE), mode="bilinear")
+    by_hand = metric(enlarge(a).repeat(1, 3, 1, 1), enlarge(b).repeat(1, 3, 1, 1))
+    assert torch.allclose(metric(a, b), by_hand, atol=1e-6)
+    assert "25x25 enlarged to 32x32" in metric.describe(25, 25)
+    assert "20x40 enlarged to 32x64" in metric.describe(20, 40)
+    assert "enlarged" not in metric.describe(32, 48)
+
+
+@pytest.mark.parametrize("backbone", ["alex", "vgg", "squeeze"])
+def test_smallest_side_fits_every_backbone(backbone: str) -> None:
+    with rng.global_stream(0), pytest.warns(UserWarning):
+        model = reference.LPIPS(net=backbone, pnet_rand=True, verbose=False)
+    with torch.no_grad():
+        value = model(*(torch.rand(1, 3, MINIMUM_SIDE, MINIMUM_SIDE) for _ in range(2)))
+    assert torch.isfinite(value).all()
+
+
+def test_score_names_backbone_and_size(metric: LpipsMetric) -> None:
+    a, b = pair(3, 25)
+    scores = score(
+        Reconstruction(images=b, loss=0.0, iterations=1),
+        GroundTruth(images=a, labels=torch.zeros(3, dtype=torch.int64)),
+        lpips=metric,
+    )
+    assert scores.lpips == pytest.approx(float(metric(a, b).mean()))
+    assert scores.notes["lpips"].startswith("LPIPS v0.1, squeeze with weights from a file (SHA-256")
+    assert "25x25 enlarged to 32x32" in scores.notes["lpips"]
+
+
+def test_more_images_than_one_chunk(metric: LpipsMetric) -> None:
+    a, b = pair(3, 32)
+    many = metric(a.repeat(7, 1, 1, 1), b.repeat(7, 1, 1, 1))
+    assert torch.allclose(many, metric(a, b).repeat(7), atol=1e-6)
+
+
+def test_cached_weights_are_used_only_if_their_checksum_is_the_published_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsim.scoring import perceptual
+
+    monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda *_, **__: pytest.fail("net"))
+    absent = load_lpips("squeeze")
+    assert isinstance(absent, Unavailable)
+    assert "scoring.lpips_weights" in absent.reason
+
+    cached = tmp_path / "checkpoints" / "squeezenet1_1-b8a52dc0.pth"
+    cached.parent.mkdir()
+    torch.save(squeezenet().state_dict(), cached)
+    forged = load_lpips("squeeze")
+    assert isinstance(forged, Unavailable)
+    assert "checksum" in forged.reason
+
+    digest = hashlib.sha256(cached.read_bytes()).hexdigest()[:8]
+    named = cached.with_name(f"squeezenet1_1-{digest}.pth")
+    cached.rename(named)
+    monkeypatch.setitem(perceptual._PUBLISHED, "squeeze", named.name)
+    loaded = load_lpips("squeeze")
+    assert isinstance(loaded, LpipsMetric)
+    assert "torchvision's ImageNet weights" in loaded.describe(32, 32)
+
+
+class Payload:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (eval, ("pytest_lpips_payload_ran",))
+
+
+def test_unusable_weights_are_a_reason(tmp_path: Path) -> None:
+    missing = load_lpips("alex", tmp_path / "absent.pth")
+    assert isinstance(missing, Unavailable)
+    assert "absent.pth" in missing.reason
+    other = tmp_path / "other.safetensors"
+    save_file({"features.0.weight": torch.zeros(1)}, other)
+    wrong = load_lpips("squeeze", other)
+    assert isinstance(wrong, Unavailable)
+    assert "does not hold" in wrong.reason
+    torn = tmp_path / "torn.safetensors"
+    torn.write_bytes(b"\x00" * 20)
+    assert isinstance(load_lpips("squeeze", torn), Unavailable)
+    code = tmp_path / "code.pth"
+    torch.save({"features.0.weight": Payload()}, code)
+    refused = load_lpips("squeeze", code)
+    assert isinstance(refused, Unavailable)
+    assert "plain tensors" in refused.reason
+
+
+def test_without_the_package_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lpips", None)
+    result = load_lpips("alex")
+    assert isinstance(result, Unavailable)
+    assert "not installed" in result.reason
+
+
+def test_loading_leaves_the_global_stream_alone(weights: Path) -> None:
+    before = torch.random.get_rng_state()
+    load_lpips("squeeze", weights)
+    assert torch.equal(before, torch.random.get_rng_state())

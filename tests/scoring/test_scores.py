@@ -1,0 +1,227 @@
+"""Each metric against a value worked out by hand, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.scoring import (
+    METRICS,
+    ScoringError,
+    Unavailable,
+    baseline,
+    majority_label,
+    matched_images,
+    mean_image,
+    score,
+)
+from fedsim.types import GroundTruth, Reconstruction
+
+
+@pytest.fixture
+def pixels() -> Tensor:
+    return torch.rand(4, 3, 12, 10, generator=torch.Generator().manual_seed(0)) * 0.8
+
+
+@pytest.fixture
+def truth(pixels: Tensor) -> GroundTruth:
+    features = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+    return GroundTruth(images=pixels, labels=torch.tensor([3, 1, 1, 0]), features=features)
+
+
+def found(
+    images: Tensor | None = None,
+    labels: list[int] | None = None,
+    features: Tensor | None = None,
+    loss: float = 0.5,
+) -> Reconstruction:
+    return Reconstruction(
+        images=images,
+        labels=None if labels is None else torch.tensor(labels),
+        features=features,
+        loss=loss,
+        iterations=1,
+    )
+
+
+def test_constant_offset_has_the_known_rmse_and_psnr(truth: GroundTruth) -> None:
+    scores = score(found(truth.images + 0.1), truth)
+    assert scores.rmse == pytest.approx(0.1, abs=1e-6)
+    assert scores.psnr == pytest.approx(20.0, abs=1e-4)
+    assert scores.attack_loss == 0.5
+    assert scores.label_accuracy is None
+    assert scores.feature_cosine is None
+
+
+def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
+    assert truth.features is not None
+    order = torch.tensor([2, 0, 3, 1])
+    scores = score(
+        found(truth.images[order], truth.labels[order].tolist(), truth.features[order]), truth
+    )
+    assert scores.assignment == [1, 3, 0, 2]
+    assert (scores.rmse, scores.psnr) == (0.0, 60.0)
+    assert scores.ssim == pytest.approx(1.0)
+    assert scores.label_accuracy == 1.0
+    assert scores.feature_error == pytest.approx(0.0)
+    assert scores.feature_cosine == pytest.approx(1.0)
+    assert torch.equal(matched_images(truth.images[order], scores.assignment), truth.images)
+
+
+def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
+    # Truth 0 is nearest to reconstruction 0, and so is truth 1; greedy would cost 0.01 + 0.36.
+    truth = GroundTruth(
+        images=torch.tensor([0.5, 0.6]).view(2, 1, 1, 1).expand(2, 1, 8, 8),
+        labels=torch.tensor([0, 1]),
+    )
+    images = torch.tensor([0.55, 0.0]).view(2, 1, 1, 1).expand(2, 1, 8, 8)
+    scores = score(found(images), truth)
+    assert scores.assignment == [1, 0]
+    assert scores.per_image["rmse"] == pytest.approx([0.5, 0.05], abs=1e-6)
+
+
+def test_ssim_of_a_shifted_constant_is_the_luminance_term() -> None:
+    truth = GroundTruth(images=torch.full((1, 1, 9, 9), 0.4), labels=torch.tensor([0]))
+    scores = score(found(torch.full((1, 1, 9, 9), 0.6)), truth)
+    c1 = 0.01**2
+    assert scores.ssim == pytest.approx((2 * 0.4 * 0.6 + c1) / (0.4**2 + 0.6**2 + c1), abs=1e-5)
+
+
+@pytest.mark.parametrize(("side", "works"), [(3, True), (4, True), (6, True), (2, False)])
+def test_ssim_window_fits_small_images(side: int, works: bool) -> None:
+    images = torch.rand(2, 1, side, side, generator=torch.Generator().manual_seed(0))
+    scores = score(found(images), GroundTruth(images=images, labels=torch.tensor([0, 1])))
+    if works:
+        assert scores.ssim == pytest.approx(1.0)
+    else:
+        assert scores.ssim is None
+        assert "3 x 3" in scores.notes["ssim"]
+        assert scores.psnr == 60.0
+
+
+def test_feature_metrics(truth: GroundTruth) -> None:
+    assert truth.features is not None
+    scaled = score(found(features=truth.features * 1.5), truth)
+    assert scaled.feature_error == pytest.approx(0.5)
+    assert scaled.feature_cosine == pytest.approx(1.0)
+    zero = score(found(features=truth.features * 0), truth)
+    assert zero.feature_error == pytest.approx(1.0)
+    assert zero.feature_cosine == 0.0
+    opposite = score(found(features=-truth.features[:1]), GroundTruth(
+        images=truth.images[:1], labels=truth.labels[:1], features=truth.features[:1]
+    ))
+    assert opposite.feature_cosine == pytest.approx(-1.0)
+
+
+def test_feature_metrics_say_why_they_are_missing(truth: GroundTruth) -> None:
+    without = GroundTruth(images=truth.images, labels=truth.labels)
+    assert "not recorded" in score(found(features=torch.ones(4, 6)), without).notes["feature_error"]
+    dead = GroundTruth(images=truth.images, labels=truth.labels, features=torch.zeros(4, 6))
+    scores = score(found(features=torch.ones(4, 6)), dead)
+    assert scores.feature_error is None
+    assert "zero" in scores.notes["feature_error"]
+
+
+def test_labels_alone_are_compared_as_multisets(truth: GroundTruth) -> None:
+    assert score(found(labels=[0, 1, 3, 1]), truth).label_accuracy == 1.0
+    assert score(found(labels=[1, 1, 1, 1]), truth).label_accuracy == 0.5
+    assert score(found(labels=[3, 3, 3, 3]), truth).label_accuracy == 0.25
+    assert score(found(labels=[9, 9, 9, 9]), truth).label_accuracy == 0.0
+    assert score(found(labels=[9, 9, 9, 9, 3, 1, 1, 0]), truth).label_accuracy == 0.0
+
+
+def test_labels_with_images_must_be_on_the_right_image(truth: GroundTruth) -> None:
+    assert score(found(truth.images, [0, 1, 1, 3]), truth).label_accuracy == 0.5
+    assert score(found(truth.images.flip(0), [0, 1, 1, 3]), truth).label_accuracy == 1.0
+
+
+def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
+    guess = mean_image(truth.images[:1])
+    two = found(truth.images[:2], [3, 1])
+    scores = score(two, truth, guess=guess)
+    assert scores.assignment == [0, 1, -1, -1]
+    assert scores.per_image["psnr"][:2] == [60.0, 60.0]
+    unseen = (guess - truth.images[2]).square().mean().sqrt()
+    assert scores.per_image["rmse"][2] == pytest.approx(float(unseen), abs=1e-6)
+    assert scores.label_accuracy == 0.5
+    assert torch.equal(matched_images(truth.images[:2], scores.assignment, guess)[3], guess)
+    gray = score(two, truth)
+    unseen = (0.5 - truth.images[2]).square().mean().sqrt()
+    assert gray.per_image["rmse"][2] == pytest.approx(float(unseen), abs=1e-6)
+
+
+def test_of_surplus_reconstructions_the_first_count(truth: GroundTruth) -> None:
+    junk = torch.zeros_like(truth.images)
+    late = score(found(torch.cat([junk, truth.images])), truth)
+    early = score(found(torch.cat([truth.images, junk])), truth)
+    assert late.psnr == score(found(junk), truth).psnr
+    assert early.psnr == 60.0
+
+
+def test_baseline_is_the_mean_image_and_the_majority_label(truth: GroundTruth) -> None:
+    pool = torch.tensor([[0, 255], [100, 155]], dtype=torch.uint8).view(2, 1, 1, 2)
+    assert torch.allclose(
+        mean_image(pool).flatten(), torch.tensor([50 / 255, 205 / 255]), atol=1e-6
+    )
+    assert majority_label(torch.tensor([4, 2, 2, 4, 1])) == 2
+    values = baseline(torch.full((3, 12, 10), 0.4), truth, label=1)
+    rmse = (truth.images - 0.4).square().flatten(1).mean(1).sqrt().mean()
+    assert values["rmse"] == pytest.approx(float(rmse), abs=1e-6)
+    assert values["label_accuracy"] == 0.5
+    assert values["attack_loss"] is None
+    assert list(values) == list(METRICS)
+
+
+def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth) -> None:
+    before = truth.images.clone()
+    scores = score(found(truth.images, truth.labels.tolist(), loss=math.inf), truth)
+    assert scores.attack_loss is None
+    assert scores.to_dict()["per_image"]["psnr"] == [60.0] * 4
+    assert list(scores.metrics()) == list(METRICS)
+    assert torch.equal(before, truth.images)
+
+
+def test_lpips_without_weights_is_none_with_the_reason(truth: GroundTruth) -> None:
+    scores = score(found(truth.images), truth, lpips=Unavailable("no weights here"))
+    assert scores.lpips is None
+    assert scores.notes["lpips"] == "no weights here"
+    assert scores.psnr == 60.0
+
+
+def test_ssim_without_scikit_image_is_none_with_the_reason(
+    truth: GroundTruth, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "skimage.metrics", None)
+    scores = score(found(truth.images), truth)
+    assert scores.ssim is None
+    assert "scikit-image" in scores.notes["ssim"]
+    assert scores.psnr == 60.0
+
+
+REFUSED: list[tuple[Callable[[GroundTruth], Reconstruction], str]] = [
+    (lambda t: found(t.images * 255), "in \\[0, 1\\]"),
+    (lambda t: found(t.images - 0.9), "in \\[0, 1\\]"),
+    (lambda t: found(t.images.clone().fill_(math.nan)), "non-finite"),
+    (lambda t: found((t.images * 255).byte()), "floating-point"),
+    (lambda t: found(t.images[:, :1]), "are \\(1, 12, 10\\) each"),
+    (lambda t: found(t.images[0]), "shape \\(N, C, H, W\\)"),
+    (lambda t: found(t.images[:0]), "shape \\(N, C, H, W\\)"),
+    (lambda t: found(t.images, [1, 2]), "do not belong together"),
+    (lambda t: found(features=torch.full((4, 6), math.inf)), "not finite"),
+    (lambda t: found(features=torch.ones(4, 5)), "are \\(5,\\) each"),
+    (lambda t: found(features=torch.ones(4)), "shape \\(N, d\\)"),
+    (lambda t: Reconstruction(labels=torch.ones(4), loss=0.0, iterations=1), "integer labels"),
+    (lambda t: found(), "empty"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_refused(
+    make: Callable[[GroundTruth], Reconstruction], message: str, truth: GroundTruth
+) -> None:
+    with pytest.raises(ScoringError, match=message):
+        score(make(truth), truth)

@@ -1,0 +1,178 @@
+"""A stack's computations: pure, paired across stacks, refused before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from fedsim.recording import observation_id
+from fedsim.scenario import Scenario
+from fedsim.scenario.resolve import resolve
+from fedsim.types import FedsimError, Tensors
+from fedsim.workload import Probe, Workload, load_dataset
+
+BASE: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 3,
+    "data": {"source": "digits", "clients": 5},
+    "model": {"name": "mlp", "hidden": [8]},
+    "training": {"rounds": 4, "local": {"batch_size": 6, "lr": 0.2}},
+    "federation": {"participation": 0.6},
+    "defenses": {
+        "none": [],
+        "noise": [{"name": "gaussian_noise", "std": 0.1}],
+        "topk": [{"name": "top_k", "ratio": 0.1}],
+        "local": [{"name": "local_aggregation", "steps": 3, "batches": "different"}],
+        "sum": ["aggregate"],
+    },
+    "attacks": [],
+    "observe": {"clients": [0], "batch_sizes": [1, 3], "trials": 2},
+}
+
+
+def scenario(**changes: Any) -> Scenario:
+    return resolve({**BASE, **changes})
+
+
+@pytest.fixture(scope="module")
+def workloads() -> dict[str, Workload]:
+    resolved = scenario()
+    dataset = load_dataset(resolved)
+    return {name: Workload(resolved, name, dataset) for name in resolved.defenses}
+
+
+def equal(left: Tensors, right: Tensors) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[n], right[n]) for n in left)
+
+
+def test_an_update_is_a_pure_function(workloads: dict[str, Workload]) -> None:
+    for name, workload in workloads.items():
+        parameters, buffers = workload.initial()
+        kept = {n: t.clone() for n, t in parameters.items()}
+        first = workload.client_update(1, 2, parameters, buffers, {})
+        torch.manual_seed(99)
+        second = workload.client_update(1, 2, parameters, buffers, {})
+        assert equal(first.update.tensors, second.update.tensors), name
+        assert equal(parameters, kept), name
+        other = workload.client_update(1, 3, parameters, buffers, {})
+        assert not equal(first.update.tensors, other.update.tensors), name
+
+
+def test_every_stack_meets_the_same_victims(workloads: dict[str, Workload]) -> None:
+    """Defenses are compared like for like: batches depend on (seed, round, client) alone."""
+    probe = Probe(batch_size=3, trial=1)
+    truths = []
+    for name in ("none", "noise", "topk", "sum"):
+        workload = workloads[name]
+        truths.append(workload.client_update(0, 4, *workload.initial(), {}, probe=probe).truth)
+    for truth in truths[1:]:
+        assert torch.equal(truth.images, truths[0].images)
+        assert torch.equal(truth.labels, truths[0].labels)
+
+
+def test_the_truth_is_what_was_trained_on(workloads: dict[str, Workload]) -> None:
+    workload = workloads["local"]
+    parameters, buffers = workload.initial()
+    truth = workload.client_update(2, 1, parameters, buffers, {}).truth
+    assert len(truth.images) == 3 * 6  # a batch of its own in each of the three steps
+    stored = workload.dataset.train_images[workload.parts[2]]
+    own = {image.numpy().tobytes() for image in stored}
+    used = (truth.images * 255).round().to(torch.uint8)
+    assert torch.equal(used.float() / 255, truth.images)
+    assert all(image.numpy().tobytes() in own for image in used)
+
+
+def test_a_batch_never_repeats_an_image(workloads: dict[str, Workload]) -> None:
+    workload = workloads["none"]
+    size = len(workload.parts[0])
+    truth = workload.client_update(
+        0, 4, *workload.initial(), {}, probe=Probe(batch_size=size, trial=0)
+    ).truth
+    stored = workload.dataset.train_images[workload.parts[0]].float() / 255
+    assert torch.allclose(truth.images.sum(0), stored.sum(0), atol=1e-3)
+
+
+def test_a_probe_leaves_no_trace(workloads: dict[str, Workload]) -> None:
+    workload = workloads["topk"]
+    parameters, buffers = workload.initial()
+    state = workload.client_update(0, 1, parameters, buffers, {}).state
+    assert state
+    probed = workload.client_update(
+        0, 2, parameters, buffers, state, probe=Probe(batch_size=3, trial=0)
+    )
+    assert equal(probed.state, state)
+    trained = workload.client_update(0, 2, parameters, buffers, state)
+    assert not equal(trained.state, state)
+
+
+def test_participants_are_sampled_by_seed_and_round(workloads: dict[str, Workload]) -> None:
+    rounds = [workloads["none"].participants(r) for r in range(1, 30)]
+    assert all(len(set(clients)) == 3 and clients == sorted(clients) for clients in rounds)
+    assert len({tuple(clients) for clients in rounds}) > 3
+    assert rounds == [workloads["noise"].participants(r) for r in range(1, 30)]
+
+
+def test_what_is_observed(workloads: dict[str, Workload]) -> None:
+    plain, summed = workloads["none"], workloads["sum"]
+    assert plain.observed(3) == [] and plain.probes(3) == []
+    assert plain.observed(4) == [0] and summed.observed(4) == summed.participants(4)
+    assert [(p.batch_size, p.trial) for p in plain.probes(4)] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    assert plain.observation_id(4, 0, plain.probes(4)[2]) == observation_id("none", 4, 0, "b3-t0")
+
+
+def test_an_observation_declares_the_probe_and_not_the_truth(
+    workloads: dict[str, Workload],
+) -> None:
+    workload = workloads["local"]
+    parameters, buffers = workload.initial()
+    probe = Probe(batch_size=3, trial=1)
+    result = workload.client_update(0, 4, parameters, buffers, {}, probe=probe)
+    seen = workload.observation(4, 0, result.update, parameters, buffers, probe=probe)
+    assert seen.training.batch_size == 3 and seen.num_images == 9 == len(result.truth.images)
+    assert seen.training.algorithm == "fedavg" and seen.defense[0]["name"] == "local_aggregation"
+
+
+def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> None:
+    workload = workloads["none"]
+    parameters, buffers = workload.initial()
+    found = workload.evaluate(parameters, buffers)
+    data = workload.dataset
+    mean, std = torch.tensor(data.mean), torch.tensor(data.std)
+    inputs = (data.test_images.float() / 255 - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
+    workload.model.load_state_dict(parameters)
+    with torch.no_grad():
+        logits = workload.model.eval()(inputs)
+    expected = torch.nn.functional.cross_entropy(logits, data.test_labels)
+    assert found.loss == pytest.approx(float(expected), rel=1e-5)
+    assert found.accuracy == pytest.approx(
+        float((logits.argmax(1) == data.test_labels).float().mean())
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"training": {"local": {"batch_size": 5000}}},
+            "training.local.batch_size: a batch of 5000",
+        ),
+        (
+            {"observe": {"clients": [0], "batch_sizes": [1, 4000]}},
+            "observe.batch_sizes: a batch of 4000",
+        ),
+        (
+            {
+                "observe": {"clients": [0], "rounds": [1, 2, 3, 4]},
+                "federation": {"participation": 0.2},
+            },
+            "observe.clients: none of them takes part in round",
+        ),
+        ({"data": {"source": "digits", "clients": 90000}}, "90000"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
+    resolved = scenario(**changes)
+    with pytest.raises(FedsimError, match=message):
+        Workload(resolved, "none").check()
