@@ -226,6 +226,19 @@ def _save(
     write_tensors(path, tensors)
 
 
+def nothing_recorded(observation: Observation, reason: str) -> Result:
+    """The result of every attack on an update that never reached the server."""
+    nothing: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
+    return Result(
+        observation=observation,
+        seed=observation.seed,
+        reason=reason,
+        metrics=nothing,
+        baseline=nothing,
+        cost=_failed_cost(0.0),
+    )
+
+
 def _failed_cost(seconds: float) -> dict[str, float | int | None]:
     cells = ("iterations", "iterations_per_second", "peak_memory_bytes")
     return {"seconds": seconds, **dict.fromkeys(cells)}

@@ -17,10 +17,11 @@ from fedsim.attack import Progress
 from fedsim.device import resolve_device
 from fedsim.federation import federate
 from fedsim.federation.records import RoundRecord
-from fedsim.jobs import Job, Result, Setting, run_jobs
+from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.record import Run
 from fedsim.report import write_report
 from fedsim.scenario import Scenario, dump, expand, open_document
+from fedsim.scenario.model import AttackEntry
 from fedsim.types import FedsimError
 from fedsim.workload import Workload, load_dataset
 
@@ -48,10 +49,12 @@ def run(
         FedsimError: the scenario is refused, before any work; or the run could not go on, and what
             had finished is kept for `resume`.
     """
-    from_file = isinstance(scenario, str | Path)
-    if overrides and not from_file:
+    if isinstance(scenario, str | Path):
+        variants = expand(open_document(scenario, overrides))
+    elif overrides:
         raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
-    variants = expand(open_document(scenario, overrides) if from_file else scenario)
+    else:
+        variants = expand(scenario)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
     plans = [
         _Plan(
@@ -133,17 +136,12 @@ class _Plan:
         record.drop_torn_line(path)
         done = {rows.key(row) for row in record.read_lines(path)}
         every = [
-            Job(
-                observation=observation,
-                attack=entry.name,
-                label=entry.label or entry.name,
-                parameters=entry.parameters,
-                restarts=entry.restarts,
-            )
+            (_job(entry, recording.path_of(self.out, seen.id)), seen)
             for entry in self.scenario.attacks
-            for observation in Run(self.out).observations()
+            for workload in self.workloads.values()
+            for seen in workload.recordings()
         ]
-        pending = [job for job in every if job.key not in done]
+        pending = [(job, seen) for job, seen in every if job.key not in done]
         display.stage("attack", len(every), len(every) - len(pending))
         context = rows.Context(
             self.scenario,
@@ -160,8 +158,12 @@ class _Plan:
             record.append_line(path, context.row(job, result))
             display.advance(_summary(job, result))
 
+        for job, seen in pending:
+            if not job.observation.exists():
+                lost = "the server received no usable update (see failures in rounds.jsonl)"
+                on_result(job, nothing_recorded(seen, lost))
         run_jobs(
-            pending,
+            [job for job, _ in pending if job.observation.exists()],
             self._setting(),
             workers=self.workers,
             on_progress=on_progress,
@@ -238,6 +240,16 @@ class _Plan:
     def _lpips(self) -> scoring.LpipsMetric | scoring.Unavailable:
         wanted = self.scenario.scoring
         return scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+
+
+def _job(entry: AttackEntry, observation: Path) -> Job:
+    return Job(
+        observation=observation,
+        attack=entry.name,
+        label=entry.label or entry.name,
+        parameters=entry.parameters,
+        restarts=entry.restarts,
+    )
 
 
 @contextmanager

@@ -73,6 +73,11 @@ def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
     return _checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
 
 
+def path_of(root: Path, id: str) -> Path:
+    """Where the JSON file of the observation `id` lies below `root`."""
+    return root / "observations" / f"{_checked_id(id)}.json"
+
+
 def save_observation(observation: Observation, root: Path) -> Path:
     """Write `observation` below `root/observations`; returns the path of its JSON file.
 

@@ -73,7 +73,11 @@ def attack(
     found = jobs.on_cpu(solution.reconstruction)
     return found, {
         "observation": observation.id,
-        "attack": {"name": name, "restarts": restarts, "parameters": chosen.model_dump("json")},
+        "attack": {
+            "name": name,
+            "restarts": restarts,
+            "parameters": chosen.model_dump(mode="json"),
+        },
         "knowledge": {"labels": labels, "bn": bn},
         "metrics": scoring.score(found, victim).metrics() if victim else None,
         "cost": jobs.cost(solution),

@@ -8,6 +8,7 @@ stack: every defense is attacked on the same victims.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -150,6 +151,25 @@ class Workload:
         trials = range(self.scenario.observe.trials)
         return [Probe(batch_size=size, trial=trial) for size in sizes for trial in trials]
 
+    def recordings(self) -> Iterator[Observation]:
+        """What a run without failures records, without tensors, in canonical order."""
+        for round in range(1, self.scenario.training.rounds + 1):
+            clients = self.observed(round)
+            if not clients:
+                continue
+            seen = [-1] if self.stack.aggregation else clients
+            for probe in self.probes(round) or [None]:
+                for client in seen:
+                    yield self.observation(
+                        round,
+                        client,
+                        Update(tensors={}, num_examples=0),
+                        {},
+                        {},
+                        probe=probe,
+                        num_clients=len(clients) if client < 0 else 1,
+                    )
+
     def client_update(
         self,
         client: int,
@@ -261,10 +281,11 @@ class Workload:
                     f"(participation {self.scenario.federation.participation}, seed "
                     f"{self.scenario.seed}); observe 'all' or set observe.batch_sizes"
                 )
-        sizes = [("training.local.batch_size", self.training.batch_size, range(len(self.parts)))]
+        everyone = list(range(len(self.parts)))
+        sizes = [("training.local.batch_size", self.training.batch_size, everyone)]
         if observe.batch_sizes:
-            seen = range(len(self.parts)) if observe.clients == "all" else observe.clients
-            seen = range(len(self.parts)) if self.stack.aggregation else seen
+            named = [] if observe.clients == "all" else observe.clients
+            seen = everyone if self.stack.aggregation else named or everyone
             sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes]
         for key, size, clients in sizes:
             smallest = min(clients, key=lambda client: len(self.parts[client]))

@@ -60,8 +60,8 @@ class Checkpoints:
         self._fingerprint = fingerprint(scenario, stack)
         self._home = out / "checkpoints" / stack
 
-    def start(self, *, resume: bool) -> int:
-        """The last checkpoint's round, 0 if there is none; forgets everything of later rounds.
+    def start(self, *, resume: bool) -> None:
+        """Make the run's folder what it was at the last checkpoint: later rounds come again.
 
         Raises:
             FedsimError: `out` holds results of this stack and `resume` is false, or they are of
@@ -78,10 +78,8 @@ class Checkpoints:
             for path in folder.glob("round-*"):
                 if int(path.name.removeprefix("round-")) > done:
                     shutil.rmtree(path)
-        states = client_state.folder(self._out, self._stack)
         if not done:
-            shutil.rmtree(states, ignore_errors=True)
-        return done
+            shutil.rmtree(client_state.folder(self._out, self._stack), ignore_errors=True)
 
     @property
     def complete(self) -> bool:
@@ -108,15 +106,15 @@ class Checkpoints:
             if old != path:
                 old.unlink()
 
-    def load(self) -> Checkpoint:
-        """The latest checkpoint.
+    def load(self) -> Checkpoint | None:
+        """The latest checkpoint; None if there is none.
 
         Raises:
-            FedsimError: there is none, or its tensors are missing or damaged.
+            FedsimError: it is damaged, or of another scenario.
         """
         index = self._index()
         if index is None:
-            raise FedsimError(f"{self._home}: there is no checkpoint")
+            return None
         path = self._home / index.tensors
         tensors = read_tensors(path)
         if hashlib.sha256(path.read_bytes()).hexdigest() != index.sha256:

@@ -46,7 +46,7 @@ class TapGrid(Grid):
         self._expected = wire.Shape(
             update=parameters,
             buffers=wire.floating(buffers) if workload.releases_statistics else {},
-            loss=reports_loss(workload),
+            loss=reports_loss(workload.stack, workload.declared),
         )
         self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         self._round = 0
@@ -145,8 +145,8 @@ class TapGrid(Grid):
         tally.train_loss = spool.mean_loss()
         if not accepted:
             return []
-        if self._workload.stack.aggregation:
-            combined = self._combine(spool, None, record=record)
+        combined = self._combine(spool, None, record=record)
+        if combined is not None:
             self._new_buffers = combined.buffers or self._buffers
             weights = {n: self._moved(n, combined.tensors[n]) for n in self._parameters}
             first = accepted[min(accepted)]

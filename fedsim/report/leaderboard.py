@@ -39,6 +39,8 @@ _GUESSED_FEATURES = {"feature_error": 1.0, "feature_cosine": 0.0}
 class LeaderboardRow:
     """One attack on one defense, over all its trials."""
 
+    cell: str
+    """`ResultRow.cell` of its trials."""
     scenario: str
     variant: str
     dataset: str
@@ -168,6 +170,7 @@ def _aggregate(rows: list[ResultRow], confidence: float) -> LeaderboardRow:
     weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)
     privacy = weakest.privacy
     return LeaderboardRow(
+        cell=first.cell,
         scenario=first.scenario,
         variant=describe_variant(first.variant),
         dataset=first.dataset,

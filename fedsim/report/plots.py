@@ -156,7 +156,7 @@ def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
                 [x, near[0]],
                 [y, near[1]],
                 transform=None,
-            in_layout=False,
+                in_layout=False,
                 color=_color(point.series),
                 linewidth=0.8,
                 zorder=1,
@@ -217,9 +217,7 @@ def _for_page(svg: str, width: int, height: int, description: str) -> str:
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     # A stylesheet inside an inline SVG would apply to the whole page.
     body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
-    body = re.sub(
-        rf"(?<=: )({'|'.join(_VARIABLES)})\b", lambda m: f"var({_VARIABLES[m[0]]})", body
-    )
+    body = re.sub(rf"(?<=: )({'|'.join(_VARIABLES)})\b", lambda m: f"var({_VARIABLES[m[0]]})", body)
     body = body.replace(f"'{_FONT}'", "var(--sans)")
     return (
         f'<svg class="plot" role="img" aria-label="{escape(description)}" '

@@ -70,9 +70,15 @@ def _json(rows: Sequence[LeaderboardRow]) -> str:
         "valid": not reasons,
         "invalid_reasons": reasons,
         "positive_controls": [asdict(control) for control in positive_controls(rows)],
-        "rows": [{**asdict(row), "epsilon": _epsilon(row.epsilon)} for row in rows],
+        "rows": [_fields(row) for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _fields(row: LeaderboardRow) -> dict[str, Any]:
+    fields = asdict(row)
+    del fields["cell"]  # repeats the others
+    return {**fields, "epsilon": _epsilon(row.epsilon)}
 
 
 def _csv(rows: Sequence[LeaderboardRow]) -> str:
@@ -253,7 +259,8 @@ def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
 
 
 def _signed(summary: Summary | None) -> str:
-    return "–" if summary is None else f"{summary.mean:+.1f}"
+    # Adding zero turns -0.0 into 0.0.
+    return "–" if summary is None else f"{round(summary.mean, 1) + 0.0:+.1f}"
 
 
 def _mean(summary: Summary | None, digits: int) -> str:

@@ -78,7 +78,7 @@ def test_grey_and_given_normalization(write):
     assert data.train_images.shape == (4, 1, 6, 6)
     assert (data.mean, data.std) == ((0.5,), (0.25,))
     for wrong in ({"mean": (0.5,)}, {"mean": (0.5,), "std": (0.0,)}, {"std": (1.0, 1.0)}):
-        with pytest.raises(ValueError, match="mean|std"):
+        with pytest.raises(ValueError, match=r"mean|std"):
             ImageFolder(path=path, channels=1, **wrong)
 
 

@@ -1,4 +1,4 @@
-"""Partitions: every one a division of the training set, deterministic, and honest when impossible."""
+"""Every partition divides the training set, by its seed alone, or says why it cannot."""
 
 import json
 import os

@@ -1,0 +1,88 @@
+"""Which engine carries a federation's messages, and what is refused before one starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from fedsim.federation import client_app, local, server_app, simulation, strategies
+from fedsim.federation.checkpoint import Checkpoints
+from fedsim.federation.client_app import Job
+from fedsim.federation.server_app import OnRound
+from fedsim.scenario import Scenario
+from fedsim.scenario.build import build_stack, declared_training
+from fedsim.types import FedsimError
+from fedsim.workload import Workload
+
+
+class Engine(Protocol):
+    """Runs the ServerApp and the ClientApps of a job to their end.
+
+    Both apps are the same on every engine; an engine only decides where they run and how their
+    messages travel.
+    """
+
+    def __call__(self, job: Job, workload: Workload | None, on_round: OnRound) -> None:
+        """Train what is left of `job`; `workload` may spare building it."""
+
+
+def run_local(job: Job, workload: Workload | None, on_round: OnRound) -> None:
+    """In this process, one client at a time."""
+    workload = workload or Workload(Scenario.model_validate_json(job.scenario), job.stack)
+    scenario = workload.scenario
+    local.run(
+        server_app.build(workload, Path(job.out), on_round),
+        client_app.build(job, workload),
+        scenario.data.clients,
+        scenario.federation.timeout,
+    )
+
+
+ENGINES: dict[str, Engine] = {"local": run_local, "simulation": simulation.run}
+"""By the name in `federation.engine`. Flower's deployment engine, for many machines, belongs here:
+its SuperLink and SuperNodes load the same two apps."""
+
+
+def run(
+    scenario: Scenario,
+    stack: str,
+    out: Path,
+    *,
+    resume: bool,
+    on_round: OnRound,
+    workload: Workload | None = None,
+) -> None:
+    """See `fedsim.federation.federate`."""
+    check(scenario, [stack])
+    checkpoints = Checkpoints(out, scenario, stack)
+    checkpoints.start(resume=resume)
+    if checkpoints.complete:
+        return
+    job = Job(
+        scenario=scenario.model_dump_json(),
+        stack=stack,
+        out=str(out.resolve()),
+        threads=torch.get_num_threads(),
+    )
+    ENGINES[scenario.federation.engine](job, workload, on_round)
+
+
+def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
+    """See `fedsim.federation.check`; `stacks` limits it to some of the scenario's."""
+    federation = scenario.federation
+    if federation.engine == "simulation":
+        simulation.require_ray()
+    strategies.build(federation.strategy, federation.strategy_parameters)
+    for name in scenario.defenses if stacks is None else stacks:
+        stack = build_stack(scenario.defenses[name])
+        try:
+            strategies.check_fit(
+                federation.strategy,
+                federation.strategy_parameters,
+                sees_each=stack.aggregation is None,
+                losses=client_app.reports_loss(stack, declared_training(scenario)),
+            )
+        except FedsimError as error:
+            raise FedsimError(f"defenses.{name}: {error}") from error

@@ -1,0 +1,149 @@
+"""The local engine: Flower's grid inside this process, one client at a time, no Ray.
+
+Every message goes through Flower's own serialization both ways, so that apps behave as they do on
+any other engine and no client shares memory with the server or with another client.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
+from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.serverapp import Grid, ServerApp
+from flwr.supercore.run import Run
+from flwr.supercore.task_identity import TaskIdentity
+
+_RUN_ID = 1
+_FIRST_NODE = 2  # 1 is the server's
+
+
+class LocalGrid(Grid):
+    """Runs `app` for nodes of partition-id 0 to `clients` - 1."""
+
+    def __init__(self, app: ClientApp, clients: int, timeout: float) -> None:
+        """A client that computes for longer than `timeout` seconds is late: its reply expires."""
+        self._app = app
+        self._timeout = timeout
+        self._run = Run.create_empty(_RUN_ID)
+        self._nodes = range(_FIRST_NODE, _FIRST_NODE + clients)
+        self._contexts: dict[int, Context] = {}
+        self._waiting: dict[str, Message] = {}
+        self._sent = 0
+
+    def set_run(self, run: Run) -> None:
+        """See Grid."""
+        self._run = run
+
+    @property
+    def run(self) -> Run:
+        """See Grid."""
+        return self._run
+
+    def create_message(
+        self,
+        content: RecordDict,
+        message_type: str,
+        dst_node_id: int,
+        group_id: str,
+        ttl: float | None = None,
+    ) -> Message:
+        """See Grid."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Node ids by ascending partition-id."""
+        return self._nodes
+
+    def push_messages(self, messages: Iterable[Message]) -> list[str]:
+        """Queue `messages`; nothing runs before the replies are pulled."""
+        ids = []
+        for message in messages:
+            self._sent += 1
+            message_id = f"{self._sent:032x}"
+            message.metadata.__dict__["_message_id"] = message_id
+            self._waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        """Run the clients of those messages, each when its reply is read."""
+        for message_id in message_ids:
+            message = self._waiting.pop(message_id, None)
+            if message is not None:
+                yield self._deliver(message)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> list[Message]:
+        """See Grid. The clients' own timeout holds."""
+        return list(self.pull_messages(self.push_messages(messages)))
+
+    def _deliver(self, message: Message) -> Message:
+        received = _across(message)
+        context = self._context(received.metadata.dst_node_id)
+        start = time.monotonic()
+        try:
+            reply = self._app(received, context)
+        except Exception as error:  # a client may fail in any way; the others go on
+            reason = f"{type(error).__name__}: {error}"
+            reply = Message(
+                Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=reason), reply_to=received
+            )
+        if time.monotonic() - start > self._timeout:
+            reply = Message(
+                Error(code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE, reason="late"), reply_to=received
+            )
+        return _across(reply)
+
+    def _context(self, node: int) -> Context:
+        if node not in self._contexts:
+            self._contexts[node] = Context(
+                run_id=_RUN_ID,
+                node_id=node,
+                node_config={
+                    "partition-id": node - _FIRST_NODE,
+                    "num-partitions": len(self._nodes),
+                },
+                state=RecordDict(),
+                run_config={},
+            )
+        return self._contexts[node]
+
+
+def run(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
+    """Run both apps to their end in this process."""
+    grid = LocalGrid(client_app, clients, timeout)
+    context = Context(
+        run_id=_RUN_ID,
+        node_id=SUPERLINK_NODE_ID,
+        node_config={},
+        state=RecordDict(),
+        run_config={},
+    )
+    with identity():
+        server_app(grid, context)
+
+
+@contextmanager
+def identity() -> Iterator[None]:
+    """Be a Flower server in this process: messages are signed with its task and run."""
+    before = vars(TaskIdentity).copy()
+    TaskIdentity.task_id, TaskIdentity.run_id = 1, _RUN_ID
+    TaskIdentity.node_id = SUPERLINK_NODE_ID
+    try:
+        yield
+    finally:
+        for name in ("_task_id", "_run_id", "_node_id"):
+            setattr(TaskIdentity, name, before[name])
+
+
+def _across(message: Message) -> Message:
+    """The message as it arrives after crossing the wire."""
+    data = message_to_proto(message).SerializeToString()
+    return message_from_proto(ProtoMessage.FromString(data))

@@ -1,0 +1,173 @@
+"""The ServerApp: rounds of any Flower strategy, seeded sampling, evaluation, checkpoints.
+
+The loop is Flower's `Strategy.start` in everything but this: it starts at any round, survives a
+round without a single usable update, and hands the strategy the replies that the tap let through.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from flwr.app import ArrayRecord, ConfigRecord, Context
+from flwr.serverapp import Grid, ServerApp
+
+from fedsim import rng
+from fedsim.federation import strategies, strategy_state, wire
+from fedsim.federation.checkpoint import Checkpoint, Checkpoints
+from fedsim.federation.delivery import discover
+from fedsim.federation.records import RoundRecord
+from fedsim.federation.tap import TapGrid
+from fedsim.types import FedsimError, Tensors
+from fedsim.workload import Workload
+
+OnRound = Callable[[RoundRecord], None]
+
+
+def build(workload: Workload, out: Path, on_round: OnRound) -> ServerApp:
+    """The ServerApp that trains `workload` from its last checkpoint below `out`, if there is one.
+
+    It calls `on_round` after every round, then writes the checkpoint.
+    """
+    app = ServerApp()
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        nodes = discover(grid, workload.scenario.data.clients)
+        _Training(workload, TapGrid(grid, workload, nodes, out), out).run(on_round)
+
+    return app
+
+
+class _Training:
+    """One stack's training: the global model, the strategy, and the tap between them."""
+
+    def __init__(self, workload: Workload, tap: TapGrid, out: Path) -> None:
+        self._workload = workload
+        self._tap = tap
+        federation = workload.scenario.federation
+        self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
+        sampled = len(workload.participants(1))
+        claimed = federation.strategy_parameters.get("num_sampled_clients")
+        if claimed not in (None, sampled):
+            raise FedsimError(
+                f"federation.strategy_parameters: num_sampled_clients is {claimed}, but "
+                f"{sampled} clients are sampled per round, and the noise depends on it"
+            )
+        self._checkpoints = Checkpoints(out, workload.scenario, workload.stack_name)
+        parameters, buffers = workload.initial()
+        self._parameters: Tensors = parameters
+        self._buffers: Tensors = wire.floating(buffers)
+        self._constants = {n: b for n, b in buffers.items() if n not in self._buffers}
+        self._done = 0
+        saved = self._checkpoints.load()
+        if saved:
+            self._done = saved.round
+            self._parameters, self._buffers = saved.parameters, saved.buffers
+            strategy_state.restore(self._strategy, saved.strategy, saved.strategy_tensors)
+
+    def run(self, on_round: OnRound) -> None:
+        """Train every round that is left."""
+        scenario = self._workload.scenario
+        last = scenario.training.rounds
+        for round in range(self._done + 1, last + 1):
+            on_round(self._round(round))
+            if round % scenario.federation.checkpoint_every == 0 or round == last:
+                self._save(round)
+
+    def _round(self, round: int) -> RoundRecord:
+        started = time.perf_counter()
+        self._tap.begin(round, self._buffers)
+        parameters = self._train(round)
+        buffers = self._tap.end()
+        if parameters is not None:
+            self._parameters, self._buffers = parameters, buffers
+        test_loss, test_accuracy = self._evaluate(round)
+        tally = self._tap.tally
+        return RoundRecord(
+            round=round,
+            participants=tuple(self._workload.participants(round)),
+            aggregated=len(tally.accepted),
+            train_loss=tally.train_loss,
+            test_loss=test_loss,
+            test_accuracy=test_accuracy,
+            failures=dict(tally.failures),
+            details=tuple(tally.details),
+            zero_updates=tally.zero_updates,
+            probe_failures=tally.probe_failures,
+            bytes_up=tally.bytes_up,
+            bytes_down=tally.bytes_down,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _train(self, round: int) -> Tensors | None:
+        """The global parameters after `round`; None if they stay, for want of a usable update."""
+        arrays = wire.encode(self._parameters)
+        name = type(self._strategy).__name__
+        with _numpy_stream(rng.derive(self._workload.scenario.seed, "strategy", round)):
+            messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
+            replies = self._tap.send_and_receive(messages)
+            if not replies:
+                return None
+            try:
+                aggregated, _ = self._strategy.aggregate_train(round, replies)
+            except (FedsimError, OSError):
+                raise
+            except Exception as error:  # Flower's strategies raise what they happen to raise
+                raise FedsimError(
+                    f"federation.strategy: {name} failed in round {round} on {len(replies)} "
+                    f"updates: {type(error).__name__}: {error}"
+                ) from error
+        if aggregated is None:
+            self._tap.tally.accepted = ()
+            self._tap.tally.say(f"{name} aggregates nothing of {len(replies)} updates")
+            return None
+        return self._cast(aggregated)
+
+    def _cast(self, arrays: ArrayRecord) -> Tensors:
+        """The strategy's result as the model's parameters (FedAdam computes in float64)."""
+        result = wire.decode(arrays)
+        if set(result) != set(self._parameters):
+            raise FedsimError(
+                f"{type(self._strategy).__name__} returned other arrays than it was given"
+            )
+        return {name: result[name].to(value.dtype) for name, value in self._parameters.items()}
+
+    def _evaluate(self, round: int) -> tuple[float | None, float | None]:
+        training = self._workload.scenario.training
+        if round % training.evaluate_every and round != training.rounds:
+            return None, None
+        found = self._workload.evaluate(self._parameters, {**self._constants, **self._buffers})
+        if not math.isfinite(found.loss):
+            self._tap.tally.say(
+                "the test loss is not finite: training diverged; lower training.local.lr"
+            )
+            return None, found.accuracy
+        return found.loss, found.accuracy
+
+    def _save(self, round: int) -> None:
+        plain, tensors = strategy_state.save(self._strategy)
+        self._checkpoints.save(
+            Checkpoint(
+                round=round,
+                parameters=self._parameters,
+                buffers=self._buffers,
+                strategy=plain,
+                strategy_tensors=tensors,
+            )
+        )
+
+
+@contextmanager
+def _numpy_stream(seed: int) -> Iterator[None]:
+    """Seed NumPy's global stream, from which Flower's strategies draw; then restore it."""
+    before = np.random.get_state()  # noqa: NPY002 - it is the global stream that is meant
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        np.random.set_state(before)  # noqa: NPY002

@@ -1,0 +1,327 @@
+"""The report: one HTML file that opens anywhere, with nothing to fetch."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.recording import write_text
+from fedsim.report import plots
+from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
+from fedsim.report.gallery import Gallery, gallery
+from fedsim.report.leaderboard import LeaderboardRow, aggregate
+from fedsim.report.render import (
+    format_epsilon,
+    format_number,
+    format_percent,
+    format_summary,
+)
+from fedsim.report.runs import ResultRow, Run, load_runs, measurements
+from fedsim.report.threat import threat_model
+from fedsim.report.verdict import Verdict, verdicts
+from fedsim.scoring import Summary
+
+_WIDE, _NARROW = 760, 380
+"""Plots are drawn twice, so that their text is readable on a desk and on a phone."""
+
+Markup = str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """A gain and its interval as shares (percent) of a common scale."""
+
+    zero: float
+    at: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Section:
+    """One comparison's part of the report."""
+
+    title: str
+    control: Control
+    rows: list[LeaderboardRow]
+    verdicts: list[tuple[Verdict, Strip | None, str]]
+    """With the strip, and the color of the defense."""
+    gallery: Gallery
+    leakage: list[tuple[str, Markup]]
+    """(CSS class, SVG) by width; empty if test accuracy or gains were not measured."""
+    curves: list[tuple[str, Markup]]
+    legend: list[tuple[str, str]]
+    """(defense, color)."""
+
+
+def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
+    """Write the report of a run, or of all variants of a sweep; returns its path.
+
+    `out` is the file to write, by default `report.html` in `folder`.
+
+    Raises:
+        FedsimError: `folder` holds no results, or a file in it is damaged.
+    """
+    runs = load_runs([folder])
+    path = Path(out) if out else Path(folder) / "report.html"
+    write_text(path, _html(runs))
+    return path
+
+
+def _html(runs: Sequence[Run]) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "summary": format_summary,
+        "number": format_number,
+        "percent": format_percent,
+        "epsilon": format_epsilon,
+        "signed": _signed,
+    }
+    return environment.get_template("report.html.j2").render(_context(runs))
+
+
+def _context(runs: Sequence[Run]) -> dict[str, Any]:
+    results = measurements(runs)
+    confidence = _confidence(runs)
+    rows = aggregate(results, confidence=confidence)
+    return {
+        "title": ", ".join(dict.fromkeys(row.scenario for row in results)) or "no results",
+        "description": next((t for run in runs if (t := run.scenario.get("description"))), ""),
+        "summary": _sentence(runs, results),
+        "threats": threat_model(results),
+        "invalid": invalid_reasons(rows),
+        "confidence": f"{confidence:.0%}",
+        "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
+        "show_lpips": any(row.metrics["lpips"] for row in rows),
+        "show_features": any(row.metrics["feature_cosine"] for row in rows),
+        "failures": _failures(results),
+        "client_failures": _client_failures(runs),
+        "notes": _notes(runs),
+        "records": [
+            {
+                "name": run.folder.name,
+                "scenario": run.scenario_text,
+                "facts": _facts(run.record),
+            }
+            for run in runs
+        ],
+    }
+
+
+def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Section:
+    own = [row for row in rows if row.comparison == control.comparison]
+    cells = {row.cell for row in own}
+    # A folder belongs to the comparison that its rows are part of.
+    members = [run for run in runs if any(row.cell in cells for row in run.rows)]
+    series = _series(own)
+    judged = verdicts(own, control)
+    strips = _strips([verdict.strongest.gain for verdict in judged])
+    points = [
+        plots.Point(
+            label=verdict.strongest.defense,
+            series=series[verdict.strongest.defense],
+            accuracy=verdict.strongest.test_accuracy,
+            gain=verdict.strongest.gain.mean,
+            low=verdict.strongest.gain.low,
+            high=verdict.strongest.gain.high,
+        )
+        for verdict in judged
+        if verdict.strongest.gain and verdict.strongest.test_accuracy is not None
+    ]
+    curves = _curves(members, series)
+    return Section(
+        title=describe_comparison(control.comparison),
+        control=control,
+        rows=own,
+        verdicts=[
+            (verdict, strip, plots.series_color(series[verdict.strongest.defense]))
+            for verdict, strip in zip(judged, strips, strict=True)
+        ],
+        gallery=gallery(own, members),
+        leakage=[
+            ("wide", plots.leakage_utility(points, width=_WIDE, height=420)),
+            ("narrow", plots.leakage_utility(points, width=_NARROW, height=360)),
+        ]
+        if points
+        else [],
+        curves=[
+            ("wide", plots.training_curves(curves, width=_WIDE, height=270, stacked=False)),
+            ("narrow", plots.training_curves(curves, width=_NARROW, height=480, stacked=True)),
+        ]
+        if curves
+        else [],
+        legend=[(curve.label, plots.series_color(curve.series)) for curve in curves],
+    )
+
+
+def _series(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
+    """Defense -> its number in all plots: 0 for the undefended stack, the others as they come."""
+    undefended = {row.defense for row in rows if row.undefended}
+    others = [name for name in dict.fromkeys(row.defense for row in rows) if name not in undefended]
+    return dict.fromkeys(undefended, 0) | {name: i for i, name in enumerate(others, start=1)}
+
+
+def _strips(gains: Sequence[Summary | None]) -> list[Strip | None]:
+    """All on one scale that holds zero and every interval."""
+    ends = [_ends(gain) for gain in gains if gain]
+    low = min([0.0, *(end[0] for end in ends)])
+    high = max([1.0, *(end[1] for end in ends)])
+    pad = 0.03 * (high - low)
+
+    def share(value: float) -> float:
+        return round(100 * (value - low + pad) / (high - low + 2 * pad), 2)
+
+    return [
+        Strip(zero=share(0), at=share(gain.mean), low=share(ends[0]), high=share(ends[1]))
+        if gain and (ends := _ends(gain))
+        else None
+        for gain in gains
+    ]
+
+
+def _ends(gain: Summary) -> tuple[float, float]:
+    known = gain.low is not None and gain.high is not None
+    return (gain.low or 0.0, gain.high or 0.0) if known else (gain.mean, gain.mean)
+
+
+def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
+    """Training of each defense; of several runs of the same stack the first is drawn."""
+    found: dict[str, plots.Curve] = {}
+    for run in runs:
+        for name in dict.fromkeys(row.defense for row in run.rounds):
+            if name in found or name not in series:
+                continue
+            own = [row for row in run.rounds if row.defense == name]
+            found[name] = plots.Curve(
+                label=name,
+                series=series[name],
+                accuracy=[(r.round, r.test_accuracy) for r in own if r.test_accuracy is not None],
+                loss=[(r.round, r.train_loss) for r in own if r.train_loss is not None],
+            )
+    return sorted(found.values(), key=lambda curve: curve.series)
+
+
+def _confidence(runs: Sequence[Run]) -> float:
+    """The scenario's, which all variants of a sweep share; else 95%."""
+    for run in runs:
+        value = (run.scenario.get("scoring") or {}).get("confidence")
+        if isinstance(value, float) and 0 < value < 1:
+            return value
+    return 0.95
+
+
+def _sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
+    """What was run, in one sentence."""
+    if not rows:
+        return "This run has no results: no update was recorded, or no attack was run."
+    clients = _same((run.scenario.get("data") or {}).get("clients") for run in runs)
+    rounds = max((row.round for run in runs for row in run.rounds), default=None)
+    by = f" by {clients} clients" if clients else " by a federation"
+    over = f" over {_count(rounds, 'round')}" if rounds else ""
+    stacks = {row.defense.name for row in rows if row.defense.stack}
+    bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
+    behind = f"behind {_count(len(stacks), 'defense')}" if stacks else ""
+    failed = sum(not row.ok for row in rows)
+    return (
+        f"{_listed(row.model.name for row in rows)} was trained on "
+        f"{_listed(row.dataset for row in rows)}{by}{over}, "
+        f"{' and '.join(part for part in (bare, behind) if part)}; then "
+        f"{_listed(row.attack.label for row in rows)} tried to recover the clients' data from "
+        f"{_count(len({(row.observation, row.seed) for row in rows}), 'recorded update')}, "
+        f"in batches of {_listed(sorted({row.batch_size for row in rows}))} images: "
+        f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
+    )
+
+
+def _failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:
+    """(defense, attack, reason, count) of failed trials."""
+    counts = Counter(
+        (row.defense.name, row.attack.label, row.reason or "no reason given")
+        for row in rows
+        if not row.ok
+    )
+    return [(*key, count) for key, count in counts.items()]
+
+
+def _client_failures(runs: Sequence[Run]) -> list[str]:
+    """What went wrong in the federations' rounds, a line per defense and kind."""
+    counts: Counter[tuple[str, str]] = Counter()
+    details: dict[tuple[str, str], None] = {}
+    for run in runs:
+        for row in run.rounds:
+            for reason, count in row.failures.items():
+                counts[(row.defense, f"updates left out ({reason.replace('_', ' ')})")] += count
+            counts[(row.defense, "updates that were zero everywhere")] += row.zero_updates
+            counts[(row.defense, "probes without a recording")] += row.probe_failures
+            details |= {(row.defense, f"round {row.round}: {text}"): None for text in row.details}
+    lines = [f"{stack}: {count} {what}" for (stack, what), count in counts.items() if count]
+    return lines + [f"{stack}, {text}" for stack, text in details]
+
+
+def _notes(runs: Sequence[Run]) -> list[str]:
+    """Each run's notes, once."""
+    found = [
+        f"{key}: {text}" for run in runs for key, text in (run.record.get("notes") or {}).items()
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `record.json` says of where and how the run was made."""
+    environment = record.get("environment") or {}
+    packages = environment.get("packages") or {}
+    facts = {
+        "commit": environment.get("commit"),
+        "seed": record.get("seed"),
+        "device": record.get("device"),
+        "hardware": environment.get("gpu") or environment.get("processor"),
+        "python": environment.get("python"),
+        "packages": ", ".join(f"{k} {v}" for k, v in packages.items() if v),
+        "wall time": _duration(record.get("seconds")),
+        "peak memory": _megabytes(record.get("peak_memory_bytes")),
+        "on the wire": _megabytes(record.get("bytes_on_wire")),
+    }
+    return [(key, str(value)) for key, value in facts.items() if value not in (None, "")]
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _megabytes(count: int | None) -> str | None:
+    return None if count is None else f"{count / 1e6:,.0f} MB"
+
+
+def _signed(value: float, digits: int = 1) -> str:
+    return f"{round(value, digits) + 0.0:+.{digits}f}" if math.isfinite(value) else "–"
+
+
+def _listed(values: Iterable[object]) -> str:
+    """`a`, `a and b`, `a, b and c`, each once."""
+    *head, last = dict.fromkeys(map(str, values))
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _same(values: Iterable[object]) -> object | None:
+    found = set(values)
+    return found.pop() if len(found) == 1 else None

@@ -1,0 +1,98 @@
+"""Aggregate: the weighted mean, in the memory of one update."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from fedsim.testing.defense import stream
+from fedsim.types import FedsimError, Update
+from fedsim_defenses.aggregate import Aggregate
+
+
+def update(value: float, num_examples: int, **more: torch.Tensor) -> Update:
+    return Update(
+        tensors={"a": torch.full((2,), value), **more},
+        num_examples=num_examples,
+        buffers={"mean": torch.full((3,), 10 * value)},
+    )
+
+
+def test_the_mean_is_weighted_by_examples_also_of_buffers() -> None:
+    combined = Aggregate().combine([update(1.0, 1), update(2.0, 2), update(-4.0, 5)])
+    expected = (1 * 1 + 2 * 2 - 4 * 5) / 8
+    torch.testing.assert_close(combined.tensors["a"], torch.full((2,), expected))
+    torch.testing.assert_close(combined.buffers["mean"], torch.full((3,), 10 * expected))
+    assert combined.num_examples == 8
+
+
+def test_many_clients_agree_with_the_mean_in_double_precision() -> None:
+    draw = stream()
+    updates = [
+        Update(tensors={"a": torch.randn(50, generator=draw)}, num_examples=1 + i % 7)
+        for i in range(500)
+    ]
+    weights = torch.tensor([u.num_examples for u in updates], dtype=torch.float64)
+    stacked = torch.stack([u.tensors["a"].double() for u in updates])
+    expected = (weights[:, None] * stacked).sum(0) / weights.sum()
+    found = Aggregate().combine(updates).tensors["a"]
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_summed_in_single() -> None:
+    halves = [
+        Update(tensors={"a": torch.full((4,), 1e-3, dtype=torch.float16)}, num_examples=1)
+        for _ in range(3000)
+    ]
+    found = Aggregate().combine(halves).tensors["a"]
+    assert found.dtype == torch.float16
+    assert float(found[0]) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_integer_tensors_are_averaged_and_rounded() -> None:
+    counters = [update(0.0, 1, n=torch.tensor(10)), update(0.0, 3, n=torch.tensor(13))]
+    found = Aggregate().combine(counters).tensors["n"]
+    assert found.dtype == torch.int64
+    assert int(found) == 12
+
+
+def test_only_one_update_is_alive_at_a_time() -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def arriving() -> Iterator[Update]:
+        for i in range(6):
+            gc.collect()
+            assert sum(ref() is not None for ref in alive) <= 2  # the first (types), the last
+            tensor = torch.full((4,), float(i))
+            alive.append(weakref.ref(tensor))
+            yield Update(tensors={"a": tensor}, num_examples=1)
+            del tensor
+
+    assert float(Aggregate().combine(arriving()).tensors["a"][0]) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize(
+    ("updates", "cause"),
+    [
+        ([], "no client"),
+        ([update(1.0, 0)], "at least 1"),
+        ([update(1.0, 1), update(1.0, 1, b=torch.zeros(1))], "same model"),
+        (
+            [update(1.0, 1), Update(tensors={"a": torch.zeros(3)}, num_examples=1)],
+            "same model",
+        ),
+    ],
+)
+def test_what_is_refused(updates: list[Update], cause: str) -> None:
+    with pytest.raises(FedsimError, match=cause):
+        Aggregate().combine(updates)
+
+
+def test_a_non_finite_entry_shows_in_the_mean() -> None:
+    found = Aggregate().combine([update(1.0, 1), update(math.nan, 1)])
+    assert bool(found.tensors["a"].isnan().all())

@@ -1,0 +1,92 @@
+"""Every bundled defense keeps to its kind's contract."""
+
+from __future__ import annotations
+
+from fedsim.defense import Defense
+from fedsim.plugins import names
+from fedsim.testing.defense import (
+    AggregationDefenseContract,
+    TrainingDefenseContract,
+    UpdateDefenseContract,
+)
+from fedsim_defenses.aggregate import Aggregate
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.dropout import Dropout
+from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.gradient_pruning import GradientPruning
+from fedsim_defenses.local_aggregation import LocalAggregation
+from fedsim_defenses.quantization import Quantization
+from fedsim_defenses.top_k import TopK
+
+
+class TestClip(UpdateDefenseContract):
+    def make(self) -> Clip:
+        return Clip(norm=0.7)
+
+
+class TestGaussianNoise(UpdateDefenseContract):
+    def make(self) -> GaussianNoise:
+        return GaussianNoise(std=0.3)
+
+
+class TestGaussianNoiseByMultiplier(UpdateDefenseContract):
+    def make(self) -> GaussianNoise:
+        return GaussianNoise(multiplier=1.1)
+
+
+class TestGradientPruning(UpdateDefenseContract):
+    def make(self) -> GradientPruning:
+        return GradientPruning(ratio=0.7)
+
+
+class TestGradientPruningByTensor(UpdateDefenseContract):
+    def make(self) -> GradientPruning:
+        return GradientPruning(ratio=0.5, scope="tensor")
+
+
+class TestTopK(UpdateDefenseContract):
+    def make(self) -> TopK:
+        return TopK(ratio=0.2)
+
+
+class TestQuantization(UpdateDefenseContract):
+    def make(self) -> Quantization:
+        return Quantization(bits=3)
+
+
+class TestQuantizationDeterministic(UpdateDefenseContract):
+    def make(self) -> Quantization:
+        return Quantization(bits=8, rounding="deterministic")
+
+
+class TestDPSGD(TrainingDefenseContract):
+    def make(self) -> DPSGD:
+        return DPSGD(norm=0.5, noise_multiplier=1.3)
+
+
+class TestDropout(TrainingDefenseContract):
+    def make(self) -> Dropout:
+        return Dropout(rate=0.5)
+
+
+class TestLocalAggregation(TrainingDefenseContract):
+    def make(self) -> LocalAggregation:
+        return LocalAggregation(steps=4, batches="same")
+
+
+class TestAggregate(AggregationDefenseContract):
+    def make(self) -> Aggregate:
+        return Aggregate()
+
+
+def test_no_bundled_defense_is_left_out() -> None:
+    tested = {type(suite().make()) for suite in _suites()}
+    assert {cls.__module__ for cls in tested} == {
+        f"fedsim_defenses.{name}" for name in names("fedsim.defenses")
+    }
+    assert all(issubclass(cls, Defense) for cls in tested)
+
+
+def _suites() -> list[type]:
+    return [value for name, value in globals().items() if name.startswith("Test")]

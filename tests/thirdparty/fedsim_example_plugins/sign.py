@@ -1,0 +1,36 @@
+"""Bernstein, Wang, Azizzadenesheli and Anandkumar, signSGD: Compressed Optimisation for
+Non-Convex Problems, ICML 2018, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from fedsim.defense import Guarantee, UpdateDefense
+from fedsim.types import Tensors
+from pydantic import Field
+
+
+@final
+class Sign(UpdateDefense):
+    """Sends only the sign of each entry, times `scale`."""
+
+    paper: ClassVar[str] = "Bernstein et al., signSGD, ICML 2018, Algorithm 1"
+
+    scale: Annotated[float, Field(gt=0, le=1e6)] = 0.001
+    """Magnitude of every entry sent, in the update's units."""
+
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        """Nothing is remembered."""
+        return {}
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """Zero stays zero."""
+        return {name: self.scale * tensor.sign() for name, tensor in update.items()}, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """None of its own."""
+        return before.unproven("sign adds no noise, and its size grows with the model")
