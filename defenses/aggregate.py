@@ -34,9 +34,7 @@ class Aggregate(AggregationDefense):
                 differ in name or shape.
         """
         seen = 0
-        tensors: dict[str, Tensor] = {}
-        buffers: dict[str, Tensor] = {}
-        first: Update | None = None
+        tensors, buffers = _Mean(), _Mean()
         for update in updates:
             if update.num_examples < 1:
                 raise FedsimError(
@@ -44,19 +42,11 @@ class Aggregate(AggregationDefense):
                     "weight of the mean and must be at least 1"
                 )
             seen += update.num_examples
-            if first is None:
-                first = update
-                tensors, buffers = _widened(update.tensors), _widened(update.buffers)
-            else:
-                _move_towards(tensors, update.tensors, update.num_examples / seen)
-                _move_towards(buffers, update.buffers, update.num_examples / seen)
-        if first is None:
+            tensors.move_towards(update.tensors, update.num_examples / seen)
+            buffers.move_towards(update.buffers, update.num_examples / seen)
+        if seen == 0:
             raise FedsimError("aggregate: no client sent an update in this round")
-        return Update(
-            tensors=_narrowed(tensors, first.tensors),
-            buffers=_narrowed(buffers, first.buffers),
-            num_examples=seen,
-        )
+        return Update(tensors=tensors.read(), buffers=buffers.read(), num_examples=seen)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Each client's own guarantee, whatever its weight.
@@ -67,25 +57,38 @@ class Aggregate(AggregationDefense):
         return before
 
 
-def _widened(update: Tensors) -> dict[str, Tensor]:
-    return {name: tensor.to(_wide(tensor), copy=True) for name, tensor in update.items()}
+@final
+class _Mean:
+    """A running weighted mean of equally shaped updates."""
 
+    def __init__(self) -> None:
+        self._mean: dict[str, Tensor] | None = None
+        self._dtypes: dict[str, torch.dtype] = {}
 
-def _move_towards(mean: dict[str, Tensor], update: Tensors, weight: float) -> None:
-    if shapes(mean) != shapes(update):
-        raise FedsimError(
-            "aggregate: the clients' updates differ in names or shapes of their tensors; all "
-            "clients must train the same model"
-        )
-    for name, tensor in update.items():
-        mean[name].lerp_(tensor.to(mean[name].dtype), weight)
+    def move_towards(self, update: Tensors, weight: float) -> None:
+        """Take in `update`, whose share of the weight so far is `weight` (1 for the first)."""
+        if self._mean is None:
+            self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
+            self._mean = {
+                name: tensor.to(_wide(tensor), copy=True) for name, tensor in update.items()
+            }
+        elif shapes(self._mean) != shapes(update):
+            raise FedsimError(
+                "aggregate: the clients' updates differ in names or shapes of their tensors; all "
+                "clients must train the same model"
+            )
+        else:
+            for name, tensor in update.items():
+                self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
-
-def _narrowed(mean: Tensors, like: Tensors) -> dict[str, Tensor]:
-    return {
-        name: (tensor if like[name].is_floating_point() else tensor.round()).to(like[name].dtype)
-        for name, tensor in mean.items()
-    }
+    def read(self) -> dict[str, Tensor]:
+        """The mean, in the types of the first update."""
+        return {
+            name: (mean if self._dtypes[name].is_floating_point else mean.round()).to(
+                self._dtypes[name]
+            )
+            for name, mean in (self._mean or {}).items()
+        }
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -31,7 +31,7 @@ class FedsimError(Exception):
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """Work had begun when it failed: what was finished is kept. `fedsim` then exits with 1, not 2."""
+    """Work had begun when it failed; what was finished is kept. The command then exits with 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -158,7 +158,8 @@ class Workload:
             if not clients:
                 continue
             seen = [-1] if self.stack.aggregation else clients
-            for probe in self.probes(round) or [None]:
+            asked: list[Probe | None] = list(self.probes(round)) or [None]
+            for probe in asked:
                 for client in seen:
                     yield self.observation(
                         round,

@@ -66,4 +66,3 @@ def check(scenario: Scenario) -> None:
     from fedsim.federation.engine import check as check_engine
 
     check_engine(scenario)
-

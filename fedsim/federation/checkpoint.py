@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from fedsim.federation import client_state
-from fedsim.recording import read_tensors, write_text, write_tensors
+from fedsim.recording import read_tensors, write_tensors, write_text
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
 

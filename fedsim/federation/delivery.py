@@ -60,7 +60,11 @@ def discover(grid: Grid, clients: int) -> dict[int, int]:
     Raises:
         FedsimError: a client has no node, or two, or a node failed to answer.
     """
-    nodes = list(grid.get_node_ids())
+    begun = time.monotonic()
+    while len(nodes := list(grid.get_node_ids())) < clients:
+        if time.monotonic() - begun > _START_SECONDS:
+            raise FedsimError(f"{len(nodes)} of {clients} nodes came; start one node per client")
+        time.sleep(_POLL_SECONDS)
     query = RecordDict()
     messages = [Message(query, node, f"query.{IDENTIFY}") for node in nodes]
     found: dict[int, int] = {}
@@ -72,10 +76,7 @@ def discover(grid: Grid, clients: int) -> dict[int, int]:
         if client in found:
             raise FedsimError(f"two nodes say that they are client {client}; give each its own id")
         found[client] = nodes[position]
-    missing = [client for client in range(clients) if client not in found]
+    missing = set(range(clients)) - set(found)
     if missing:
-        raise FedsimError(
-            f"no node for client {missing[0]} ({len(missing)} of {clients} are missing); start one "
-            "node per client"
-        )
+        raise FedsimError(f"no node is client {min(missing)}; number the nodes 0 to {clients - 1}")
     return found

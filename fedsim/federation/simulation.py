@@ -14,17 +14,20 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import queue
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import torch
 from pydantic import TypeAdapter
 
 from fedsim.federation.records import RoundRecord
@@ -37,7 +40,13 @@ if TYPE_CHECKING:
 
 _RECORD: TypeAdapter[RoundRecord] = TypeAdapter(RoundRecord)
 _GRACE_SECONDS = 10.0
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "PYTHONWARNINGS": "ignore",
+}
 _TAIL = 2000
+_SHORT_PATH = 40
 
 
 def require_ray() -> None:
@@ -62,18 +71,19 @@ def run(job: Job, workload: Workload | None, on_round: OnRound) -> None:
     scratch = Path(tempfile.mkdtemp(prefix="fedsim-"))  # Ray's sockets need a short path
     try:
         with (scratch / "log").open("w+b") as log:
-            child = subprocess.Popen(  # noqa: S603 - our own module
+            child = subprocess.Popen(
                 [sys.executable, "-m", "fedsim.federation.simulation"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(job.threads)},
+                env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
             )
             assert child.stdin and child.stdout  # noqa: S101 - they are pipes
             try:
                 _follow(job, child.stdin, child.stdout, scratch, on_round)
-                child.wait(_GRACE_SECONDS)
+                with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order
+                    child.wait(_GRACE_SECONDS)
             except _ChildDied as error:
                 log.seek(0)
                 said = log.read()[-_TAIL:].decode(errors="replace")
@@ -127,3 +137,85 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.wait()
     if child.stdout:
         child.stdout.close()
+
+
+def main() -> None:
+    """The child: read the job from stdin, train it, write its rounds to stdout as JSON lines."""
+    lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(
+        sys.stderr.fileno(), sys.stdout.fileno()
+    )  # whatever a library prints is no line of ours
+    # Unbuffered: a buffered reader that a daemon thread waits on aborts the interpreter's exit.
+    orders = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
+    start = json.loads(orders.readline())
+    recorded: queue.Queue[int] = queue.Queue()
+    threading.Thread(target=_listen, args=(orders, recorded), daemon=True).start()
+
+    def say(message: dict[str, Any]) -> None:
+        lines.write(json.dumps(message) + "\n")
+        lines.flush()
+
+    def on_round(record: RoundRecord) -> None:
+        say({"round": asdict(record)})
+        recorded.get()
+
+    try:
+        _simulate(start["job"], Path(start["scratch"]), on_round)
+    except FedsimError as error:
+        say({"error": str(error)})
+    except Exception as error:  # the parent is to hear of it, whatever it is
+        traceback.print_exc()
+        cause = error.__cause__ or error
+        say({"error": f"the simulation engine failed: {type(cause).__name__}: {cause}"})
+    else:
+        say({"done": True})
+
+
+def _listen(orders: IO[bytes], recorded: queue.Queue[int]) -> None:
+    """Pass on the parent's acknowledgements; die with it, and take Ray's processes along."""
+    for line in orders:
+        recorded.put(json.loads(line)["recorded"])
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
+
+
+def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> None:
+    from flwr.simulation import run_simulation
+
+    from fedsim.federation import client_app, server_app
+
+    job = client_app.Job(**settings)
+    workload = job.workload()
+    run_simulation(
+        server_app=server_app.build(workload, Path(job.out), on_round),
+        client_app=client_app.build(job),
+        num_supernodes=workload.scenario.data.clients,
+        backend_config=_resources(job.threads, workload, scratch),
+    )
+
+
+def _resources(threads: int, workload: Workload, scratch: Path) -> dict[str, Any]:
+    """Ray's cluster: as many workers as there are clients to run at a time, at most."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    per_client = min(threads, cores or 1)
+    busy = max(
+        len(workload.participants(1)), len(workload.observed(workload.scenario.training.rounds))
+    )
+    workers = max(1, min((cores or 1) // per_client, busy))
+    init: dict[str, Any] = {
+        "num_cpus": workers * per_client,
+        "log_to_driver": False,
+        "logging_level": "ERROR",
+    }
+    if len(str(scratch)) < _SHORT_PATH:
+        init["_temp_dir"] = str(scratch / "ray")
+    gpus = torch.cuda.device_count() if workload.device.type == "cuda" else 0
+    return {
+        "init_args": init,
+        "client_resources": {"num_cpus": per_client, "num_gpus": min(1.0, gpus / workers)},
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -118,9 +118,7 @@ def check_fit(name: str, parameters: Mapping[str, Any], *, sees_each: bool, loss
         check_fit(inner, inner_parameters, sees_each=sees_each, losses=losses)
 
 
-def _value(
-    name: str, key: str, value: Any, accepted: Mapping[str, inspect.Parameter]
-) -> Any:
+def _value(name: str, key: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
     if key in _SET_BY_FEDSIM or key in _LEFT_ALONE:
         raise FedsimError(
             f"federation.strategy_parameters: {key!r} is set by fedsim; remove it (the share of "

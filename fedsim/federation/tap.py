@@ -31,9 +31,7 @@ from fedsim.workload import Probe, Workload
 class TapGrid(Grid):
     """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
 
-    def __init__(
-        self, grid: Grid, workload: Workload, nodes: Mapping[int, int], out: Path
-    ) -> None:
+    def __init__(self, grid: Grid, workload: Workload, nodes: Mapping[int, int], out: Path) -> None:
         """`nodes` maps client to node id; recordings go below `out`."""
         self._grid = grid
         self._workload = workload

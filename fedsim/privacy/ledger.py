@@ -6,8 +6,8 @@ whose curve is exact. Batches sampled without replacement are accounted by Rény
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
 AISTATS 2019, Theorem 27) as implemented by dp_accounting.
 
-What the claim covers: the update itself. A client's number of examples and reported loss, its taking
-part, and the choice of hyper-parameters are outside of it.
+What the claim covers: the update itself. A client's number of examples and reported loss, its
+taking part, and the choice of hyper-parameters are outside of it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from fedsim.report.control import Control, invalid_reasons, positive_controls
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.report.page import write_report
+from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
 from fedsim.report.runs import ReportError
 
@@ -13,4 +15,7 @@ __all__ = [
     "leaderboard_rows",
     "positive_controls",
     "render",
+    "save_grid",
+    "save_grids",
+    "write_report",
 ]

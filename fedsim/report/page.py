@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,15 +11,16 @@ from typing import Any
 from fedsim.recording import write_text
 from fedsim.report import plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
-from fedsim.report.gallery import Gallery, gallery
+from fedsim.report.gallery import Plate, gallery
 from fedsim.report.leaderboard import LeaderboardRow, aggregate
 from fedsim.report.render import (
     format_epsilon,
     format_number,
     format_percent,
+    format_signed,
     format_summary,
 )
-from fedsim.report.runs import ResultRow, Run, load_runs, measurements
+from fedsim.report.runs import ResultRow, Run, canonical, load_runs, measurements
 from fedsim.report.threat import threat_model
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import Summary
@@ -50,7 +50,10 @@ class Section:
     rows: list[LeaderboardRow]
     verdicts: list[tuple[Verdict, Strip | None, str]]
     """With the strip, and the color of the defense."""
-    gallery: Gallery
+    gallery: list[tuple[str, str, list[Plate]]]
+    """(defense, stack, its plates)."""
+    omitted: int
+    """Plates left out of the gallery."""
     leakage: list[tuple[str, Markup]]
     """(CSS class, SVG) by width; empty if test accuracy or gains were not measured."""
     curves: list[tuple[str, Markup]]
@@ -87,7 +90,7 @@ def _html(runs: Sequence[Run]) -> str:
         "number": format_number,
         "percent": format_percent,
         "epsilon": format_epsilon,
-        "signed": _signed,
+        "signed": format_signed,
     }
     return environment.get_template("report.html.j2").render(_context(runs))
 
@@ -141,6 +144,8 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         if verdict.strongest.gain and verdict.strongest.test_accuracy is not None
     ]
     curves = _curves(members, series)
+    shown = gallery(own, members)
+    attacks = list(dict.fromkeys(row.attack for row in own))
     return Section(
         title=describe_comparison(control.comparison),
         control=control,
@@ -149,7 +154,12 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
             (verdict, strip, plots.series_color(series[verdict.strongest.defense]))
             for verdict, strip in zip(judged, strips, strict=True)
         ],
-        gallery=gallery(own, members),
+        gallery=[
+            (row.defense, row.stack, _plates(shown.plates, row.defense, attacks))
+            for row in own
+            if row.strongest
+        ],
+        omitted=shown.omitted,
         leakage=[
             ("wide", plots.leakage_utility(points, width=_WIDE, height=420)),
             ("narrow", plots.leakage_utility(points, width=_NARROW, height=360)),
@@ -166,6 +176,14 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
     )
 
 
+def _plates(plates: Sequence[Plate], defense: str, attacks: Sequence[str]) -> list[Plate]:
+    """One defense's, in an order that is the same for all, so that they line up on the page."""
+    return sorted(
+        (plate for plate in plates if plate.line.defense == defense),
+        key=lambda plate: (attacks.index(plate.line.attack), plate.line.batch_size),
+    )
+
+
 def _series(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
     """Defense -> its number in all plots: 0 for the undefended stack, the others as they come."""
     undefended = {row.defense for row in rows if row.undefended}
@@ -175,9 +193,9 @@ def _series(rows: Sequence[LeaderboardRow]) -> dict[str, int]:
 
 def _strips(gains: Sequence[Summary | None]) -> list[Strip | None]:
     """All on one scale that holds zero and every interval."""
-    ends = [_ends(gain) for gain in gains if gain]
-    low = min([0.0, *(end[0] for end in ends)])
-    high = max([1.0, *(end[1] for end in ends)])
+    every = [_ends(gain) for gain in gains if gain]
+    low = min([0.0, *(ends[0] for ends in every)])
+    high = max([1.0, *(ends[1] for ends in every)])
     pad = 0.03 * (high - low)
 
     def share(value: float) -> float:
@@ -234,12 +252,13 @@ def _sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
     behind = f"behind {_count(len(stacks), 'defense')}" if stacks else ""
     failed = sum(not row.ok for row in rows)
+    updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
     return (
         f"{_listed(row.model.name for row in rows)} was trained on "
         f"{_listed(row.dataset for row in rows)}{by}{over}, "
         f"{' and '.join(part for part in (bare, behind) if part)}; then "
-        f"{_listed(row.attack.label for row in rows)} tried to recover the clients' data from "
-        f"{_count(len({(row.observation, row.seed) for row in rows}), 'recorded update')}, "
+        f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
+        f"{_count(len(updates), 'recorded update')}, "
         f"in batches of {_listed(sorted({row.batch_size for row in rows}))} images: "
         f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
     )
@@ -306,10 +325,6 @@ def _duration(seconds: float | None) -> str | None:
 
 def _megabytes(count: int | None) -> str | None:
     return None if count is None else f"{count / 1e6:,.0f} MB"
-
-
-def _signed(value: float, digits: int = 1) -> str:
-    return f"{round(value, digits) + 0.0:+.{digits}f}" if math.isfinite(value) else "–"
 
 
 def _listed(values: Iterable[object]) -> str:

@@ -59,6 +59,12 @@ def format_number(value: float | None, digits: int = 2) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
+def format_signed(value: float, digits: int = 1) -> str:
+    """`+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
+    # Adding zero turns -0.0 into 0.0.
+    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
+
+
 def format_percent(value: float | None) -> str:
     """A share of 1 in percent, or a dash."""
     return "–" if value is None else f"{value:.0%}"
@@ -259,8 +265,7 @@ def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
 
 
 def _signed(summary: Summary | None) -> str:
-    # Adding zero turns -0.0 into 0.0.
-    return "–" if summary is None else f"{round(summary.mean, 1) + 0.0:+.1f}"
+    return "–" if summary is None else format_signed(summary.mean)
 
 
 def _mean(summary: Summary | None, digits: int) -> str:

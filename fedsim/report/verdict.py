@@ -9,7 +9,8 @@ from typing import Literal
 
 from fedsim.report.control import REQUIRED_GAIN, Control
 from fedsim.report.leaderboard import LeaderboardRow
-from fedsim.report.render import format_epsilon
+from fedsim.report.render import format_epsilon, format_signed
+from fedsim.scoring import Summary
 
 Level = Literal["leak", "partial", "unseen", "unknown", "invalid"]
 
@@ -85,19 +86,31 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
     if row.gain is None:
         return "No attack on images was run against this defense."
     if level == "invalid":
-        return "The positive control did not pass, so a low figure here says nothing."
-    gain = f"{row.gain.mean:+.1f} dB"
-    if row.gain.low is not None and row.gain.high is not None:
-        gain += f" ({row.gain.confidence:.0%} interval {row.gain.low:+.1f} to {row.gain.high:+.1f})"
+        return "The positive control did not pass, so what these attacks achieve here says nothing."
     where = f"at batch size {row.batch_size}, round {row.round}"
     if level == "unseen":
+        finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
+        if row.gain.low is not None and row.gain.low > 0:
+            finding = "beats guessing, but as much so with another client’s update"
         return (
-            f"The strongest attack, {row.attack}, came to {gain} against guessing {where}. "
-            "This is what these attacks could not do, not a proof that none can."
+            f"The strongest attack, {row.attack}, {finding}: {_gain(row.gain, signed=True)} "
+            f"{where}. This is what these attacks could not do, not a proof that none can."
         )
     worst = row.worst["psnr"]
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
-    return f"{row.attack} reconstructs images {gain} better than guessing {where}.{tail}"
+    return (
+        f"{row.attack} reconstructs images better than guessing by {_gain(row.gain)} {where}.{tail}"
+    )
+
+
+def _gain(gain: Summary, signed: bool = False) -> str:
+    def number(value: float) -> str:
+        return format_signed(value) if signed else f"{value:.1f}"
+
+    if gain.low is None or gain.high is None:
+        return f"{number(gain.mean)} dB"
+    interval = f"{gain.confidence:.0%} interval {number(gain.low)} to {number(gain.high)}"
+    return f"{number(gain.mean)} dB ({interval})"
 
 
 def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
@@ -163,11 +176,13 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     if strongest.gain is not None and strongest.gain.mean > 0:
         other = strongest.over_other
         if other is None:
-            found.append("No other-update control: how much the attack's prior does is unknown.")
+            found.append(
+                "No other-update control: what the attack knew beforehand is not told apart."
+            )
         elif (other.mean if other.low is None else other.low) <= 0:
             found.append(
-                f"Against another client's update the same attack scores as well "
-                f"({other.mean:+.1f} dB difference): its pictures may be its prior's."
+                f"Against another client’s update the same attack scores as well "
+                f"({format_signed(other.mean)} dB): its pictures may be what it knew beforehand."
             )
     audited = strongest.audited_epsilon
     if audited is not None and strongest.epsilon is not None and audited > strongest.epsilon:

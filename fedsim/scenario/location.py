@@ -36,10 +36,10 @@ class Problem:
 
 
 class ScenarioError(FedsimError):
-    """A scenario cannot be run. The message lists every problem, one per line."""
+    """A scenario cannot be run. The message lists every problem once, in order of lines."""
 
     def __init__(self, problems: Iterable[Problem]) -> None:
-        self.problems = tuple(dict.fromkeys(problems))
+        self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
     @property

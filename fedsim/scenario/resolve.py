@@ -125,7 +125,7 @@ class _Resolver:
         for path, message in check(sections, self.sound):
             self.tell(path, message)
         if self.problems:
-            raise ScenarioError(sorted(self.problems, key=lambda problem: problem.line or 0))
+            raise ScenarioError(self.problems)
         training = sections["training"]
         sections["training"] = training.model_copy(update={"algorithm": algorithm(training)})
         return Scenario(**sections)

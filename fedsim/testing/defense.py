@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import pydantic
 import pytest
@@ -24,7 +24,6 @@ from fedsim.defense import (
     AggregationDefense,
     Defense,
     Guarantee,
-    LossFn,
     Mechanism,
     TrainingDefense,
     UpdateDefense,
@@ -32,70 +31,13 @@ from fedsim.defense import (
     global_norm,
     shapes,
 )
+from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
 from fedsim.types import FedsimError, LocalTraining, Tensors, Update
 
 BOUND = 2.0
 """The L2 bound that the suites take as proven by the defenses before."""
 
-
-def stream(seed: int = 1) -> torch.Generator:
-    """A fresh generator; the same seed is the same stream."""
-    return torch.Generator().manual_seed(seed)
-
-
-def mixed(scale: float = 1.0) -> dict[str, Tensor]:
-    """An update with every floating-point type, a 0-d, an empty and a repeated entry."""
-    draw = stream(0)
-    return {
-        "single": scale * torch.randn(4, 3, generator=draw),
-        "double": scale * torch.randn(5, generator=draw, dtype=torch.float64),
-        "half": (scale * torch.randn(2, 3, generator=draw)).half(),
-        "bfloat": (scale * torch.randn(3, generator=draw)).bfloat16(),
-        "scalar": scale * torch.randn((), generator=draw),
-        "empty": torch.zeros(0, 3),
-        "ties": torch.full((6,), scale),
-    }
-
-
-def zeros() -> dict[str, Tensor]:
-    """The update of a client that has learned nothing."""
-    return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
-
-
-def non_finite(value: float) -> dict[str, Tensor]:
-    """An update with one entry of `value`."""
-    update = mixed()
-    update["single"][1, 1] = value
-    return update
-
-
-UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
-    "ordinary": mixed,
-    "tiny": lambda: mixed(1e-6),
-    "large": lambda: mixed(1e4),
-    "zero": zeros,
-    "no tensors": dict,
-    "NaN": lambda: non_finite(math.nan),
-    "infinite": lambda: non_finite(math.inf),
-}
-
 over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
-
-
-def same(a: Tensors, b: Tensors) -> bool:
-    """Equal names, shapes, types and bits (NaN equals NaN)."""
-    return a.keys() == b.keys() and all(
-        a[name].dtype == b[name].dtype
-        and a[name].shape == b[name].shape
-        and bool(((a[name] == b[name]) | (a[name].isnan() & b[name].isnan())).all())
-        and bool((torch.signbit(a[name]) == torch.signbit(b[name])).all())
-        for name in a
-    )
-
-
-def copy(tensors: Tensors) -> dict[str, Tensor]:
-    """Clones of all tensors."""
-    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 class _DefenseContract(ABC):

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
+from pydantic import Field
+from torch import Tensor
+
 from fedsim.attack import Attack, AttackFailed, AttackState
 from fedsim.models.base import denormalize
 from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction, Tensors
-from pydantic import Field
-from torch import Tensor
 
 
 @dataclass(kw_only=True)

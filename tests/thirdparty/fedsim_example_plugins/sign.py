@@ -7,9 +7,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, final
 
 import torch
+from pydantic import Field
+
 from fedsim.defense import Guarantee, UpdateDefense
 from fedsim.types import Tensors
-from pydantic import Field
 
 
 @final

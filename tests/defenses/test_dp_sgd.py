@@ -1,0 +1,199 @@
+"""DPSGD: per-example clipping, its noise, its memory, what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import fedsim_defenses.dp_sgd as module
+import pytest
+import torch
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.dropout import Dropout
+from torch import Tensor
+
+from fedsim.defense import Guarantee, Mechanism, global_norm
+from fedsim.models.base import Classifier
+from fedsim.models.local import LossFn, gradient, loss_function
+from fedsim.models.mlp import MLP
+from fedsim.models.resnet import ResNet18
+from fedsim.testing.updates import same, stream
+from fedsim.types import FedsimError, LocalTraining, Tensors
+
+DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=6, lr=0.1)
+HUGE = 1e12
+
+Batch = tuple[Tensor, Tensor]
+
+
+def setup(
+    model: Classifier, training: LocalTraining = DECLARED
+) -> tuple[LossFn, dict[str, Tensor]]:
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    return loss_function(model, buffers, training), parameters
+
+
+def batch(count: int = 6, size: int = 4, scale: float = 1.0) -> Batch:
+    draw = stream(5)
+    images = scale * torch.randn(count, 1, size, size, generator=draw)
+    return images, torch.randint(3, (count,), generator=draw)
+
+
+def mlp() -> Classifier:
+    torch.manual_seed(0)
+    return MLP().build((1, 4, 4), 3)
+
+
+def step(defense: DPSGD, loss: LossFn, at: Tensors, data: Batch, seed: int = 1) -> Tensors:
+    return defense.gradient(loss, _never)(at, *data, stream(seed))
+
+
+def _never(*_: object) -> Tensors:
+    raise AssertionError("dp_sgd computes gradients of its own")
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_without_noise_and_bound_it_is_the_plain_gradient(size: int) -> None:
+    residual = ResNet18(norm="group", width=4)
+    loss, at = setup(mlp() if size == 4 else residual.build((1, size, size), 3))
+    data = batch(size=size)
+    found = step(DPSGD(norm=HUGE, noise_multiplier=0), loss, at, data)
+    expected = gradient(loss, at, *data)
+    torch.testing.assert_close(dict(found), dict(expected), rtol=1e-4, atol=1e-6)
+
+
+def test_the_mean_of_clipped_gradients_computed_one_by_one() -> None:
+    loss, at = setup(mlp())
+    images, labels = batch(scale=3.0)
+    norm = 10.0
+    expected = {name: torch.zeros_like(value) for name, value in at.items()}
+    norms = []
+    for i in range(len(images)):
+        own = gradient(loss, at, images[i : i + 1], labels[i : i + 1])
+        norms.append(float(global_norm(own)))
+        for name, value in own.items():
+            expected[name] += value / max(1, norms[-1] / norm) / len(images)
+    assert min(norms) < norm < max(norms), "the bound must cut some examples and not others"
+    found = step(DPSGD(norm=norm, noise_multiplier=0), loss, at, (images, labels))
+    torch.testing.assert_close(dict(found), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_no_example_contributes_more_than_the_bound(scale: float) -> None:
+    loss, at = setup(mlp())
+    images, labels = batch(scale=scale)
+    for norm in (1e-6, 0.3, 2.0):
+        for i in range(len(images)):
+            one = images[i : i + 1], labels[i : i + 1]
+            found = step(DPSGD(norm=norm, noise_multiplier=0), loss, at, one)
+            assert float(global_norm(found)) <= norm
+
+
+def test_the_measured_deviation_is_z_norm_over_the_batch_size() -> None:
+    at = {"a": torch.zeros(60_000)}
+    data = torch.zeros(8, 1, 1, 1), torch.zeros(8, dtype=torch.int64)
+    found = step(DPSGD(norm=2.0, noise_multiplier=1.3), lambda p, *_: p["a"].sum() * 0, at, data)
+    # 60,000 draws: the standard error is 0.29%
+    assert float(found["a"].std()) == pytest.approx(1.3 * 2.0 / 8, rel=0.012)
+    assert abs(float(found["a"].mean())) < 0.02
+
+
+def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, at = setup(mlp())
+    data = batch(count=7)
+    defense = DPSGD(norm=0.5, noise_multiplier=0)
+    whole = step(defense, loss, at, data)
+    sizes: list[int] = []
+    original = module._per_example
+
+    def counted(loss: LossFn, at: Tensors, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        sizes.append(len(images))
+        return original(loss, at, images, labels)
+
+    monkeypatch.setattr(module, "_per_example", counted)
+    per_example = sum(value.numel() * 4 for value in at.values())
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 3 * per_example)
+    chunked = step(defense, loss, at, data)
+    assert sizes == [3, 3, 1]
+    torch.testing.assert_close(dict(chunked), dict(whole), rtol=1e-5, atol=1e-7)
+
+
+def test_a_large_model_takes_few_examples_at_a_time() -> None:
+    resnet = {"a": torch.empty(11_173_962, device="meta")}
+    assert 1 <= module._chunk_size(resnet) * 4 * 11_173_962 <= 1 << 28
+    assert module._chunk_size({"a": torch.empty(10**9, device="meta")}) == 1
+
+
+def test_a_non_finite_example_counts_as_zero() -> None:
+    loss, at = setup(mlp())
+    images, labels = batch(count=4)
+    defense = DPSGD(norm=0.5, noise_multiplier=0)
+    for value in (math.nan, math.inf):
+        spoiled = images.clone()
+        spoiled[2] = value
+        found = step(defense, loss, at, (spoiled, labels))
+        keep = torch.tensor([0, 1, 3])
+        rest = step(defense, loss, at, (images[keep], labels[keep]))
+        for name in at:
+            torch.testing.assert_close(found[name], rest[name] * 3 / 4)
+
+
+def test_batch_norm_in_train_mode_is_refused_with_the_remedy() -> None:
+    loss, at = setup(ResNet18(width=4).build((1, 8, 8), 3))
+    with pytest.raises(FedsimError, match="norm: group"):
+        step(DPSGD(norm=1.0, noise_multiplier=1.0), loss, at, batch(size=8))
+
+
+def test_batch_norm_in_eval_mode_keeps_the_examples_apart() -> None:
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=6, lr=0.1, mode="eval")
+    loss, at = setup(ResNet18(width=4).build((1, 8, 8), 3), training)
+    data = batch(size=8)
+    found = step(DPSGD(norm=HUGE, noise_multiplier=0), loss, at, data)
+    torch.testing.assert_close(dict(found), dict(gradient(loss, at, *data)), rtol=1e-4, atol=1e-6)
+
+
+def test_another_error_in_the_loss_is_not_renamed() -> None:
+    def broken(*_: object) -> Tensor:
+        raise RuntimeError("CUDA error: out of luck")
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        step(DPSGD(norm=1.0, noise_multiplier=1.0), broken, {"a": torch.zeros(1)}, batch())
+
+
+def test_dropout_drops_other_neurons_for_each_example() -> None:
+    model = MLP(head={"width": 200}).build((1, 4, 4), 3)  # type: ignore[arg-type]
+    loss, at = setup(model, Dropout(rate=0.5).training(DECLARED))
+    image, label = batch(count=1)
+    grads = module._per_example(loss, at, image.expand(2, -1, -1, -1), label.expand(2))
+    first, second = grads["head.output.weight"]
+    assert not torch.equal(first == 0, second == 0)
+    assert not same({"a": first}, {"a": second})
+
+
+@pytest.mark.parametrize(
+    ("changes", "releases", "sampled"),
+    [
+        ({}, 1, True),
+        ({"algorithm": "fedavg", "steps": 5}, 5, True),
+        ({"algorithm": "fedavg", "steps": 5, "batches": "same"}, 5, False),
+        ({"algorithm": "fedavg", "steps": 1, "batches": "same"}, 1, True),
+    ],
+)
+def test_what_it_proves(changes: dict[str, object], releases: int, sampled: bool) -> None:
+    fields = {"algorithm": "fedsgd", "steps": 1, "batch_size": 4, "lr": 0.1, **changes}
+    training = LocalTraining(**fields)  # type: ignore[arg-type]
+    held = DPSGD(norm=3.0, noise_multiplier=1.1).guarantee(Guarantee(), training)
+    assert held.sensitivity == math.inf
+    assert held.mechanism == Mechanism(
+        noise_multiplier=1.1,
+        unit="example",
+        relation="replace_one",
+        releases=releases,
+        sampled=sampled,
+    )
+
+
+def test_without_noise_it_proves_nothing() -> None:
+    held = DPSGD(norm=3.0, noise_multiplier=0).guarantee(Guarantee(), DECLARED)
+    assert held.mechanism is None
+    assert "noise_multiplier is 0" in held.reason

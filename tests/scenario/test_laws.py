@@ -1,0 +1,273 @@
+"""Resolved scenarios: defaults written out, dumps that load to the same, what YAML means."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedsim.scenario import Scenario, ScenarioError, declared_training, dump, load, locate, resolve
+from fedsim.scenario.document import Document
+from fedsim.scenario.location import dotted, parse
+from fedsim.scenario.reader import parse_yaml
+from fedsim.types import FedsimError
+
+LEAST: dict[str, Any] = {
+    "name": "least",
+    "data": {"source": "faces"},
+    "model": "mlp",
+    "attacks": [],
+}
+
+FULL: dict[str, Any] = {
+    "name": "full",
+    "description": "1e-3",
+    "seed": 2**63 - 1,
+    "data": {
+        "source": {"name": "faces", "size": 16},
+        "clients": 3,
+        "partition": {"name": "dirichlet", "alpha": 1},
+    },
+    "model": {"name": "mlp", "hidden": [], "head": {"width": 64, "planted": 32}},
+    "training": {"local": {"steps": 2, "lr": 1, "momentum": 0.5, "batches": "same"}},
+    "defenses": {
+        "none": [],
+        "1e3": [{"name": "clip", "norm": 1}, {"name": "gaussian_noise", "multiplier": 0.5}],
+        "yes": ["aggregate"],
+        "q": [{"name": "quantization", "bits": 8}],
+    },
+    "attacks": [
+        "label_inference",
+        {"name": "inverting_gradients", "iterations": 3, "restarts": 2},
+        {"name": "inverting_gradients", "label": "0x1F", "iterations": 4},
+    ],
+    "observe": {"rounds": [1, "last"], "clients": "all", "batch_sizes": [1, 2], "trials": 3},
+    "knowledge": {"labels": "known", "bn": "exact"},
+    "privacy": {"delta": 1e-7},
+}
+
+
+@pytest.mark.parametrize("written", [LEAST, FULL], ids=["least", "full"])
+def test_a_dump_loads_to_an_equal_scenario_and_is_stable(
+    written: dict[str, Any], tmp_path: Path
+) -> None:
+    scenario = resolve(written)
+    text = dump(scenario)
+    path = tmp_path / "dumped.yaml"
+    path.write_text(text, encoding="utf-8")
+    again = load(path)
+    assert again == scenario
+    assert dump(again) == text
+    assert resolve(scenario) == scenario
+    assert resolve(yaml.safe_load(text)) == scenario, "a YAML 1.1 reader sees something else"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    description=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
+    seed=st.integers(0, 2**63 - 1),
+    lr=st.floats(1e-300, 1e11),
+    stack=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.+-]{0,20}\Z"),
+    rounds=st.lists(st.integers(1, 50), min_size=1, unique=True),
+)
+def test_any_valid_value_survives_a_dump(
+    description: str, seed: int, lr: float, stack: str, rounds: list[int]
+) -> None:
+    scenario = resolve(
+        {
+            **LEAST,
+            "description": description,
+            "seed": seed,
+            "training": {"rounds": 50, "local": {"lr": lr}},
+            "defenses": {stack: [{"name": "clip", "norm": 2.0}]},
+            "observe": {"rounds": rounds},
+        }
+    )
+    assert resolve(parse_yaml(dump(scenario), "dump")) == scenario
+
+
+def test_every_default_is_written_out() -> None:
+    scenario = resolve(LEAST)
+    assert scenario.data.source.parameters["size"] > 0
+    assert "hidden" in scenario.model.parameters
+    plain = yaml.safe_load(dump(scenario))
+    assert set(plain) == set(Scenario.model_fields)
+    assert plain["model"]["name"] == "mlp"
+    assert plain["model"]["head"] is None
+
+
+def test_shorthand_is_the_same_as_the_long_form() -> None:
+    long = {**LEAST, "data": {"source": {"name": "faces"}}, "model": {"name": "mlp"}}
+    assert resolve({**LEAST, "attacks": ["label_inference"]}) == resolve(
+        {**long, "attacks": [{"name": "label_inference", "label": "label_inference"}]}
+    )
+
+
+def test_whole_numbers_become_floats_where_floats_are_meant() -> None:
+    scenario = resolve({**LEAST, "defenses": {"c": [{"name": "clip", "norm": 2}]}})
+    assert isinstance(scenario.defenses["c"][0].parameters["norm"], float)
+    assert isinstance(resolve({**LEAST, "training": {"local": {"lr": 1}}}).training.local.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("local", "algorithm"),
+    [
+        ({}, "fedsgd"),
+        ({"steps": 2}, "fedavg"),
+        ({"momentum": 0.1}, "fedavg"),
+        ({"steps": 1, "momentum": 0}, "fedsgd"),
+    ],
+)
+def test_the_algorithm_follows_from_the_local_training(
+    local: dict[str, Any], algorithm: str
+) -> None:
+    scenario = resolve({**LEAST, "training": {"local": local}})
+    assert scenario.training.algorithm == algorithm
+    assert declared_training(scenario).algorithm == algorithm
+
+
+def test_fedavg_of_one_step_stays_fedavg() -> None:
+    assert resolve({**LEAST, "training": {"algorithm": "fedavg"}}).training.algorithm == "fedavg"
+
+
+def test_declared_training_is_what_the_scenario_says() -> None:
+    training = declared_training(resolve(FULL))
+    assert (training.steps, training.batch_size, training.lr) == (2, 4, 1.0)
+    assert (training.momentum, training.mode, training.batches) == (0.5, "train", "same")
+    assert training.dropout == 0.0, "defenses are not part of it"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("1.e2", 100.0),
+        (".5", 0.5),
+        ("-0x1F", "-0x1F"),
+        ("0x1F", 31),
+        ("0o17", 15),
+        ("010", 10),
+        ("+7", 7),
+        ("no", "no"),
+        ("on", "on"),
+        ("True", True),
+        ("~", None),
+        ("1:30", "1:30"),
+        ("1_000", "1_000"),
+        ("2024-01-01", "2024-01-01"),
+        ("'7'", "7"),
+        ('"\\u00e9"', "é"),
+        ("= 1", "= 1"),
+    ],
+)
+def test_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    found = parse_yaml(f"x: {text}", "t").value["x"]
+    assert found == value
+    assert type(found) is type(value)
+
+
+def test_keys_are_text() -> None:
+    assert parse_yaml("{1: a, no: b, null: c, 'x y': d}", "t").value == {
+        "1": "a",
+        "no": "b",
+        "null": "c",
+        "x y": "d",
+    }
+
+
+def test_anchors_and_merges_are_expanded_with_the_places_of_what_is_written() -> None:
+    document = parse_yaml(
+        "base: &base {a: 1, b: 2}\n"
+        "other: &other {b: 3, c: 4}\n"
+        "one: *base\n"
+        "two:\n"
+        "  <<: [*base, *other]\n"
+        "  a: 5\n",
+        "t",
+    )
+    assert document.value["one"] == {"a": 1, "b": 2}
+    assert document.value["two"] == {"a": 5, "b": 2, "c": 4}
+    assert document.mark(("one",)).line == 3
+    assert document.mark(("two", "a")).line == 6
+    assert document.mark(("two", "c")).line == 2
+
+
+KEYS = st.one_of(st.integers(0, 10**6), st.text(st.characters(exclude_categories=["Cs"])))
+
+
+@given(st.lists(KEYS, min_size=1).filter(lambda path: isinstance(path[0], str)))
+def test_key_paths_are_written_so_that_they_can_be_read(path: list[str | int]) -> None:
+    assert parse(dotted(tuple(path))) == tuple(path)
+
+
+@pytest.mark.parametrize("text", ["", ".", "a.", ".a", "a..b", "a[", "a[x]", "a[-1]", "a b"])
+def test_what_is_no_key_path_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no key path"):
+        parse(text)
+
+
+def test_errors_of_a_python_scenario_have_a_path_but_no_line() -> None:
+    with pytest.raises(ScenarioError) as caught:
+        resolve({**LEAST, "seed": -1})
+    assert caught.value.path == "seed"
+    assert caught.value.line is None
+    assert str(caught.value) == "seed: expected >= 0, got -1"
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), {"a": b"x"}])
+def test_values_that_yaml_has_not_are_refused(value: object) -> None:
+    with pytest.raises(ScenarioError, match="use only mappings, lists, text"):
+        resolve({**LEAST, "description": value})
+
+
+def test_what_was_written_is_not_changed() -> None:
+    before = repr(FULL)
+    resolve(FULL)
+    document = parse_yaml(dump(resolve(FULL)), "t")
+    shown = repr(document)
+    resolve(document)
+    assert repr(FULL) == before
+    assert repr(document) == shown
+
+
+def test_later_errors_can_be_located() -> None:
+    document = parse_yaml(
+        "name: a\ndata:\n  clients: 4\nsweep:\n  training.rounds: [1]\n", "x.yaml"
+    )
+    error = locate(document, FedsimError("data.clients: too many: 4"))
+    assert str(error) == "x.yaml:3: data.clients: too many: 4"
+    assert (error.path, error.line) == ("data.clients", 3)
+    swept = locate(document, FedsimError("training.rounds: too few"))
+    assert str(swept) == "x.yaml:5: training.rounds: too few"
+    absent = locate(document, FedsimError("data.partition: impossible"))
+    assert str(absent) == "x.yaml:2: data.partition: impossible"
+    elsewhere = locate(document, FedsimError("/data/x.png: is no image"))
+    assert str(elsewhere) == "x.yaml: /data/x.png: is no image"
+    assert str(document.error("name", "odd")) == "x.yaml:1: name: odd"
+    assert locate(Document({}), FedsimError("a: b")).line is None
+
+
+def test_every_default_of_the_model_is_valid() -> None:
+    """A default that its own type refuses would only show in a resolved file."""
+    plain = yaml.safe_load(dump(resolve(LEAST)))
+    assert resolve(plain) == resolve(LEAST)
+
+
+def test_combinations_of_partition_and_key() -> None:
+    keys = {"alpha": 0.5, "shards_per_client": 2, "path": "x.csv"}
+    needed = {"dirichlet": "alpha", "shards": "shards_per_client", "file": "path"}
+    for name, key in itertools.product(["iid", "natural", *needed], keys):
+        written = {
+            **LEAST,
+            "data": {"source": "faces", "partition": {"name": name, key: keys[key]}},
+        }
+        if needed.get(name) == key:
+            resolve(written)
+        else:
+            with pytest.raises(ScenarioError, match=r"data\.partition"):
+                resolve(written)

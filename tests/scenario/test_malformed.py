@@ -1,0 +1,579 @@
+"""Whatever a scenario file holds, `fedsim run` says where it is wrong and what to do, or runs.
+
+Each case changes `BASE`; `# <-` marks the line that the message has to name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fedsim.cli import app
+
+BASE = """\
+name: base
+seed: 7
+device: cpu
+data:
+  source: {name: faces, size: 16}
+  clients: 4
+  partition: {name: iid}
+model: {name: mlp, head: {width: 64, planted: 32}}
+training:
+  rounds: 3
+  local: {steps: 1, batch_size: 4, lr: 0.1}
+federation: {engine: local, participation: 1.0}
+defenses:
+  none: []
+  dp:
+    - {name: clip, norm: 1.0}
+    - {name: gaussian_noise, multiplier: 1.1}
+attacks:
+  - {name: inverting_gradients, iterations: 5}
+  - {name: label_inference}
+observe:
+  rounds: [1, last]
+  clients: [0]
+  batch_sizes: [1, 4]
+  trials: 2
+knowledge: {labels: inferred, bn: none}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """`old` in `BASE` becomes `new`; the message names `path` and says `said`."""
+
+    old: str
+    new: str
+    path: str
+    said: str
+
+
+CASES = {
+    # Keys
+    "unknown section": Case("seed: 7", "sed: 7 # <-", "sed", "unknown key; did you mean 'seed'?"),
+    "unknown section, nothing near": Case(
+        "seed: 7", "colour: 7 # <-", "colour", "unknown key; remove it (known keys: name,"
+    ),
+    "unknown key in a section": Case(
+        "  rounds: 3", "  round: 3 # <-", "training.round", "did you mean 'rounds'?"
+    ),
+    "unknown key two levels down": Case(
+        "  local: {steps: 1,",
+        "  local: {stepz: 1, # <-\n   ",
+        "training.local.stepz",
+        "did you mean 'steps'?",
+    ),
+    "wrong case": Case("seed: 7", "Seed: 7 # <-", "Seed", "did you mean 'seed'?"),
+    "unknown key of an attack": Case(
+        "iterations: 5}", "iteratons: 5} # <-", "attacks[0].iteratons", "did you mean 'iterations'?"
+    ),
+    "unknown key of an attack that the scenario knows": Case(
+        "iterations: 5}", "restart: 5} # <-", "attacks[0].restart", "did you mean 'restarts'?"
+    ),
+    "unknown key of a defense": Case(
+        "multiplier: 1.1}",
+        "multiplyer: 1.1} # <-",
+        "defenses.dp[1].multiplyer",
+        "did you mean 'multiplier'?",
+    ),
+    "unknown key of a data source": Case(
+        "size: 16}", "siz: 16} # <-", "data.source.siz", "did you mean 'size'?"
+    ),
+    "unknown key below a model": Case(
+        "{width: 64, planted: 32}}",
+        "{widht: 64, planted: 32}} # <-",
+        "model.head.widht",
+        "did you mean 'width'?",
+    ),
+    "parameters written apart": Case(
+        "{name: clip, norm: 1.0}",
+        "{name: clip, parameters: {norm: 1.0}} # <-",
+        "defenses.dp[0].parameters",
+        "unknown key",
+    ),
+    "a key where a plugin takes none": Case(
+        "faces, size: 16}", "photos, x: 16} # <-", "data.source.x", "unknown key"
+    ),
+    "missing section": Case("attacks:\n", "observe2:\n", "attacks", "missing; add `attacks: ...`"),
+    "missing name": Case("name: base\n", "", "name", "missing; add `name: ...`"),
+    "missing parameter": Case(
+        "{name: clip, norm: 1.0}", "{name: clip} # <-", "defenses.dp[0].norm", "missing; add `norm"
+    ),
+    "missing data source": Case(
+        "data:\n  source: {name: faces, size: 16}", "data: # <-", "data.source", "missing; add"
+    ),
+    "key written twice": Case("device: cpu", "seed: 8 # <-", "", "written twice (first in line 2)"),
+    "key written twice, nested": Case(
+        "clients: 4\n", "clients: 4\n  clients: 5 # <-\n", "", "written twice (first in line 6)"
+    ),
+    "a list as key": Case("seed: 7", "? [seed]\n: 7", "", "a key has to be plain text"),
+    # Plugins
+    "unknown attack": Case(
+        "{name: label_inference}",
+        "{name: label_inferense} # <-",
+        "attacks[1].name",
+        "did you mean 'label_inference'?",
+    ),
+    "unknown attack, shorthand": Case(
+        "{name: label_inference}", "labels_inference # <-", "attacks[1]", "did you mean"
+    ),
+    "unknown attack, nothing near": Case(
+        "{name: label_inference}", "{name: zzz} # <-", "attacks[1].name", "(installed: deep_leakage"
+    ),
+    "unknown defense": Case(
+        "{name: clip, norm: 1.0}",
+        "{name: clipp, norm: 1.0} # <-",
+        "defenses.dp[0].name",
+        "did you mean 'clip'?",
+    ),
+    "an attack among the defenses": Case(
+        "{name: clip, norm: 1.0}",
+        "idlg # <-",
+        "defenses.dp[0]",
+        "named 'idlg' in defenses",
+    ),
+    "unknown model": Case(
+        "{name: mlp,", "{name: mpl, # <-\n  ", "model.name", "did you mean 'mlp'?"
+    ),
+    "unknown data source": Case(
+        "name: faces,", "name: faecs, # <-\n   ", "data.source.name", "did you mean 'faces'?"
+    ),
+    "a plugin without a name": Case(
+        "{name: clip, norm: 1.0}", "{norm: 1.0} # <-", "defenses.dp[0].name", "missing; add `name"
+    ),
+    "a plugin named by a number": Case(
+        "{name: clip, norm: 1.0}", "{name: 3} # <-", "defenses.dp[0].name", "expected text, got 3"
+    ),
+    "a number for a plugin": Case(
+        "{name: clip, norm: 1.0}",
+        "3 # <-",
+        "defenses.dp[0]",
+        "a name or {name: ...}, got 3",
+    ),
+    "nothing for a plugin": Case(
+        "{name: clip, norm: 1.0}", " # <-", "defenses.dp[0]", "expected a name or {name: ...}"
+    ),
+    "a list for a plugin": Case(
+        "model: {name: mlp, head: {width: 64, planted: 32}}",
+        "model: [mlp] # <-",
+        "model",
+        "expected a name or {name: ...}, got a list",
+    ),
+    # Types
+    "text for a number": Case(
+        "rounds: 3", "rounds: three # <-", "training.rounds", "expected a whole number, got 'three'"
+    ),
+    "a quoted number": Case(
+        "rounds: 3", 'rounds: "3" # <-', "training.rounds", "got '3'; remove the quotes"
+    ),
+    "a quoted number of a plugin": Case(
+        "norm: 1.0}", "norm: '1.0'} # <-", "defenses.dp[0].norm", "remove the quotes"
+    ),
+    "a fraction for a count": Case(
+        "rounds: 3", "rounds: 2.5 # <-", "training.rounds", "expected a whole number, got 2.5"
+    ),
+    "a whole float for a count": Case(
+        "rounds: 3", "rounds: 3.0 # <-", "training.rounds", "got 3.0; write 3"
+    ),
+    "a boolean for a count": Case(
+        "rounds: 3", "rounds: true # <-", "training.rounds", "expected a whole number, got true"
+    ),
+    "a boolean for a number": Case(
+        "lr: 0.1}", "lr: true} # <-", "training.local.lr", "expected a number, got true"
+    ),
+    "a boolean for a plugin's count": Case(
+        "iterations: 5}", "iterations: true} # <-", "attacks[0].iterations", "got true"
+    ),
+    "a date for a number": Case(
+        "rounds: 3", "rounds: 2024-01-01 # <-", "training.rounds", "got '2024-01-01'"
+    ),
+    "nothing for a count": Case(
+        "rounds: 3", "rounds: # <-", "training.rounds", "a whole number, got nothing (null)"
+    ),
+    "sexagesimal is text": Case(
+        "rounds: 3", "rounds: 1:30 # <-", "training.rounds", "expected a whole number, got '1:30'"
+    ),
+    "a number with underscores": Case(
+        "rounds: 3", "rounds: 1_000 # <-", "training.rounds", "expected a whole number, got '1_000'"
+    ),
+    "a number for text": Case("name: base", "name: 5 # <-", "name", "expected text, got 5; put it"),
+    "a mapping for text": Case(
+        "name: base", "name: {a: 1} # <-", "name", "expected text, got a mapping"
+    ),
+    "a list for a section": Case(
+        "federation: {engine: local, participation: 1.0}",
+        "federation: [local] # <-",
+        "federation",
+        "expected a mapping (key: value), got a list",
+    ),
+    "text for a section": Case(
+        "knowledge: {labels: inferred, bn: none}",
+        "knowledge: labels # <-",
+        "knowledge",
+        "expected a mapping (key: value), got 'labels'",
+    ),
+    "a number for a list": Case(
+        "batch_sizes: [1, 4]", "batch_sizes: 4 # <-", "observe.batch_sizes", "got 4; write [4]"
+    ),
+    "a mapping for attacks": Case(
+        "  - {name: inverting_gradients, iterations: 5}\n  - {name: label_inference}",
+        "  name: idlg",
+        "attacks",
+        "expected a list, got a mapping",
+    ),
+    "a list for defenses": Case(
+        "defenses:\n  none: []\n  dp:\n", "defenses: # <-\n", "defenses", "expected a mapping"
+    ),
+    "one defense for a stack": Case(
+        "  none: []", "  none: clip # <-", "defenses.none", "expected a list, got 'clip'"
+    ),
+    "text among clients": Case(
+        "clients: [0]", "clients: [0, one] # <-", "observe.clients[1]", "expected a whole number"
+    ),
+    "a wrong word for clients": Case(
+        "clients: [0]", "clients: al # <-", "observe.clients", "a list or 'all', got 'al'; did you"
+    ),
+    "a wrong word among rounds": Case(
+        "rounds: [1, last]", "rounds: [1, lst] # <-", "observe.rounds[1]", "did you mean 'last'?"
+    ),
+    # Ranges
+    "no rounds": Case("rounds: 3", "rounds: 0 # <-", "training.rounds", "expected >= 1, got 0"),
+    "negative parameter": Case(
+        "multiplier: 1.1", "multiplier: -1", "defenses.dp[1].multiplier", "expected >= 0, got -1"
+    ),
+    "zero learning rate": Case("lr: 0.1", "lr: 0", "training.local.lr", "expected > 0, got 0"),
+    "participation above 1": Case(
+        "participation: 1.0", "participation: 1.5", "federation.participation", "<= 1, got 1.5"
+    ),
+    "momentum of 1": Case(
+        "lr: 0.1}", "lr: 0.1, momentum: 1} # <-", "training.local.momentum", "expected < 1, got 1"
+    ),
+    "not a number": Case("lr: 0.1", "lr: .nan", "training.local.lr", "a finite number, got nan"),
+    "infinite": Case(
+        "lr: 0.1", "lr: .inf", "training.local.lr", "expected a finite number, got inf"
+    ),
+    "beyond double precision": Case(
+        "lr: 0.1", "lr: 1e400", "training.local.lr", "expected a finite number, got inf"
+    ),
+    "a whole number beyond double precision": Case(
+        "lr: 0.1", f"lr: {10**400}", "training.local.lr", "(401 characters)"
+    ),
+    "infinite parameter": Case(
+        "norm: 1.0", "norm: .inf", "defenses.dp[0].norm", "expected a finite number, got inf"
+    ),
+    "10**30 rounds": Case(
+        "rounds: 3",
+        f"rounds: {10**30} # <-",
+        "training.rounds",
+        "expected <= 100000, got 1000000",
+    ),
+    "a number of 5000 digits": Case(
+        "rounds: 3", f"rounds: {'9' * 5000} # <-", "", "a number of 5000 digits; shorten it"
+    ),
+    "negative seed": Case("seed: 7", "seed: -7 # <-", "seed", "expected >= 0, got -7"),
+    "seed of 64 bits": Case("seed: 7", f"seed: {2**64} # <-", "seed", "expected < 922337203685477"),
+    "unknown engine": Case(
+        "engine: local", "engine: locl", "federation.engine", "'local' or 'simulation', got 'locl'"
+    ),
+    "unknown knowledge": Case("bn: none", "bn: exakt", "knowledge.bn", "did you mean 'exact'?"),
+    "unknown device": Case(
+        "device: cpu", "device: gpu # <-", "device", "expected auto, cpu, cuda or"
+    ),
+    "unknown partition": Case("name: iid", "name: idd", "data.partition.name", "mean 'iid'?"),
+    "a path for a name": Case(
+        "name: base", "name: ../etc # <-", "name", "at most 64 letters, digits and _ . + -"
+    ),
+    "a path for a stack": Case(
+        "  none: []", "  ../none: [] # <-", 'defenses["../none"]', "expected a name of at most 64"
+    ),
+    "a path for a label": Case(
+        "{name: label_inference}",
+        "{name: label_inference, label: a/b}",
+        "attacks[1].label",
+        "a name",
+    ),
+    "no defense stack": Case(
+        BASE[BASE.index("defenses:") : BASE.index("attacks:")],
+        "defenses: {} # <-\n",
+        "defenses",
+        "at least 1 item",
+    ),
+    "no observed client": Case(
+        "clients: [0]", "clients: [] # <-", "observe.clients", "at least 1 item"
+    ),
+    "no batch size": Case("[1, 4]", "[]", "observe.batch_sizes", "expected at least 1 item"),
+    "a bad batch size": Case("[1, 4]", "[1, 0]", "observe.batch_sizes[1]", "expected >= 1, got 0"),
+    "client -1": Case("clients: [0]", "clients: [-1]", "observe.clients[0]", ">= 0, got -1"),
+    "round 0": Case("[1, last]", "[0, last]", "observe.rounds[0]", ">= 1 or 'last', got 0"),
+    # Combinations
+    "fedsgd with several steps": Case(
+        "local: {steps: 1,",
+        "algorithm: fedsgd # <-\n  local: {steps: 4,",
+        "training.algorithm",
+        "training.local.steps is 4; use fedavg, or 1 step",
+    ),
+    "fedsgd with momentum": Case(
+        "local: {steps: 1,",
+        "algorithm: fedsgd # <-\n  local: {steps: 1, momentum: 0.9,",
+        "training.algorithm",
+        "use fedavg, or momentum 0",
+    ),
+    "dirichlet without alpha": Case(
+        "{name: iid}", "{name: dirichlet} # <-", "data.partition.alpha", "add `alpha: 0.5`"
+    ),
+    "alpha without dirichlet": Case(
+        "{name: iid}",
+        "{name: iid, alpha: 0.5} # <-",
+        "data.partition.alpha",
+        "only partition dirichlet has it",
+    ),
+    "shards without their number": Case(
+        "{name: iid}",
+        "{name: shards}",
+        "data.partition.shards_per_client",
+        "add `shards_per",
+    ),
+    "file without a path": Case("{name: iid}", "{name: file}", "data.partition.path", "add `path"),
+    "a round beyond the last": Case(
+        "[1, last]", "[1, 9]", "observe.rounds[1]", "beyond training.rounds (3)"
+    ),
+    "a client that does not exist": Case(
+        "clients: [0]", "clients: [0, 4]", "observe.clients[1]", "use 0 to 3"
+    ),
+    "a round twice": Case("[1, last]", "[1, 1]", "observe.rounds[1]", "listed twice; remove one"),
+    "trials without probes": Case(
+        "  batch_sizes: [1, 4]\n", "", "observe.trials", "add `observe.batch_sizes"
+    ),
+    "two attacks of one label": Case(
+        "{name: label_inference}",
+        "{name: inverting_gradients} # <-",
+        "attacks[1]",
+        "give each a `label: ...` of its own",
+    ),
+    "statistics that nobody sends": Case(
+        BASE[BASE.index("  local:") :],
+        "  local: {mode: eval}\nattacks: []\nknowledge: {bn: inferred} # <-\n",
+        "knowledge.bn",
+        "nothing can be inferred",
+    ),
+    "noise without a bound": Case(
+        "    - {name: clip, norm: 1.0}\n", "", "defenses.dp[0]", "put clip directly before it"
+    ),
+    "noise with two scales": Case(
+        "multiplier: 1.1}", "multiplier: 1.1, std: 1.0} # <-", "defenses.dp[1]", "exactly one of"
+    ),
+    "aggregation that is not last": Case(
+        "    - {name: clip, norm: 1.0}", "    - aggregate", "defenses.dp", "put it last"
+    ),
+    "more planted neurons than there are": Case(
+        "planted: 32", "planted: 65", "model.head", "exceed the width (64)"
+    ),
+    "dropout without hidden neurons": Case(
+        BASE[BASE.index("model:") : BASE.index("attacks:")],
+        "model: mlp\ndefenses:\n  drop: [{name: dropout, rate: 0.5}] # <-\n",
+        "defenses.drop",
+        "add `head: {width: ...}`",
+    ),
+    # YAML
+    "an open bracket": Case("[1, last]", "[1, last", "", "check that every bracket"),
+    "an open quote": Case("name: base", 'name: "base', "", "check that every quote is closed"),
+    "a tab": Case("  clients: 4", "\tclients: 4 # <-", "", "indent with spaces, not with tabs"),
+    "a colon too many": Case("seed: 7", "seed: 7: 8 # <-", "", "not valid YAML: mapping values"),
+    "bad indentation": Case("  clients: 4", "   clients: 4 # <-", "", "not valid YAML"),
+    "a tag": Case(
+        "seed: 7",
+        "seed: !!python/object/apply:os.system [id] # <-",
+        "",
+        "is not supported; remove it",
+    ),
+    "a harmless tag": Case("seed: 7", "seed: !!int 7 # <-", "", "is not supported; remove it"),
+    "two documents": Case("seed: 7", "seed: 7\n--- # <-\nname: other", "", "one per file"),
+    "an unknown alias": Case("seed: 7", "seed: *x # <-", "", "alias *x has no anchor before it"),
+    "an alias of itself": Case("seed: 7", "seed: &x [*x] # <-", "", "alias *x refers to itself"),
+    "a merge of no mapping": Case("seed: 7", "<<: 7 # <-", "", "<< merges mappings only"),
+    "a NUL": Case("name: base", 'name: "a\\0b" # <-', "", "remove the escape"),
+    "half a character": Case("name: base", 'name: "\\ud800" # <-', "", "remove the escape"),
+    "a control character": Case("name: base", "name: a\x07b # <-", "", "U+0007 is not allowed"),
+    "nested too deep": Case("seed: 7", f"seed: {'[' * 40}{']' * 40} # <-", "", "deeper than 32"),
+    # Sweeps
+    "a sweep that is no mapping": Case(
+        "seed: 7", "sweep: [1, 2] # <-", "sweep", "expected a mapping such as"
+    ),
+    "a sweep over no list": Case(
+        "seed: 7", "sweep: {training.rounds: 3} # <-", 'sweep["training.rounds"]', "expected a list"
+    ),
+    "a sweep over nothing": Case(
+        "seed: 7",
+        "sweep: {training.rounds: []} # <-",
+        'sweep["training.rounds"]',
+        "expected a list",
+    ),
+    "a sweep over an unknown section": Case(
+        "seed: 7", "sweep: {trainin.rounds: [1]} # <-", 'sweep["trainin.rounds"]', "cannot be swept"
+    ),
+    "a sweep over no path": Case("seed: 7", "sweep: {a b: [1]} # <-", 'sweep["a b"]', "key path"),
+    "a sweep over an unknown key": Case(
+        "seed: 7",
+        "sweep:\n  training.round:\n    - 1 # <-\n    - 2",
+        "training.round",
+        "did you mean 'rounds'?",
+    ),
+    "a bad value in a sweep": Case(
+        "seed: 7",
+        "sweep:\n  training.rounds:\n    - 3\n    - 0 # <-",
+        "training.rounds",
+        "expected >= 1, got 0",
+    ),
+    "a value twice in a sweep": Case(
+        "seed: 7", "sweep: {training.rounds: [3, 3]} # <-", 'sweep["training.rounds"]', "twice"
+    ),
+    "overlapping sweeps": Case(
+        "seed: 7",
+        "sweep: {training: [{}], training.rounds: [3]} # <-",
+        'sweep["training.rounds"]',
+        "overlaps training",
+    ),
+    "a sweep beyond a list": Case(
+        "seed: 7",
+        "sweep: {'attacks[7].iterations': [3]} # <-",
+        "attacks[7].iterations",
+        "attacks has 2 items, counted from 0; use an index up to 1",
+    ),
+    "too many scenarios": Case(
+        "seed: 7",
+        f"sweep: {{training.rounds: {list(range(3, 40))}, seed: {list(range(40))}}} # <-",
+        "sweep",
+        "at most 1,000 are allowed",
+    ),
+}
+
+
+def run(path: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["run", str(path), "--out", str(path.parent / "out"), *options])
+
+
+def refused(result: Result, folder: Path) -> str:
+    """What was said, after checking that it was said well and that nothing was written."""
+    said = result.stderr
+    assert result.exit_code == 2, said
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in said
+    assert not (folder / "out").exists()
+    return said
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_refused_with_place_and_remedy(case: Case, tmp_path: Path) -> None:
+    assert BASE.count(case.old) >= 1
+    text = BASE.replace(case.old, case.new, 1)
+    path = tmp_path / "x.yaml"
+    path.write_text(text, encoding="utf-8")
+    said = refused(run(path), tmp_path)
+    told = [line for line in said.splitlines() if case.said in line]
+    assert told, said
+    assert told[0].startswith(f"{path}:") or case.path in ("name", "attacks"), told[0]
+    if case.path:
+        assert f": {case.path}: " in told[0], told[0]
+    marked = [n for n, line in enumerate(text.splitlines(), 1) if "# <-" in line]
+    for number in marked:
+        assert told[0].startswith(f"{path}:{number}: "), told[0]
+
+
+def test_base_is_right(tmp_path: Path) -> None:
+    """Else every case above would pass for a wrong reason."""
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    result = CliRunner().invoke(app, ["validate", str(path)])
+    assert result.exit_code == 0, result.stderr
+
+
+def test_every_problem_is_listed_in_order_of_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    text = BASE.replace("seed: 7", "seed: -1").replace("rounds: 3", "rounds: 0")
+    text = text.replace("norm: 1.0", "norm: -1").replace("iterations: 5", "iteratons: 5")
+    path.write_text(text.replace("trials: 2", "trials: 0"), encoding="utf-8")
+    lines = refused(run(path), tmp_path).splitlines()
+    assert [line.split(": ")[1] for line in lines] == [
+        "seed",
+        "training.rounds",
+        "defenses.dp[0].norm",
+        "attacks[0].iteratons",
+        "observe.trials",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "empty; a scenario needs at least name, data, model and attacks"),
+        (b"# only a comment\n", "empty; a scenario needs"),
+        (b"just text\n", "expected a mapping that starts with `name: ...`, got 'just text'"),
+        (b"- a\n- b\n", "expected a mapping that starts with `name: ...`, got a list"),
+        (b"42\n", "expected a mapping that starts with `name: ...`, got 42"),
+        (b"null\n", "expected a mapping that starts with `name: ...`, got nothing"),
+        (b"name: base\nseed: \xff\n", "x.yaml:2: not UTF-8 text"),
+        (b"\x00\x01\x02", "U+0000 is not allowed"),
+        (b"name: a\n" * 200_000, "larger than 1,000,000 bytes"),
+        ("name: base\n".encode("utf-16"), "not UTF-8 text"),
+    ],
+)
+def test_files_that_are_no_scenario(content: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(content)
+    assert said in refused(run(path), tmp_path)
+
+
+def test_aliases_cannot_grow_without_bound(tmp_path: Path) -> None:
+    levels = [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10)]
+    path = tmp_path / "x.yaml"
+    path.write_text("\n".join(["a0: &a0 [1, 2, 3]", *levels]), encoding="utf-8")
+    assert "more than 50,000 values" in refused(run(path), tmp_path)
+
+
+def test_paths_that_are_no_file(tmp_path: Path) -> None:
+    assert "no such file" in refused(run(tmp_path / "absent.yaml"), tmp_path)
+    (tmp_path / "folder.yaml").mkdir()
+    assert "cannot be read: Is a directory" in refused(run(tmp_path / "folder.yaml"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("training.rounds=0", "--set training.rounds=0: training.rounds: expected >= 1, got 0"),
+        ("attacks[0].iterations=x", "attacks[0].iterations: expected a whole number, got 'x'"),
+        ("attacks[9].iterations=1", "attacks has 2 items, counted from 0; use an index up to 1"),
+        (
+            "attacks.iterations=1",
+            "attacks is a list; name an item by its index, such as",
+        ),
+        ("training[0]=1", "training is a mapping, not a list"),
+        ("seed.x=1", "seed is 7, which holds no keys"),
+        ("sed=1", "--set sed=1: sed: unknown key; did you mean 'seed'?"),
+        ("model.widht=1", "--set model.widht=1: model.widht: unknown key"),
+        ("model=nope", "--set model=nope: model: no plugin named 'nope' in models"),
+        ("rounds", "--set rounds: expected key=value, such as training.rounds=10"),
+        ("=3", "--set =3: '' is no key path"),
+        ("a..b=3", "is no key path; expected one such as attacks[0].iterations"),
+        ("seed=[1", "--set seed=[1: not valid YAML"),
+        ("seed=!!int 3", "is not supported; remove it"),
+        ("observe.rounds=[1, 9]", "observe.rounds[1]: round 9 is beyond training.rounds (3)"),
+    ],
+)
+def test_overrides_are_refused_with_their_text(override: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    message = refused(run(path, "--set", override), tmp_path)
+    assert said in message
+    assert message.startswith("--set ")
+
+
+def test_an_override_below_a_swept_key_is_not_lost_in_silence(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE + "sweep: {model: [mlp, lenet]}\n", encoding="utf-8")
+    message = refused(run(path, "--set", "model.hidden=[3]"), tmp_path)
+    assert "model.hidden: model is swept, so this would be lost; set sweep.model instead" in message

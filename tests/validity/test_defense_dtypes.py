@@ -1,0 +1,121 @@
+"""Rule 18: integer buffers, zero norms and NaN meet every defense (Flower issue #7631)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from fedsim_defenses.clip import Clip
+from torch import Tensor, nn
+
+from fedsim.defense import UpdateDefense, chain
+from fedsim.plugins import load, names
+from fedsim.testing.updates import mixed, non_finite, same, stream, zeros
+from fedsim.types import LocalTraining
+
+DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "clip": {"norm": 0.5},
+    "gaussian_noise": {"multiplier": 1.0},
+    "gradient_pruning": {"ratio": 0.5},
+    "quantization": {"bits": 4},
+    "top_k": {"ratio": 0.5},
+}
+
+
+def update_defenses() -> list[str]:
+    return [
+        name
+        for name in names("fedsim.defenses")
+        if issubclass(load("fedsim.defenses", name), UpdateDefense)
+    ]
+
+
+def make(name: str) -> UpdateDefense:
+    defense = load("fedsim.defenses", name).model_validate(PARAMETERS[name])
+    assert isinstance(defense, UpdateDefense)
+    return defense
+
+
+def test_every_installed_update_defense_is_here() -> None:
+    assert set(PARAMETERS) == set(update_defenses())
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_batch_norm_state_dict_passes(name: str) -> None:
+    """LocalDpMod of Flower breaks on num_batches_tracked, a 0-d int64."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2))
+    model(torch.randn(2, 3, 3, 3, generator=stream()))
+    update = {n: t.clone() for n, t in model.state_dict().items()}
+    stack = chain(Clip(norm=0.5), make(name))
+    state = stack.init(update, DECLARED)
+    for _ in range(2):
+        defended, state = stack.apply(update, state, stream())
+        assert list(defended) == list(update)
+        assert torch.equal(defended["1.num_batches_tracked"], torch.tensor(1))
+        for key, tensor in update.items():
+            assert defended[key].dtype == tensor.dtype
+            assert defended[key].shape == tensor.shape
+            assert bool(defended[key].isfinite().all())
+        assert not torch.equal(defended["0.weight"], update["0.weight"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_every_floating_type_alone(name: str, dtype: torch.dtype) -> None:
+    update = {"a": torch.linspace(-1, 1, 9).to(dtype), "empty": torch.zeros(0, dtype=dtype)}
+    defense = make(name)
+    defended, state = defense.apply(update, defense.init(update, 1.0), stream())
+    assert {t.dtype for t in defended.values()} == {dtype}
+    assert all(bool(t.isfinite().all()) for t in (*defended.values(), *state.values()))
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_integers_are_never_touched(name: str, dtype: torch.dtype) -> None:
+    update = {"count": torch.tensor([0, 1, 1]).to(dtype), "weight": torch.ones(3)}
+    stack = chain(Clip(norm=0.5), make(name))
+    defended, _ = stack.apply(update, stack.init(update, DECLARED), stream())
+    assert defended["count"].dtype == dtype
+    assert torch.equal(defended["count"], update["count"])
+
+
+@pytest.mark.parametrize("name", sorted(set(PARAMETERS) - {"gaussian_noise"}))
+def test_a_zero_update_stays_zero(name: str) -> None:
+    defense = make(name)
+    defended, _ = defense.apply(zeros(), defense.init(zeros(), 1.0), stream())
+    assert same({n: t.abs() for n, t in defended.items()}, zeros())
+
+
+def stated(name: str, update: dict[str, Tensor], found: dict[str, Tensor]) -> bool:
+    """The rule that each docstring states for an entry that is not finite."""
+    if name == "clip":
+        return all(not bool(t.any()) for t in found.values())
+    if name == "top_k":
+        return same(found, update)
+    if name == "quantization":
+        return same({"t": found["single"]}, {"t": update["single"]})
+    bad = ~update["single"].isfinite()  # gaussian_noise, gradient_pruning: it stays where it is
+    return torch.equal(~found["single"].isfinite(), bad)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_non_finite_update_follows_the_stated_rule(name: str, value: float) -> None:
+    defense, update = make(name), non_finite(value)
+    defended, state = defense.apply(update, defense.init(update, 1.0), stream())
+    assert stated(name, update, dict(defended))
+    assert all(bool(t.isfinite().all()) for t in state.values())
+    assert "finite" in (type(defense).__doc__ or "")
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_after_a_clip_every_stack_is_finite(name: str) -> None:
+    stack = chain(Clip(norm=1.0), make(name))
+    state = stack.init(mixed(), DECLARED)
+    for update in (non_finite(math.nan), mixed(), zeros(), non_finite(math.inf)):
+        defended, state = stack.apply(update, state, stream())
+        assert all(bool(t.isfinite().all()) for t in defended.values())
