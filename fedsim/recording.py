@@ -59,6 +59,9 @@ class _Sidecar(BaseModel):
     num_clients: int
     trial: int
     seed: int
+    parameters: tuple[str, ...]
+    """Names in the model's order, which safetensors does not keep."""
+    buffers: tuple[str, ...]
     update_sha256: str
     global_sha256: str
 
@@ -102,6 +105,8 @@ def save_observation(observation: Observation, root: Path) -> Path:
         num_clients=observation.num_clients,
         trial=observation.trial,
         seed=observation.seed,
+        parameters=tuple(observation.parameters),
+        buffers=tuple(observation.buffers),
         update_sha256=update_digest,
         global_sha256=_sha256(shared),
     )
@@ -130,10 +135,10 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
     return Observation(
         id=sidecar.id,
-        update=_under("update.", seen),
-        buffers_update=_under("buffer.", seen),
-        parameters=_under("parameter.", state),
-        buffers=_under("buffer.", state),
+        update=_under("update.", seen, sidecar.parameters),
+        buffers_update=_under("buffer.", seen, sidecar.buffers),
+        parameters=_under("parameter.", state, sidecar.parameters),
+        buffers=_under("buffer.", state, sidecar.buffers),
         model=sidecar.model,
         training=sidecar.training,
         defense=sidecar.defense,
@@ -249,8 +254,8 @@ def _digest(path: Path, _modified: int) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
+def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: tensors[prefix + name] for name in names if prefix + name in tensors}
 
 
 def _checked_id(id: str) -> str:

@@ -94,6 +94,7 @@ class Workload:
             scenario.data.partition,
             scenario.data.clients,
             rng.derive(scenario.seed, "partition"),
+            least=max(declared.batch_size, *(scenario.observe.batch_sizes or [1])),
         )
         self.spec = ModelSpec(
             name=scenario.model.name,

@@ -46,7 +46,7 @@ OBSERVATION = Observation(
 
 
 def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
-    return left.keys() == right.keys() and all(
+    return list(left) == list(right) and all(
         torch.equal(left[n].nan_to_num(99), right[n].nan_to_num(99)) for n in left
     )
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -66,7 +70,8 @@ def run(
         out=str(out.resolve()),
         threads=torch.get_num_threads(),
     )
-    ENGINES[scenario.federation.engine](job, workload, on_round)
+    with _quiet_flower():
+        ENGINES[scenario.federation.engine](job, workload, on_round)
 
 
 def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
@@ -86,3 +91,15 @@ def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
             )
         except FedsimError as error:
             raise FedsimError(f"defenses.{name}: {error}") from error
+
+
+@contextmanager
+def _quiet_flower() -> Iterator[None]:
+    """Hold Flower's log to FLWR_LOG_LEVEL also where somebody imported it before fedsim."""
+    logger = logging.getLogger("flwr")
+    before = logger.level
+    logger.setLevel(os.environ["FLWR_LOG_LEVEL"].upper())
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

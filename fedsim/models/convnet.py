@@ -25,7 +25,7 @@ class ConvNet(ModelPlugin):
     """3x3 convolutions in two blocks, each ending in a 3x3 max pool, and a linear layer.
 
     `depth: 8, width: 64, norm: batch` is the paper's ConvNet64. The default is half as deep and
-    half as wide: about a tenth of its arithmetic on 32x32 images, and the same number of features
+    half as wide: a fortieth of its arithmetic on 32x32 images, and the same number of features
     per unit of width (36 width). Group norm is the default because it works at any batch size and
     in either mode, and leaves no batch statistics to leak.
     """

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fedsim.report.figures import format_number
 from fedsim.report.leaderboard import LeaderboardRow
 
 REQUIRED_GAIN = 3.0
@@ -74,7 +75,10 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
     best = max(attacked, key=lambda row: row.strength)
     gain = best.strength[0]
     passed = gain >= REQUIRED_GAIN
-    measured = f"undefended, at batch size {size}, {best.attack} gains {gain:.1f} dB over guessing"
+    measured = (
+        f"undefended, at batch size {size}, {best.attack} gains {format_number(gain, 1)} dB over "
+        "guessing"
+    )
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",

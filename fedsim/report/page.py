@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedsim.recording import write_text
-from fedsim.report import plots
+from fedsim.report import facts, plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
-from fedsim.report.gallery import Plate, gallery
-from fedsim.report.leaderboard import LeaderboardRow, aggregate
-from fedsim.report.render import (
+from fedsim.report.figures import (
     format_epsilon,
     format_number,
     format_percent,
     format_signed,
     format_summary,
 )
-from fedsim.report.runs import ResultRow, Run, canonical, load_runs, measurements
+from fedsim.report.gallery import Plate, gallery
+from fedsim.report.leaderboard import LeaderboardRow, aggregate
+from fedsim.report.runs import Run, load_runs, measurements
 from fedsim.report.threat import threat_model
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import Summary
@@ -48,6 +47,9 @@ class Section:
     title: str
     control: Control
     rows: list[LeaderboardRow]
+    several_rounds: bool
+    cautions: list[str]
+    """What holds of every verdict."""
     verdicts: list[tuple[Verdict, Strip | None, str]]
     """With the strip, and the color of the defense."""
     gallery: list[tuple[str, str, list[Plate]]]
@@ -101,22 +103,22 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     rows = aggregate(results, confidence=confidence)
     return {
         "title": ", ".join(dict.fromkeys(row.scenario for row in results)) or "no results",
-        "description": next((t for run in runs if (t := run.scenario.get("description"))), ""),
-        "summary": _sentence(runs, results),
+        "description": next((t for run in runs if (t := run.setting("description"))), ""),
+        "summary": facts.sentence(runs, results),
         "threats": threat_model(results),
         "invalid": invalid_reasons(rows),
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
         "show_lpips": any(row.metrics["lpips"] for row in rows),
         "show_features": any(row.metrics["feature_cosine"] for row in rows),
-        "failures": _failures(results),
-        "client_failures": _client_failures(runs),
-        "notes": _notes(runs),
+        "failures": facts.failures(results),
+        "client_failures": facts.client_failures(runs),
+        "notes": facts.notes(runs),
         "records": [
             {
                 "name": run.folder.name,
                 "scenario": run.scenario_text,
-                "facts": _facts(run.record),
+                "facts": facts.made_with(run.record),
             }
             for run in runs
         ],
@@ -150,6 +152,8 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         title=describe_comparison(control.comparison),
         control=control,
         rows=own,
+        several_rounds=len({row.round for row in own}) > 1,
+        cautions=_shared_cautions(judged),
         verdicts=[
             (verdict, strip, plots.series_color(series[verdict.strongest.defense]))
             for verdict, strip in zip(judged, strips, strict=True)
@@ -176,11 +180,16 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
     )
 
 
+def _shared_cautions(judged: Sequence[Verdict]) -> list[str]:
+    first, *others = judged
+    return [text for text in first.cautions if all(text in other.cautions for other in others)]
+
+
 def _plates(plates: Sequence[Plate], defense: str, attacks: Sequence[str]) -> list[Plate]:
     """One defense's, in an order that is the same for all, so that they line up on the page."""
     return sorted(
         (plate for plate in plates if plate.line.defense == defense),
-        key=lambda plate: (attacks.index(plate.line.attack), plate.line.batch_size),
+        key=lambda plate: (plate.line.batch_size, attacks.index(plate.line.attack)),
     )
 
 
@@ -234,109 +243,7 @@ def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
 def _confidence(runs: Sequence[Run]) -> float:
     """The scenario's, which all variants of a sweep share; else 95%."""
     for run in runs:
-        value = (run.scenario.get("scoring") or {}).get("confidence")
+        value = run.setting("scoring", "confidence")
         if isinstance(value, float) and 0 < value < 1:
             return value
     return 0.95
-
-
-def _sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
-    """What was run, in one sentence."""
-    if not rows:
-        return "This run has no results: no update was recorded, or no attack was run."
-    clients = _same((run.scenario.get("data") or {}).get("clients") for run in runs)
-    rounds = max((row.round for run in runs for row in run.rounds), default=None)
-    by = f" by {clients} clients" if clients else " by a federation"
-    over = f" over {_count(rounds, 'round')}" if rounds else ""
-    stacks = {row.defense.name for row in rows if row.defense.stack}
-    bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
-    behind = f"behind {_count(len(stacks), 'defense')}" if stacks else ""
-    failed = sum(not row.ok for row in rows)
-    updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
-    return (
-        f"{_listed(row.model.name for row in rows)} was trained on "
-        f"{_listed(row.dataset for row in rows)}{by}{over}, "
-        f"{' and '.join(part for part in (bare, behind) if part)}; then "
-        f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
-        f"{_count(len(updates), 'recorded update')}, "
-        f"in batches of {_listed(sorted({row.batch_size for row in rows}))} images: "
-        f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
-    )
-
-
-def _failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:
-    """(defense, attack, reason, count) of failed trials."""
-    counts = Counter(
-        (row.defense.name, row.attack.label, row.reason or "no reason given")
-        for row in rows
-        if not row.ok
-    )
-    return [(*key, count) for key, count in counts.items()]
-
-
-def _client_failures(runs: Sequence[Run]) -> list[str]:
-    """What went wrong in the federations' rounds, a line per defense and kind."""
-    counts: Counter[tuple[str, str]] = Counter()
-    details: dict[tuple[str, str], None] = {}
-    for run in runs:
-        for row in run.rounds:
-            for reason, count in row.failures.items():
-                counts[(row.defense, f"updates left out ({reason.replace('_', ' ')})")] += count
-            counts[(row.defense, "updates that were zero everywhere")] += row.zero_updates
-            counts[(row.defense, "probes without a recording")] += row.probe_failures
-            details |= {(row.defense, f"round {row.round}: {text}"): None for text in row.details}
-    lines = [f"{stack}: {count} {what}" for (stack, what), count in counts.items() if count]
-    return lines + [f"{stack}, {text}" for stack, text in details]
-
-
-def _notes(runs: Sequence[Run]) -> list[str]:
-    """Each run's notes, once."""
-    found = [
-        f"{key}: {text}" for run in runs for key, text in (run.record.get("notes") or {}).items()
-    ]
-    return list(dict.fromkeys(found))
-
-
-def _facts(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """What `record.json` says of where and how the run was made."""
-    environment = record.get("environment") or {}
-    packages = environment.get("packages") or {}
-    facts = {
-        "commit": environment.get("commit"),
-        "seed": record.get("seed"),
-        "device": record.get("device"),
-        "hardware": environment.get("gpu") or environment.get("processor"),
-        "python": environment.get("python"),
-        "packages": ", ".join(f"{k} {v}" for k, v in packages.items() if v),
-        "wall time": _duration(record.get("seconds")),
-        "peak memory": _megabytes(record.get("peak_memory_bytes")),
-        "on the wire": _megabytes(record.get("bytes_on_wire")),
-    }
-    return [(key, str(value)) for key, value in facts.items() if value not in (None, "")]
-
-
-def _duration(seconds: float | None) -> str | None:
-    if seconds is None:
-        return None
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
-
-
-def _megabytes(count: int | None) -> str | None:
-    return None if count is None else f"{count / 1e6:,.0f} MB"
-
-
-def _listed(values: Iterable[object]) -> str:
-    """`a`, `a and b`, `a, b and c`, each once."""
-    *head, last = dict.fromkeys(map(str, values))
-    return f"{', '.join(head)} and {last}" if head else last
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _same(values: Iterable[object]) -> object | None:
-    found = set(values)
-    return found.pop() if len(found) == 1 else None

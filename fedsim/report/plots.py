@@ -90,6 +90,8 @@ def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(*((2, 1) if stacked else (1, 2)))
+        engine: Any = figure.get_layout_engine()
+        engine.set(wspace=0.08, hspace=0.08)
         for ax, title in zip(axes, ("test accuracy (%)", "training loss"), strict=True):
             _style(ax)
             ax.set_title(title, parse_math=False)

@@ -11,6 +11,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.report.control import describe_comparison, invalid_reasons, positive_controls
+from fedsim.report.figures import (
+    format_epsilon,
+    format_number,
+    format_percent,
+    format_signed,
+    format_summary,
+)
 from fedsim.report.leaderboard import AGGREGATED, LeaderboardRow
 from fedsim.scoring import Summary
 
@@ -35,39 +42,6 @@ def render(
     if format == "csv":
         return _csv(rows)
     return _table(rows, width, color)
-
-
-def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """`18.2 [16.9, 19.4]`; without an interval just the mean; a dash for None."""
-    if summary is None:
-        return "–"
-    mean = f"{summary.mean:.{digits}f}"
-    if summary.low is None or summary.high is None:
-        return mean
-    return f"{mean} [{summary.low:.{digits}f}, {summary.high:.{digits}f}]"
-
-
-def format_epsilon(epsilon: float | None) -> str:
-    """`3.2`, `∞`, or a dash where it was not accounted."""
-    if epsilon is None:
-        return "–"
-    return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
-
-
-def format_number(value: float | None, digits: int = 2) -> str:
-    """`value` with `digits` decimals, or a dash."""
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def format_signed(value: float, digits: int = 1) -> str:
-    """`+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
-    # Adding zero turns -0.0 into 0.0.
-    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
-
-
-def format_percent(value: float | None) -> str:
-    """A share of 1 in percent, or a dash."""
-    return "–" if value is None else f"{value:.0%}"
 
 
 def _json(rows: Sequence[LeaderboardRow]) -> str:

@@ -186,6 +186,17 @@ class Run:
     scenario: dict[str, Any]
     """`scenario.yaml`, as text and parsed; None and empty if there is none."""
 
+    def setting(self, *path: str) -> Any:
+        """A value of the scenario by its keys; None if it is not there."""
+        return nested(self.scenario, *path)
+
+
+def nested(mapping: Any, *path: str) -> Any:
+    """`mapping[path[0]][path[1]]…`; None where a key is missing or a value is no mapping."""
+    for key in path:
+        mapping = mapping.get(key) if isinstance(mapping, dict) else None
+    return mapping
+
 
 def load_runs(folders: Iterable[Path | str]) -> list[Run]:
     """Every run below `folders`, in order of path, each folder once.

@@ -8,19 +8,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.control import REQUIRED_GAIN, Control
+from fedsim.report.figures import format_epsilon, format_signed
 from fedsim.report.leaderboard import LeaderboardRow
-from fedsim.report.render import format_epsilon, format_signed
 from fedsim.scoring import Summary
 
-Level = Literal["leak", "partial", "unseen", "unknown", "invalid"]
+Level = Literal["leak", "partial", "labels", "unseen", "unknown", "invalid"]
 
 HEADLINES: dict[Level, str] = {
     "leak": "Images leak",
     "partial": "Some leakage",
+    "labels": "Labels leak",
     "unseen": "No gain measured",
     "unknown": "Images not attacked",
     "invalid": "No conclusion",
 }
+
+
+_LABEL_GAIN = 0.1
+"""Share of labels above guessing from which on labels are said to leak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +63,8 @@ def _verdict(
     # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
     doubtful = control.status != "passed" and not strongest.undefended
     level = "invalid" if doubtful else _level(strongest)
+    if level in ("unseen", "unknown") and any(_leaks_labels(row) for row in rows):
+        level = "labels"
     return Verdict(
         strongest=strongest,
         level=level,
@@ -73,13 +80,24 @@ def _level(row: LeaderboardRow) -> Level:
     """By the lower end of the interval; a gain that the prior alone explains is no leak."""
     if row.gain is None:
         return "unknown"
-    certain = row.gain.mean if row.gain.low is None else row.gain.low
+    certain = _certain(row.gain)
     if row.over_other is not None:
-        own = row.over_other.mean if row.over_other.low is None else row.over_other.low
-        certain = min(certain, own)
+        certain = min(certain, _certain(row.over_other))
     if certain >= REQUIRED_GAIN:
         return "leak"
     return "partial" if certain > 0 else "unseen"
+
+
+def _certain(summary: Summary) -> float:
+    """The lower end of the interval; the mean where a single trial has none."""
+    return summary.mean if summary.low is None else summary.low
+
+
+def _leaks_labels(row: LeaderboardRow) -> bool:
+    # Labels that the attacker was given are no leak.
+    if row.labels == "known" or row.label_gain is None:
+        return False
+    return _certain(row.label_gain) >= _LABEL_GAIN
 
 
 def _sentence(row: LeaderboardRow, level: Level) -> str:
@@ -88,7 +106,7 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
     if level == "invalid":
         return "The positive control did not pass, so what these attacks achieve here says nothing."
     where = f"at batch size {row.batch_size}, round {row.round}"
-    if level == "unseen":
+    if level in ("unseen", "labels"):
         finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
         if row.gain.low is not None and row.gain.low > 0:
             finding = "beats guessing, but as much so with another client’s update"
@@ -114,7 +132,6 @@ def _gain(gain: Summary, signed: bool = False) -> str:
 
 
 def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
-    # Labels that the attacker was given are no leak.
     inferred = [row for row in rows if row.labels != "known" and row.metrics["label_accuracy"]]
     if not inferred:
         return None
@@ -179,7 +196,7 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
             found.append(
                 "No other-update control: what the attack knew beforehand is not told apart."
             )
-        elif (other.mean if other.low is None else other.low) <= 0:
+        elif _certain(other) <= 0:
             found.append(
                 f"Against another client’s update the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its pictures may be what it knew beforehand."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.attack import Attack
@@ -40,11 +40,10 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _partition(data)
     if observe:
         yield from _observed(observe, training, data)
-    if attacks is not None:
-        yield from _labels(attacks)
-        if knowledge:
-            granted = [(i, entry) for i, entry in enumerate(attacks) if sound(("attacks", i))]
-            yield from _needs(granted, knowledge)
+    usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
+    yield from _labels(usable)
+    if knowledge:
+        yield from _needs(usable, knowledge)
     if knowledge and training:
         yield from _batch_norm(knowledge, training)
     for name, refs in sections.get("defenses", {}).items():
@@ -101,9 +100,8 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
             )
     for key in ("rounds", "clients", "batch_sizes"):
         values = getattr(observe, key)
-        for index, value in enumerate(values if isinstance(values, list) else []):
-            if value in values[:index]:
-                yield ("observe", key, index), f"{value} is listed twice; remove one"
+        for index in _repeated(values if isinstance(values, list) else []):
+            yield ("observe", key, index), f"{values[index]} is listed twice; remove one"
     if observe.trials > 1 and observe.batch_sizes is None:
         yield (
             ("observe", "trials"),
@@ -112,14 +110,22 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
         )
 
 
-def _labels(attacks: Sequence[AttackEntry]) -> Iterator[Finding]:
-    labels = [entry.label or entry.name for entry in attacks]
-    for index, label in enumerate(labels):
-        if label in labels[:index]:
-            yield (
-                ("attacks", index),
-                f"a second attack is called {label!r}; give each a `label: ...` of its own",
-            )
+def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:
+    labels = [entry.label or entry.name for _, entry in entries]
+    for position in _repeated(labels):
+        yield (
+            ("attacks", entries[position][0]),
+            f"a second attack is called {labels[position]!r}; give each a `label: ...` of its own",
+        )
+
+
+def _repeated(values: Sequence[Hashable]) -> Iterator[int]:
+    """The positions of values that occurred before."""
+    seen: set[Hashable] = set()
+    for index, value in enumerate(values):
+        if value in seen:
+            yield index
+        seen.add(value)
 
 
 def _needs(

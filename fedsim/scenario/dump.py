@@ -24,6 +24,15 @@ _Dumper.add_implicit_resolver(
 )
 
 
+def _represent_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML escapes line separators and the like only within double quotes.
+    plain = all(character.isprintable() or character == "\n" for character in text)
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+
+_Dumper.add_representer(str, _represent_text)
+
+
 def dump(scenario: Scenario) -> str:
     """The scenario as YAML, in the order of the model. Same scenario, same text.
 

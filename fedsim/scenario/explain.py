@@ -76,16 +76,13 @@ def explain(
     `known(path)` are the keys that the mapping at `path` may have, for the nearest right key.
     """
     findings = [_finding(detail, value, known) for detail in error.errors(include_url=False)]
+    # Of a union's alternatives, the one that matched further in says what is wrong.
+    outer = {one.path[:end] for one in findings for end in range(len(one.path))}
     told: dict[KeyPath, list[_Finding]] = {}
     for one in findings:
-        if not (one.expected and any(_below(one.path, other.path) for other in findings)):
+        if one.expected is None or one.path not in outer:
             told.setdefault(one.path, []).append(one)
     return [(path, _message(them, look_up(value, path))) for path, them in told.items()]
-
-
-def _below(outer: KeyPath, inner: KeyPath) -> bool:
-    """Whether `inner` lies within `outer`: of a union's alternatives, that one matched further."""
-    return len(inner) > len(outer) and inner[: len(outer)] == outer
 
 
 def look_up(value: Any, path: KeyPath) -> Any:

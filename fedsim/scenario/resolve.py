@@ -122,7 +122,8 @@ class _Resolver:
         }
         for name in core.keys() - Scenario.model_fields.keys():
             self.tell((name,), unknown_key(name, Scenario.model_fields))
-        for path, message in check(sections, self.sound):
+        broken = {one.path[:end] for one in self.problems for end in range(len(one.path) + 1)}
+        for path, message in check(sections, lambda path: path not in broken):
             self.tell(path, message)
         if self.problems:
             raise ScenarioError(self.problems)
@@ -191,10 +192,6 @@ class _Resolver:
 
     def tell(self, path: KeyPath, message: str) -> None:
         self.problems.append(self.document.problem(path, message))
-
-    def sound(self, path: KeyPath) -> bool:
-        """Whether nothing at or below `path` is known to be wrong."""
-        return all(problem.path[: len(path)] != path for problem in self.problems)
 
 
 @cache

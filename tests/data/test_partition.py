@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import warnings
 
 import pytest
 import torch
@@ -193,10 +194,12 @@ def test_quiet_and_without_traces(capfd, monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "given")
     before = dict(os.environ)
-    for config in SOME:
-        partition(dataset(), config, 5, seed=0)
-    with pytest.raises(FedsimError):
-        partition(dataset(), Partition(name="dirichlet", alpha=1e-3), 60, seed=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for config in SOME:
+            partition(dataset(), config, 5, seed=0)
+        with pytest.raises(FedsimError):
+            partition(dataset(), Partition(name="dirichlet", alpha=1e-3), 60, seed=0)
     assert dict(os.environ) == before
     assert capfd.readouterr() == ("", "")
 

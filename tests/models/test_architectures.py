@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.func import functional_call
 
 from fedsim import plugins
@@ -159,11 +160,13 @@ def test_too_small_images_are_refused_with_a_remedy(name, parameters):
 
 def test_lenet_is_that_of_deep_leakage_from_gradients():
     model = build(spec("lenet", {}, num_classes=100), seed=0)
-    shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-    assert shapes == [
-        *((12, 3, 5, 5), (12,), (12, 12, 5, 5), (12,), (12, 12, 5, 5), (12,)),
-        *((100, 768), (100,)),
-    ]
+    reference = nn.Sequential(
+        *(nn.Conv2d(3, 12, 5, padding=2, stride=2), nn.Sigmoid()),
+        *(nn.Conv2d(12, 12, 5, padding=2, stride=2), nn.Sigmoid()),
+        *(nn.Conv2d(12, 12, 5, padding=2, stride=1), nn.Sigmoid()),
+        *(nn.Flatten(), nn.Linear(768, 100)),
+    )
+    assert_same_function(model, reference)
     values = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     assert float(values.min()) >= -0.5
     assert float(values.max()) <= 0.5
@@ -172,10 +175,27 @@ def test_lenet_is_that_of_deep_leakage_from_gradients():
 
 
 def test_convnet_at_depth_8_is_convnet64():
-    model = build(spec("convnet", {"depth": 8, "width": 64, "norm": "batch"}), seed=0)
-    channels = [p.shape[0] for name, p in model.named_parameters() if p.dim() == 4]
-    assert channels == [64, 128, 128, 256, 256, 256, 256, 256]
-    assert model.head.output.in_features == 36 * 64
+    w = 4
+    model = build(spec("convnet", {"depth": 8, "width": w, "norm": "batch"}), seed=0)
+
+    def conv(inputs, outputs):
+        return nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()
+
+    reference = nn.Sequential(
+        *(*conv(3, w), *conv(w, 2 * w), *conv(2 * w, 2 * w), *conv(2 * w, 4 * w)),
+        *(*conv(4 * w, 4 * w), *conv(4 * w, 4 * w), nn.MaxPool2d(3)),
+        *(*conv(4 * w, 4 * w), *conv(4 * w, 4 * w), nn.MaxPool2d(3)),
+        *(nn.Flatten(), nn.Linear(36 * w, CLASSES)),
+    )
+    assert_same_function(model, reference)
+
+
+def assert_same_function(model, reference):
+    """Same parameters in the same order, and the same logits of the same images."""
+    values = list(model.state_dict().values())
+    reference.load_state_dict(dict(zip(reference.state_dict(), values, strict=True)))
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(model(images), reference(images))
 
 
 @pytest.mark.parametrize("stem", ["imagenet", "small"])

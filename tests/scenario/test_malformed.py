@@ -5,13 +5,18 @@ Each case changes `BASE`; `# <-` marks the line that the message has to name.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from fedsim.cli import app
+from fedsim.scenario import Document, ScenarioError, expand
+from fedsim.scenario.reader import parse_yaml
 
 BASE = """\
 name: base
@@ -535,6 +540,15 @@ def test_aliases_cannot_grow_without_bound(tmp_path: Path) -> None:
     assert "more than 50,000 values" in refused(run(path), tmp_path)
 
 
+def test_many_problems_are_told_in_time(tmp_path: Path) -> None:
+    """Each list below took minutes when every problem was compared with every other."""
+    many = ", ".join(["x"] * 15_000)
+    attacks = f"attacks: [{many}]\nobserve:\n  rounds: [{many}]\n  batch_sizes: [{many}]\n"
+    path = tmp_path / "x.yaml"
+    path.write_text(BASE[: BASE.index("attacks:")] + attacks, encoding="utf-8")
+    assert len(refused(run(path), tmp_path).splitlines()) == 45_000
+
+
 def test_paths_that_are_no_file(tmp_path: Path) -> None:
     assert "no such file" in refused(run(tmp_path / "absent.yaml"), tmp_path)
     (tmp_path / "folder.yaml").mkdir()
@@ -577,3 +591,42 @@ def test_an_override_below_a_swept_key_is_not_lost_in_silence(tmp_path: Path) ->
     path.write_text(BASE + "sweep: {model: [mlp, lenet]}\n", encoding="utf-8")
     message = refused(run(path, "--set", "model.hidden=[3]"), tmp_path)
     assert "model.hidden: model is swept, so this would be lost; set sweep.model instead" in message
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_value_anywhere_leads_to_another_error(data: st.DataObject) -> None:
+    """Any value in any place: it is a scenario, or it is refused with a message."""
+    document = parse_yaml(BASE, "x.yaml")
+    paths = sorted((path for path in document.marks if path), key=str)
+    path = data.draw(st.sampled_from(paths))
+    value = data.draw(VALUES)
+    whole = dict(document.value)
+    inner = whole
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    with contextlib.suppress(ScenarioError):
+        expand(Document(whole, document.marks))
+
+
+INDICATORS = " \n\t:-[]{},&*!|>'\"%@`#?<~.0aé\x85\ufeff\0"
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_no_damage_to_a_file_leads_to_another_error(data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(BASE)))
+    end = data.draw(st.integers(start, min(len(BASE), start + 40)))
+    junk = data.draw(
+        st.text(st.sampled_from(" \n\t:-[]{},&*!|>'\"%@`#?<~.0aé\x85\ufeff\0"), max_size=6)
+    )
+    with contextlib.suppress(ScenarioError):
+        expand(parse_yaml(BASE[:start] + junk + BASE[end:], "x.yaml"))

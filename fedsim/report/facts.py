@@ -1,0 +1,114 @@
+"""What was run, what went wrong and with what it was made, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from fedsim.report.runs import ResultRow, Run, canonical, nested
+
+
+def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
+    """What was run, in one sentence."""
+    if not rows:
+        return "This run has no results: no update was recorded, or no attack was run."
+    clients = _same(run.setting("data", "clients") for run in runs)
+    rounds = max((row.round for run in runs for row in run.rounds), default=None)
+    by = f" by {clients} clients" if clients else " by a federation"
+    over = f" over {_count(rounds, 'round')}" if rounds else ""
+    stacks = {row.defense.name for row in rows if row.defense.stack}
+    bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
+    behind = f"behind {_count(len(stacks), 'defense')}" if stacks else ""
+    failed = sum(not row.ok for row in rows)
+    sizes = sorted({row.batch_size for row in rows})
+    updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
+    return (
+        f"{_listed(row.model.name for row in rows)} was trained on "
+        f"{_listed(row.dataset for row in rows)}{by}{over}, "
+        f"{' and '.join(part for part in (bare, behind) if part)}; then "
+        f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
+        f"{_count(len(updates), 'recorded update')}, "
+        f"in batches of {_listed(sizes)} {'image' if sizes == [1] else 'images'}: "
+        f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
+    )
+
+
+def failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:
+    """(defense, attack, reason, count) of failed trials."""
+    counts = Counter(
+        (row.defense.name, row.attack.label, row.reason or "no reason given")
+        for row in rows
+        if not row.ok
+    )
+    return [(*key, count) for key, count in counts.items()]
+
+
+def client_failures(runs: Sequence[Run]) -> list[str]:
+    """What went wrong in the federations' rounds, a line per defense and kind."""
+    counts: Counter[tuple[str, str]] = Counter()
+    details: dict[str, None] = {}
+    for run in runs:
+        for row in run.rounds:
+            for reason, count in row.failures.items():
+                counts[(row.defense, f"updates left out: {reason.replace('_', ' ')}")] += count
+            counts[(row.defense, "updates that were zero everywhere")] += row.zero_updates
+            counts[(row.defense, "probes without a recording")] += row.probe_failures
+            details |= {f"{row.defense}, round {row.round}: {text}": None for text in row.details}
+    lines = [f"{stack}, {what} ({count})" for (stack, what), count in counts.items() if count]
+    return lines + list(details)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """Each run's notes, once."""
+    found = [
+        f"{key}: {text}"
+        for run in runs
+        for key, text in (nested(run.record, "notes") or {}).items()
+    ]
+    return list(dict.fromkeys(found))
+
+
+def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """What `record.json` says of where and how the run was made."""
+    environment = record.get("environment")
+    packages = nested(environment, "packages") or {}
+    known = {
+        "commit": nested(environment, "commit"),
+        "seed": record.get("seed"),
+        "device": record.get("device"),
+        "hardware": nested(environment, "gpu") or nested(environment, "processor"),
+        "python": nested(environment, "python"),
+        "packages": ", ".join(f"{k} {v}" for k, v in packages.items() if v),
+        "wall time": _duration(record.get("seconds")),
+        "peak memory": _megabytes(record.get("peak_memory_bytes")),
+        "on the wire": _megabytes(record.get("bytes_on_wire")),
+    }
+    return [(key, str(value)) for key, value in known.items() if value not in (None, "")]
+
+
+def _duration(seconds: float | None) -> str | None:
+    if seconds is None:
+        return None
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _megabytes(count: int | None) -> str | None:
+    return None if count is None else f"{count / 1e6:,.0f} MB"
+
+
+def _listed(values: Iterable[object]) -> str:
+    """`a`, `a and b`, `a, b and c`, each once."""
+    *head, last = dict.fromkeys(map(str, values))
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _same(values: Iterable[object]) -> object | None:
+    first, *others = values
+    return first if all(other == first for other in others) else None

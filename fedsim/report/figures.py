@@ -1,0 +1,40 @@
+"""How figures are written for people: the same in the terminal and on the page."""
+
+from __future__ import annotations
+
+import math
+
+from fedsim.scoring import Summary
+
+
+def format_summary(summary: Summary | None, digits: int = 1) -> str:
+    """`18.2 [16.9, 19.4]`; without an interval just the mean; a dash for None."""
+    if summary is None:
+        return "–"
+    mean = format_number(summary.mean, digits)
+    if summary.low is None or summary.high is None:
+        return mean
+    return f"{mean} [{format_number(summary.low, digits)}, {format_number(summary.high, digits)}]"
+
+
+def format_epsilon(epsilon: float | None) -> str:
+    """`3.2`, `∞`, or a dash where it was not accounted."""
+    if epsilon is None:
+        return "–"
+    return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
+
+
+def format_number(value: float | None, digits: int = 2) -> str:
+    """`value` with `digits` decimals, or a dash."""
+    return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
+
+
+def format_signed(value: float, digits: int = 1) -> str:
+    """`+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
+    # Adding zero turns -0.0 into 0.0.
+    return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
+
+
+def format_percent(value: float | None) -> str:
+    """A share of 1 in percent, or a dash."""
+    return "–" if value is None else f"{value:.0%}"

@@ -1,0 +1,122 @@
+"""Tiny federations for the tests, and a way to make chosen clients misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context, Message
+
+from fedsim.federation import client_app, federate, local, server_app
+from fedsim.federation.checkpoint import Checkpoints
+from fedsim.federation.client_app import Job
+from fedsim.federation.records import RoundRecord
+from fedsim.recording import load_observation, read_tensors
+from fedsim.scenario import Scenario
+from fedsim.types import Observation
+from fedsim.workload import Workload
+
+Fault = Callable[[int, Message, Callable[[], Message]], Message]
+"""(client, message received, what the honest client would answer) -> the answer."""
+
+
+def scenario(**changes: Any) -> Scenario:
+    """Four clients, 8x8 digits, a small MLP. Dotted keys change one entry: `training.rounds=5`."""
+    plain: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 3,
+        "data": {"source": {"name": "digits", "parameters": {"size": 8}}, "clients": 4},
+        "model": {"name": "mlp", "parameters": {"hidden": [8]}},
+        "training": {"rounds": 3, "local": {"steps": 1, "batch_size": 4, "lr": 0.1}},
+        "federation": {},
+        "defenses": {"none": []},
+        "attacks": [],
+        "observe": {"rounds": [1, "last"], "clients": [0]},
+    }
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        section = plain
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return Scenario.model_validate(plain)
+
+
+def train(
+    wanted: Scenario, out: Path, stack: str = "none", *, resume: bool = False
+) -> list[RoundRecord]:
+    """Train on the local engine; returns the rounds."""
+    records: list[RoundRecord] = []
+    federate(wanted, stack, out, resume=resume, on_round=records.append)
+    return records
+
+
+def train_with_fault(
+    wanted: Scenario, out: Path, fault: Fault, stack: str = "none"
+) -> list[RoundRecord]:
+    """Train on the local grid with clients whose answers go through `fault`."""
+    workload = Workload(wanted, stack)
+    job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    honest = client_app.build(job, workload)
+
+    def faulty(message: Message, context: Context) -> Message:
+        if not message.metadata.message_type.startswith("train"):
+            return honest(message, context)
+        client = int(context.node_config["partition-id"])
+        return fault(client, message, lambda: honest(message, context))
+
+    records: list[RoundRecord] = []
+    local.run(
+        server_app.build(workload, out, records.append),
+        faulty,  # type: ignore[arg-type]  # called like an app, and that is all
+        wanted.data.clients,
+        wanted.federation.timeout,
+    )
+    return records
+
+
+def final_model(out: Path, wanted: Scenario, stack: str = "none") -> dict[str, torch.Tensor]:
+    """Parameters and float buffers after the last round."""
+    saved = Checkpoints(out, wanted, stack).load()
+    assert saved is not None and saved.round == wanted.training.rounds
+    return {**saved.parameters, **saved.buffers}
+
+
+def observation(out: Path, id: str) -> Observation:
+    """A recording by its id."""
+    return load_observation(out / "observations" / f"{id}.json")
+
+
+def contents(out: Path) -> dict[str, str]:
+    """Every file below `out` and its digest; checkpoints' tensors by value."""
+    return {
+        str(path.relative_to(out)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(out.rglob("*"))
+        if path.is_file()
+    }
+
+
+def results(records: list[RoundRecord]) -> list[dict[str, Any]]:
+    """The records without their wall time."""
+    return [{**vars(record), "seconds": None} for record in records]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether all tensors are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+__all__ = [
+    "contents",
+    "final_model",
+    "observation",
+    "read_tensors",
+    "results",
+    "same",
+    "scenario",
+    "train",
+    "train_with_fault",
+]

@@ -1,0 +1,138 @@
+"""The federation against the same training written out by hand in plain PyTorch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from federation_support import final_model, observation, scenario, train
+from torch import Tensor, nn
+
+from fedsim import rng
+from fedsim.models.base import build, normalize
+from fedsim.recording import load_truth
+from fedsim.scenario import Scenario
+from fedsim.workload import Workload
+
+ALL = {"observe__clients": "all", "observe__rounds": [1, 2, 3]}
+
+
+def batches(out: Path, wanted: Scenario, round: int, client: int) -> list[tuple[Tensor, Tensor]]:
+    """What the client says that it trained on: one (images, labels) per local step."""
+    truth = load_truth(out, f"none/round-{round:04d}/client-{client:04d}-training")
+    size = wanted.training.local.batch_size
+    return list(
+        zip(
+            normalize(truth.images, Workload(wanted, "none").spec).split(size),
+            truth.labels.split(size),
+            strict=True,
+        )
+    )
+
+
+def model(wanted: Scenario) -> nn.Module:
+    return build(Workload(wanted, "none").spec, rng.derive(wanted.seed, "model")).train()
+
+
+def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_fedsgd_is_gradient_descent_on_the_mean_of_the_clients_losses(tmp_path: Path) -> None:
+    wanted = scenario(**ALL)
+    records = train(wanted, tmp_path)
+    by_hand = model(wanted)
+    for record in records:
+        losses = []
+        for client in range(4):
+            ((images, labels),) = batches(tmp_path, wanted, record.round, client)
+            losses.append(F.cross_entropy(by_hand(images), labels))
+        mean = torch.stack(losses).mean()
+        by_hand.zero_grad()
+        mean.backward()
+        with torch.no_grad():
+            for parameter in by_hand.parameters():
+                parameter -= wanted.training.local.lr * parameter.grad
+        assert record.train_loss == pytest.approx(mean.item(), rel=1e-5)
+        assert record.participants == (0, 1, 2, 3) and record.aggregated == 4
+    expected = {name: value.detach() for name, value in by_hand.named_parameters()}
+    assert deviation(final_model(tmp_path, wanted), expected) < 1e-6
+
+
+def test_fedavg_with_batch_norm_is_the_mean_of_locally_trained_models(tmp_path: Path) -> None:
+    wanted = scenario(
+        **ALL,
+        data__source={"name": "digits", "parameters": {"size": 9}},
+        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        training__local={"steps": 2, "batch_size": 4, "lr": 0.05, "momentum": 0.9},
+    )
+    train(wanted, tmp_path)
+    parameters = {n: p.detach() for n, p in model(wanted).named_parameters()}
+    buffers = {n: b.clone() for n, b in model(wanted).named_buffers() if b.is_floating_point()}
+    assert buffers
+    for round in (1, 2, 3):
+        trained = []
+        for client in range(4):
+            local = model(wanted)
+            local.load_state_dict({**parameters, **buffers}, strict=False)
+            optimizer = torch.optim.SGD(local.parameters(), lr=0.05, momentum=0.9)
+            for images, labels in batches(tmp_path, wanted, round, client):
+                optimizer.zero_grad()
+                F.cross_entropy(local(images), labels).backward()
+                optimizer.step()
+            trained.append(local.state_dict())
+        parameters = {n: torch.stack([t[n] for t in trained]).mean(0) for n in parameters}
+        buffers = {n: torch.stack([t[n] for t in trained]).mean(0) for n in buffers}
+    assert deviation(final_model(tmp_path, wanted), {**parameters, **buffers}) < 1e-5
+
+
+def test_an_aggregate_trains_the_same_model_as_single_updates(tmp_path: Path) -> None:
+    wanted = scenario(defenses={"none": [], "secure": [{"name": "aggregate"}]})
+    for stack in ("none", "secure"):
+        train(wanted, tmp_path, stack)
+    each, combined = (final_model(tmp_path, wanted, stack) for stack in ("none", "secure"))
+    assert 0 < deviation(each, model_at_start(wanted))
+    assert deviation(combined, each) < 1e-6
+
+
+def model_at_start(wanted: Scenario) -> dict[str, Tensor]:
+    return Workload(wanted, "none").initial()[0]
+
+
+def test_a_tiny_update_survives_the_wire(tmp_path: Path) -> None:
+    """New weights in float32 would have rounded it away: it is 1e-9 of them."""
+    local = {"steps": 2, "batch_size": 4, "lr": 1e-9}
+    wanted = scenario(training__local=local, training__rounds=1)
+    train(wanted, tmp_path)
+    seen = observation(tmp_path, "none/round-0001/client-0000-training")
+    sent = seen.update["head.output.weight"]
+    rounded = (seen.parameters["head.output.weight"] + sent) - seen.parameters["head.output.weight"]
+    assert sent.abs().max() > 0
+    assert (rounded - sent).abs().max() > 0.5 * sent.abs().max()
+
+
+def test_two_runs_leave_the_same_bytes(tmp_path: Path) -> None:
+    from federation_support import contents, results
+
+    wanted = scenario(
+        defenses={"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]},
+        federation={"strategy": "FedAdam", "participation": 0.5},
+        observe__clients="all",
+    )
+    rounds = [results(train(wanted, tmp_path / name, "topk")) for name in ("a", "b")]
+    assert rounds[0] == rounds[1]
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+def test_participants_follow_the_seed_and_nothing_else(tmp_path: Path) -> None:
+    wanted = scenario(federation={"participation": 0.5}, training__rounds=6)
+    workload = Workload(wanted, "none")
+    records = train(wanted, tmp_path)
+    assert [list(r.participants) for r in records] == [
+        workload.participants(r) for r in range(1, 7)
+    ]
+    assert len({r.participants for r in records}) > 1
+    assert all(r.aggregated == 2 for r in records)

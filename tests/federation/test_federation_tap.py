@@ -1,0 +1,357 @@
+"""What the tap records, counts and lets through, with every strategy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from federation_support import (
+    final_model,
+    observation,
+    results,
+    same,
+    scenario,
+    train,
+    train_with_fault,
+)
+from flwr.app import ArrayRecord, Message, MetricRecord
+
+from fedsim.federation import strategies, wire
+from fedsim.federation.records import RoundRecord
+from fedsim.recording import load_truth
+from fedsim.types import FedsimError
+from fedsim.workload import Workload
+
+Honest = Callable[[], Message]
+
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "QFedAvg": {"client_learning_rate": 0.1},
+    "DifferentialPrivacyServerSideFixedClipping": {
+        "strategy": "FedAvg",
+        "noise_multiplier": 0.1,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 4,
+    },
+    "DifferentialPrivacyServerSideAdaptiveClipping": {
+        "strategy": {"name": "FedAdam", "eta": 0.01},
+        "noise_multiplier": 0.1,
+        "num_sampled_clients": 4,
+    },
+}
+
+
+def tensors(message: Message) -> dict[str, torch.Tensor]:
+    return wire.decode(message.content[wire.ARRAYS])  # type: ignore[arg-type]
+
+
+def test_the_recording_is_what_crossed_the_wire_bit_for_bit(tmp_path: Path) -> None:
+    sent: dict[int, dict[str, torch.Tensor]] = {}
+    model: dict[str, torch.Tensor] = {}
+
+    def spy(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        sent[client] = tensors(reply)
+        model.update(tensors(message))
+        return reply
+
+    wanted = scenario(
+        defenses={"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]},
+        training__rounds=1,
+        observe__clients="all",
+    )
+    train_with_fault(wanted, tmp_path, spy, "topk")
+    for client in range(4):
+        seen = observation(tmp_path, f"topk/round-0001/client-{client:04d}-training")
+        assert same(dict(seen.update), sent[client])
+        assert same(dict(seen.parameters), model)
+        assert (seen.client, seen.round, seen.num_clients) == (client, 1, 1)
+        assert seen.defense == ({"name": "top_k", "ratio": 0.1},)
+    zeros = sum(int((t == 0).sum()) for t in sent[0].values())
+    assert zeros >= 0.89 * sum(t.numel() for t in sent[0].values())
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_every_strategy_trains_through_the_tap(name: str, tmp_path: Path) -> None:
+    """Recordings of the first round are those of FedAvg: no strategy changes what was seen."""
+    wanted = scenario(
+        federation={"strategy": name, "strategy_parameters": PARAMETERS.get(name, {})},
+        training__rounds=2,
+    )
+    records = train(wanted, tmp_path / "a")
+    assert [record.aggregated for record in records] == [4, 4], records[0].details
+    assert not any(record.details for record in records)
+    after = final_model(tmp_path / "a", wanted)
+    start = Workload(wanted, "none").initial()[0]
+    assert all(bool(torch.isfinite(value).all()) for value in after.values())
+    assert not same(after, start)
+    again = train(wanted, tmp_path / "b")
+    assert results(again) == results(records)
+    reference = train(scenario(training__rounds=1), tmp_path / "c")
+    assert reference[0].train_loss == records[0].train_loss
+    id = "none/round-0001/client-0000-training"
+    assert same(
+        dict(observation(tmp_path / "a", id).update), dict(observation(tmp_path / "c", id).update)
+    )
+
+
+def _raise(client: int, message: Message, honest: Honest) -> Message:
+    raise ValueError("no data\x1b[31m today")
+
+
+def _poison(value: float) -> Callable[[int, Message, Honest], Message]:
+    def poison(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        arrays = tensors(reply)
+        arrays["head.output.bias"][0] = value
+        reply.content[wire.ARRAYS] = wire.encode(arrays)
+        return reply
+
+    return poison
+
+
+def _nan_loss(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    reply.content[wire.METRICS] = MetricRecord({wire.EXAMPLES: 4, wire.LOSS: math.nan})
+    return reply
+
+
+def _drop_a_name(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    arrays = reply.content[wire.ARRAYS]
+    assert isinstance(arrays, ArrayRecord)
+    del arrays["head.output.bias"]
+    return reply
+
+
+def _wrong_dtype(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    doubled = {name: value.double() for name, value in tensors(reply).items()}
+    reply.content[wire.ARRAYS] = wire.encode(doubled)
+    return reply
+
+
+def _slow(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    time.sleep(0.6)
+    return reply
+
+
+def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
+    return lambda who, message, honest: fault(who, message, honest) if who == client else honest()
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (_raise, "client_error"),
+        (_slow, "late"),
+        (_drop_a_name, "malformed"),
+        (_wrong_dtype, "malformed"),
+        (_poison(math.nan), "non_finite"),
+        (_poison(math.inf), "non_finite"),
+        (_nan_loss, "non_finite"),
+    ],
+)
+def test_a_bad_answer_is_counted_and_left_out(fault: Any, reason: str, tmp_path: Path) -> None:
+    """The model is that of the three others."""
+    wanted = scenario(federation={"timeout": 0.5}, training__rounds=1, observe__clients="all")
+    (record,) = train_with_fault(wanted, tmp_path, _only(2, fault))
+    expected = dict.fromkeys(("client_error", "late", "malformed", "non_finite"), 0) | {reason: 1}
+    assert record.failures == expected
+    assert record.participants == (0, 1, 2, 3) and record.aggregated == 3
+    assert len(record.details) == 1 and record.details[0].startswith(f"client 2: {reason}")
+    assert record.details[0].isprintable()
+    seen = [observation(tmp_path, f"none/round-0001/client-000{c}-training") for c in (0, 1, 3)]
+    after, lr = final_model(tmp_path, wanted), wanted.training.local.lr
+    for name, before in seen[0].parameters.items():
+        mean = torch.stack([s.update[name] for s in seen]).mean(0)
+        assert torch.allclose(after[name], before - lr * mean, atol=1e-7)
+    recorded = (tmp_path / "observations/none/round-0001/client-0002-training.json").exists()
+    assert recorded == (reason == "non_finite")  # the server did see those, and only those
+
+
+def test_a_round_without_a_usable_update_leaves_the_model_as_it_is(tmp_path: Path) -> None:
+    calls = []
+
+    def fail_in_round_one(client: int, message: Message, honest: Honest) -> Message:
+        calls.append(client)
+        return _raise(client, message, honest) if len(calls) <= 4 else honest()
+
+    wanted = scenario(training__rounds=2)
+    first, second = train_with_fault(wanted, tmp_path, fail_in_round_one)
+    assert (first.aggregated, first.failures["client_error"], first.train_loss) == (0, 4, None)
+    assert second.aggregated == 4
+    seen = observation(tmp_path, "none/round-0002/client-0000-training")
+    assert same(dict(seen.parameters), Workload(wanted, "none").initial()[0])
+
+
+def test_a_zero_update_is_aggregated_and_counted(tmp_path: Path) -> None:
+    def silence(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        zeros = {name: torch.zeros_like(value) for name, value in tensors(reply).items()}
+        reply.content[wire.ARRAYS] = wire.encode(zeros)
+        return reply
+
+    (record,) = train_with_fault(scenario(training__rounds=1), tmp_path, _only(1, silence))
+    assert (record.aggregated, record.zero_updates) == (4, 1)
+    assert not any(record.failures.values())
+
+
+def test_an_aggregate_is_all_that_is_recorded(tmp_path: Path) -> None:
+    """One mean per round, of those who answered, with their truth and nobody else's."""
+    wanted = scenario(defenses={"secure": [{"name": "aggregate"}]}, training__rounds=1)
+    (record,) = train_with_fault(wanted, tmp_path, _only(2, _poison(math.nan)), "secure")
+    assert (record.aggregated, record.train_loss) == (3, None)
+    files = sorted(p.name for p in (tmp_path / "observations").rglob("*") if p.is_file())
+    assert files == [
+        "aggregate-training.json",
+        "aggregate-training.safetensors",
+        "global.safetensors",
+    ]
+    assert not (tmp_path / "spool").exists() or not list((tmp_path / "spool").rglob("*.*"))
+    seen = observation(tmp_path, "secure/round-0001/aggregate-training")
+    assert (seen.client, seen.num_clients, seen.vantage) == (-1, 3, "aggregate")
+    truth = load_truth(tmp_path, seen.id)
+    assert len(truth.images) == seen.num_images == 12
+    after = final_model(tmp_path, wanted, "secure")
+    for name, before in seen.parameters.items():
+        assert torch.equal(after[name], before - 0.1 * seen.update[name])
+
+
+@pytest.mark.parametrize("stack", ["none", "secure", "topk"])
+def test_probes_are_recorded_and_change_nothing(stack: str, tmp_path: Path) -> None:
+    defenses = {
+        "none": [],
+        "secure": [{"name": "aggregate"}],
+        "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}],
+    }
+    plain = scenario(defenses=defenses)
+    probed = scenario(
+        defenses=defenses,
+        observe={"rounds": [2], "clients": [0, 3], "batch_sizes": [1, 2], "trials": 2},
+    )
+    expected = results(train(plain, tmp_path / "plain", stack))
+    assert results(train(probed, tmp_path / "probed", stack)) == expected
+    assert same(
+        final_model(tmp_path / "plain", plain, stack),
+        final_model(tmp_path / "probed", probed, stack),
+    )
+    home = tmp_path / "probed" / "observations" / stack / "round-0002"
+    who = ["aggregate"] if stack == "secure" else ["client-0000", "client-0003"]
+    names = {f"{w}-b{size}-t{trial}" for w in who for size in (1, 2) for trial in (0, 1)}
+    assert {path.stem for path in home.glob("*.json")} == names
+    for name in names:
+        seen = observation(tmp_path / "probed", f"{stack}/round-0002/{name}")
+        assert len(load_truth(tmp_path / "probed", seen.id).images) == seen.num_images
+    one, other = (
+        observation(tmp_path / "probed", f"{stack}/round-0002/{who[0]}-b1-t{t}") for t in (0, 1)
+    )
+    assert not same(dict(one.update), dict(other.update))
+
+
+def test_a_failing_probe_costs_a_recording_and_not_an_update(tmp_path: Path) -> None:
+    def fail_probes(client: int, message: Message, honest: Honest) -> Message:
+        if message.metadata.message_type == "train.probe":
+            return _raise(client, message, honest)
+        return honest()
+
+    wanted = scenario(observe={"rounds": [1], "clients": [0], "batch_sizes": [1]})
+    records = train_with_fault(wanted, tmp_path, fail_probes)
+    assert [record.probe_failures for record in records] == [1, 0, 0]
+    assert all(record.aggregated == 4 for record in records)
+    assert not any(any(record.failures.values()) for record in records)
+
+
+def test_batch_norm_statistics_are_averaged_whatever_the_strategy(tmp_path: Path) -> None:
+    """FedAdam at this rate would drive a variance below zero."""
+    wanted = scenario(
+        data__source={"name": "digits", "parameters": {"size": 9}},
+        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        federation={"strategy": "FedAdam", "strategy_parameters": {"eta": 1.0}},
+        observe={"rounds": [1], "clients": "all"},
+        training__rounds=2,
+    )
+    records = train(wanted, tmp_path)
+    after = final_model(tmp_path, wanted)
+    variances = [value for name, value in after.items() if name.endswith("running_var")]
+    assert variances and all(bool((value > 0).all()) for value in variances)
+    assert records[-1].test_loss is not None
+    seen = observation(tmp_path, "none/round-0001/client-0000-training")
+    assert any(name.endswith("running_var") for name in seen.buffers_update)
+    assert any(name.endswith("num_batches_tracked") for name in seen.buffers)
+    assert not any(name.endswith("num_batches_tracked") for name in seen.buffers_update)
+
+
+def test_in_eval_mode_no_statistics_leave_the_client(tmp_path: Path) -> None:
+    wanted = scenario(
+        data__source={"name": "digits", "parameters": {"size": 9}},
+        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        training__local={"steps": 1, "batch_size": 4, "lr": 0.1, "mode": "eval"},
+    )
+    train(wanted, tmp_path)
+    seen = observation(tmp_path, "none/round-0003/client-0000-training")
+    assert not seen.buffers_update and seen.buffers
+    after, start = final_model(tmp_path, wanted), Workload(wanted, "none").initial()[1]
+    assert all(torch.equal(after[n], b) for n, b in start.items() if b.is_floating_point())
+
+
+def test_no_loss_is_reported_where_it_would_leak(tmp_path: Path) -> None:
+    private = [
+        {"name": "clip", "parameters": {"norm": 1.0}},
+        {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
+    ]
+    clipped = private[:1]
+    wanted = scenario(defenses={"private": private, "clipped": clipped}, training__rounds=1)
+    losses: dict[str, RoundRecord] = {
+        stack: train(wanted, tmp_path, stack)[0] for stack in wanted.defenses
+    }
+    assert losses["private"].train_loss is None
+    assert losses["clipped"].train_loss is not None
+
+
+def test_evaluation_follows_the_scenario(tmp_path: Path) -> None:
+    wanted = scenario(training={"rounds": 5, "evaluate_every": 2, "local": {"batch_size": 4}})
+    records = train(wanted, tmp_path)
+    assert [r.round for r in records if r.test_accuracy is not None] == [2, 4, 5]
+    assert [r.round for r in records if r.test_loss is not None] == [2, 4, 5]
+
+
+def test_sizes_on_the_wire_are_those_of_the_messages(tmp_path: Path) -> None:
+    sizes: list[tuple[int, int]] = []
+
+    def weigh(client: int, message: Message, honest: Honest) -> Message:
+        reply = honest()
+        sizes.append((wire.size(message.content), wire.size(reply.content)))
+        return reply
+
+    (record,) = train_with_fault(scenario(training__rounds=1), tmp_path, weigh)
+    assert record.bytes_down == sum(down for down, _ in sizes)
+    assert record.bytes_up == sum(up for _, up in sizes)
+    floats = sum(value.numel() for value in Workload(scenario(), "none").initial()[0].values())
+    assert 4 * floats < record.bytes_up / 4 < 4 * floats + 2000
+
+
+def test_a_diverged_model_is_said_to_be_one(tmp_path: Path) -> None:
+    wanted = scenario(training__local={"steps": 1, "batch_size": 4, "lr": 1e11})
+    records = train(wanted, tmp_path)
+    assert any(record.test_loss is None for record in records)
+    assert any("diverged" in line for record in records for line in record.details)
+
+
+def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
+    wanted = scenario(
+        federation={"strategy": "Bulyan", "strategy_parameters": {"num_malicious_nodes": 2}}
+    )
+    records = train(wanted, tmp_path)
+    assert [record.aggregated for record in records] == [0, 0, 0]
+    assert "Bulyan aggregates nothing" in records[0].details[0]
+    with pytest.raises(FedsimError, match="num_sampled_clients is 9, but 4"):
+        parameters = PARAMETERS["DifferentialPrivacyServerSideFixedClipping"]
+        name = "DifferentialPrivacyServerSideFixedClipping"
+        changed = {"strategy": name, "strategy_parameters": {**parameters, "num_sampled_clients": 9}}
+        train(scenario(federation=changed), tmp_path / "dp")

@@ -1,0 +1,167 @@
+"""Nothing but well-formed numeric arrays gets through, and those get through bit for bit."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.common.serde import message_from_proto, message_to_proto
+from torch import Tensor
+
+from fedsim.federation import wire
+from fedsim.federation.local import identity
+from fedsim.types import Update
+from fedsim.workload import Probe
+
+UPDATE = {"w": torch.arange(6.0).reshape(2, 3) * 1e-9, "b": torch.tensor([0.0, -0.0])}
+BUFFERS = {"mean": torch.tensor([1.5])}
+EXPECTED = wire.Shape(update=UPDATE, buffers=BUFFERS, loss=True)
+
+
+def answer() -> RecordDict:
+    return wire.answer(Update(tensors=UPDATE, num_examples=7, buffers=BUFFERS), loss=0.25)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(3, 4),
+        torch.randn(4, 3).t(),
+        torch.tensor(2.5),
+        torch.zeros(0, 3),
+        torch.randn(2, dtype=torch.float64),
+        torch.randn(2).half(),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.tensor([float("nan"), float("inf"), -0.0]),
+    ],
+    ids=lambda value: f"{value.dtype}-{tuple(value.shape)}",
+)
+def test_tensors_cross_bit_for_bit(value: Tensor) -> None:
+    decoded = wire.decode(wire.encode({"x": value}))["x"]
+    assert decoded.dtype == value.dtype and decoded.shape == value.shape
+    assert decoded.numpy().tobytes() == value.contiguous().numpy().tobytes()
+
+
+def test_decoded_tensors_own_their_memory() -> None:
+    record = wire.encode({"x": torch.zeros(3)})
+    wire.decode(record)["x"].add_(1)
+    assert not wire.decode(record)["x"].any()
+
+
+def test_an_answer_is_read_as_it_was_written() -> None:
+    with identity():
+        sent = Message(answer(), 2, "train")
+    received = message_from_proto(message_to_proto(sent)).content
+    read = wire.read_answer(received, EXPECTED)
+    assert read.loss == 0.25 and read.update.num_examples == 7
+    assert list(read.update.tensors) == ["w", "b"]
+    assert torch.equal(read.update.tensors["w"], UPDATE["w"])
+    assert torch.equal(read.update.buffers["mean"], BUFFERS["mean"])
+
+
+@pytest.mark.parametrize("probe", [None, Probe(batch_size=4, trial=2)])
+def test_an_order_is_read_as_it_was_written(probe: Probe | None) -> None:
+    order = wire.read_order(wire.order(3, wire.encode(UPDATE), wire.encode(BUFFERS), probe))
+    assert (order.round, order.probe) == (3, probe)
+    assert torch.equal(order.parameters["w"], UPDATE["w"])
+
+
+def test_size_is_that_of_the_serialized_content() -> None:
+    with identity():
+        message = Message(answer(), 2, "train")
+    envelope = message_to_proto(message)
+    whole = envelope.ByteSize()
+    envelope.ClearField("content")
+    assert 0 < whole - envelope.ByteSize() - wire.size(message.content) < 10  # tag and length
+
+
+def _array(value: np.ndarray, **changes: object) -> Array:
+    array = Array.from_numpy_ndarray(value)
+    for name, change in changes.items():
+        setattr(array, name, change)
+    return array
+
+
+def _objects() -> Array:
+    buffer = io.BytesIO()
+    np.save(buffer, np.array([print], dtype=object), allow_pickle=True)
+    return Array("object", (1,), "numpy.ndarray", buffer.getvalue())
+
+
+def _lies(shape: tuple[int, ...]) -> Array:
+    buffer = io.BytesIO()
+    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(buffer, header)
+    return Array("float32", shape, "numpy.ndarray", buffer.getvalue() + bytes(8))
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        _array(np.zeros((2, 3), np.float64)),
+        _array(np.zeros((3, 2), np.float32)),
+        _array(np.zeros(6, np.float32)),
+        _array(np.zeros((2, 3), np.float32), data=b""),
+        _array(np.zeros((2, 3), np.float32), data=b"\x93NUMPY\x01\x00\xff\xff{"),
+        _array(np.zeros((2, 3), np.float32), stype="pickle"),
+        _array(np.zeros((2, 3), ">f4")),
+        _array(np.zeros((2, 3), np.complex64)),
+        _array(np.zeros((2, 3), np.float32), data=_array(np.zeros((2, 3), "f4")).data + b"x"),
+        _lies((10**9, 10**9)),
+        _lies((-1, -2)),
+        _objects(),
+    ],
+    ids=[
+        *("dtype", "shape", "rank", "empty", "garbage", "stype", "endian", "complex", "trailing"),
+        *("huge", "negative", "object"),
+    ],
+)
+def test_malformed_arrays_are_refused(array: Array) -> None:
+    content = answer()
+    record = content[wire.ARRAYS]
+    assert isinstance(record, ArrayRecord)
+    record["w"] = array
+    with pytest.raises(wire.MalformedError, match="w"):
+        wire.read_answer(content, EXPECTED)
+
+
+def test_names_that_are_not_the_models_are_refused() -> None:
+    extra, missing = answer(), answer()
+    extra[wire.ARRAYS]["../x"] = _array(np.zeros(1))  # type: ignore[index,call-overload]
+    del missing[wire.BUFFERS]["mean"]  # type: ignore[attr-defined]
+    for content in (extra, missing):
+        with pytest.raises(wire.MalformedError, match="wrong names"):
+            wire.read_answer(content, EXPECTED)
+
+
+@pytest.mark.parametrize("count", [0, -1, 2.0, 2**60, [3]])
+def test_a_wrong_number_of_examples_is_refused(count: object) -> None:
+    content = answer()
+    content[wire.METRICS] = MetricRecord({wire.EXAMPLES: count, wire.LOSS: 0.5})  # type: ignore[dict-item]
+    with pytest.raises(wire.MalformedError, match="num-examples"):
+        wire.read_answer(content, EXPECTED)
+
+
+def test_what_was_not_asked_for_is_refused() -> None:
+    more_records, more_metrics, no_loss = answer(), answer(), answer()
+    more_records["more"] = ConfigRecord({"x": 1})
+    more_metrics[wire.METRICS]["accuracy"] = 1.0  # type: ignore[index,call-overload]
+    del no_loss[wire.METRICS][wire.LOSS]  # type: ignore[attr-defined]
+    for content in (more_records, more_metrics, no_loss, RecordDict()):
+        with pytest.raises(wire.MalformedError):
+            wire.read_answer(content, EXPECTED)
+    silent = wire.Shape(update=UPDATE, buffers=BUFFERS, loss=False)
+    with pytest.raises(wire.MalformedError, match="metrics"):
+        wire.read_answer(answer(), silent)
+
+
+@pytest.mark.parametrize("round", [0, -3, "1", 1.0, "../../x", True])
+def test_a_round_that_is_no_number_is_refused(round: object) -> None:
+    content = wire.order(1, wire.encode(UPDATE), wire.encode(BUFFERS), None)
+    content[wire.CONFIG] = ConfigRecord({wire.ROUND: round})  # type: ignore[dict-item]
+    with pytest.raises(wire.MalformedError, match="server-round"):
+        wire.read_order(content)

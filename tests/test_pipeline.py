@@ -1,0 +1,174 @@
+"""The main job: from a scenario to a leaderboard, twice the same, and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedsim
+from fedsim.record import Row, Run
+from fedsim.types import FedsimError
+
+SCENARIO: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 5,
+    "data": {"source": "digits", "clients": 3},
+    "model": {"name": "mlp", "hidden": [16], "activation": "sigmoid"},
+    "training": {"rounds": 3, "local": {"batch_size": 4, "lr": 0.1}},
+    "defenses": {
+        "none": [],
+        "noise": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 2.0}],
+        "top": [{"name": "top_k", "ratio": 0.05}],
+        "sum": ["aggregate"],
+    },
+    "attacks": [
+        {"name": "label_inference"},
+        {"name": "idlg", "iterations": 12},
+    ],
+    "observe": {"rounds": [1, "last"], "clients": [1], "batch_sizes": [1, 2], "trials": 2},
+    "knowledge": {"labels": "inferred"},
+}
+
+
+def without_cost(rows: list[Row]) -> list[Row]:
+    return [{key: value for key, value in row.items() if key != "cost"} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
+
+
+def test_every_cell_has_its_row_in_canonical_order(finished: Run) -> None:
+    rows = finished.rows()
+    cells = [
+        (
+            row["defense"]["name"],
+            row["attack"]["label"],
+            row["batch_size"],
+            row["round"],
+            row["trial"],
+        )
+        for row in rows
+    ]
+    assert cells == [
+        (stack, attack, size, round, trial)
+        for stack in SCENARIO["defenses"]
+        for attack in ("label_inference", "idlg")
+        for size in (1, 2)
+        for round in (1, 3)
+        for trial in (0, 1)
+    ]
+    assert all(row["status"] == "ok" for row in rows), [row["reason"] for row in rows]
+
+
+def test_the_undefended_control_succeeds_and_noise_does_not(finished: Run) -> None:
+    def gain(stack: str) -> float:
+        rows = [
+            row
+            for row in finished.rows()
+            if (row["defense"]["name"], row["attack"]["label"]) == (stack, "idlg")
+            and row["batch_size"] == 1
+        ]
+        return sum(row["metrics"]["psnr"] - row["baseline"]["psnr"] for row in rows) / len(rows)
+
+    assert gain("none") > 6 > 2 > gain("noise")
+
+
+def test_rows_state_the_threat_model_and_the_claim(finished: Run) -> None:
+    for row in finished.rows():
+        assert row["knowledge"] == {"labels": "inferred", "bn": "none"}
+        summed = row["defense"]["name"] == "sum"
+        assert row["vantage"] == ("aggregate" if summed else "server")
+        assert row["client"] == (-1 if summed else 1)
+        claimed = row["privacy"]["epsilon"]
+        assert (claimed == "inf") == (row["defense"]["name"] != "noise")
+        assert bool(row["privacy"]["reason"]) == (claimed == "inf")
+        assert row["control"]["other_update"]["label_accuracy"] is not None
+        assert row["utility"]["test_accuracy"] is not None
+
+
+def test_what_a_run_leaves_behind(finished: Run) -> None:
+    out = finished.out
+    for name in ("scenario.yaml", "record.json", "rounds.jsonl", "results.jsonl", "report.html"):
+        assert (out / name).stat().st_size > 100, name
+    assert len(finished.rounds()) == 4 * 3
+    assert len(finished.observations()) == 4 * 2 * 2 * 2
+    record = json.loads((out / "record.json").read_text())
+    assert record["environment"]["packages"]["torch"] and record["seed"] == 5
+    resolved = fedsim.load(out / "scenario.yaml")
+    assert resolved.attacks[1].parameters["iterations"] == 12
+
+
+def test_the_same_scenario_gives_the_same_bytes(finished: Run, tmp_path: Path) -> None:
+    again = fedsim.run(fedsim.load(finished.out / "scenario.yaml"), out=tmp_path / "b", workers=1)
+    assert without_cost(again.rows()) == without_cost(finished.rows())
+    for path in finished.observations():
+        twin = again.out / path.relative_to(finished.out)
+        for suffix in (".json", ".safetensors"):
+            assert path.with_suffix(suffix).read_bytes() == twin.with_suffix(suffix).read_bytes()
+
+
+def test_a_folder_is_never_overwritten(finished: Run, tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="holds a run already"):
+        fedsim.run(SCENARIO, out=finished.out)
+    with pytest.raises(FedsimError, match="another scenario"):
+        fedsim.run({**SCENARIO, "seed": 6}, out=finished.out, resume=True)
+
+
+def test_resuming_a_finished_run_changes_nothing(finished: Run) -> None:
+    before = (finished.out / "results.jsonl").read_bytes()
+    fedsim.run(SCENARIO, out=finished.out, resume=True, workers=1)
+    assert (finished.out / "results.jsonl").read_bytes() == before
+
+
+def test_a_recording_is_replayed_from_python(finished: Run) -> None:
+    path = next(p for p in finished.observations() if "none/round-0001/client-0001-b1-t0" in str(p))
+    found, row = fedsim.attack(path, "idlg", {"iterations": 12})
+    recorded = next(
+        r
+        for r in finished.rows()
+        if r["observation"] == "none/round-0001/client-0001-b1-t0" and r["attack"]["name"] == "idlg"
+    )
+    assert found.images is not None and found.images.shape == (1, 1, *found.images.shape[2:])
+    assert row["metrics"]["label_accuracy"] == recorded["metrics"]["label_accuracy"]
+    assert abs(row["metrics"]["psnr"] - recorded["metrics"]["psnr"]) < 6
+
+
+def test_known_labels_need_the_truth(finished: Run) -> None:
+    observation = fedsim.load_observation(finished.observations()[0])
+    with pytest.raises(FedsimError, match="ground truth"):
+        fedsim.attack(observation, "idlg", labels="known")
+    fedsim.attack(observation, "idlg", {"iterations": 1}, labels="known", truth=finished.out)
+
+
+@pytest.mark.parametrize("moment", [0, 1, 2])
+def test_killed_at_a_random_moment_and_resumed(
+    finished: Run, tmp_path: Path, moment: int
+) -> None:
+    """`kill -9`, then --resume: the same rows, the same bytes."""
+    out = tmp_path / "out"
+    command = [
+        sys.executable, "-m", "fedsim.cli", "run", str(finished.out / "scenario.yaml"),
+        "--out", str(out), "--workers", "1", "--quiet",
+    ]  # fmt: skip
+    victim = subprocess.Popen(command, start_new_session=True)
+    # Wait for the first sign of the wanted phase, then a little longer.
+    sign = ("checkpoints", "rounds.jsonl", "results.jsonl")[moment]
+    deadline = time.monotonic() + 60
+    while not (out / sign).exists() and victim.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.Random(moment).uniform(0, 0.5))
+    os.killpg(victim.pid, signal.SIGKILL)
+    victim.wait()
+    subprocess.run([*command, "--resume"], check=True, timeout=120)
+    assert without_cost(Run(out).rows()) == without_cost(finished.rows())
