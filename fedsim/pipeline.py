@@ -20,7 +20,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.record import Run
 from fedsim.report import write_report
-from fedsim.scenario import Scenario, dump, expand, open_document
+from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.types import FedsimError
 from fedsim.workload import Workload, load_dataset
@@ -50,22 +50,26 @@ def run(
             had finished is kept for `resume`.
     """
     if isinstance(scenario, str | Path):
-        variants = expand(open_document(scenario, overrides))
+        document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
     elif overrides:
         raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
     else:
-        variants = expand(scenario)
+        document = scenario
+    variants = expand(document)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
-    plans = [
-        _Plan(
-            variant.scenario,
-            variant.assignment,
-            root / variant.label if variant.label else root,
-            resume=resume,
-            workers=workers,
-        )
-        for variant in variants
-    ]
+    try:
+        plans = [
+            _Plan(
+                variant.scenario,
+                variant.assignment,
+                root / variant.label if variant.label else root,
+                resume=resume,
+                workers=workers,
+            )
+            for variant in variants
+        ]
+    except FedsimError as error:
+        raise locate(document, error) if isinstance(document, Document) else error from None
     with _display(quiet) as display:
         for plan in plans:
             plan.execute(display)

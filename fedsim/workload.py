@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from fedsim import plugins, rng
+from fedsim import rng
 from fedsim.data.base import DataSource
 from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
@@ -24,7 +25,7 @@ from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import build_stack, declared_training
+from fedsim.scenario.build import build_stack, declared_training, plugin_class
 from fedsim.types import (
     Dataset,
     FedsimError,
@@ -89,13 +90,14 @@ class Workload:
         """Before the stack's training defenses."""
         self.training = self.stack.training(declared)
         self.dataset = load_dataset(scenario) if dataset is None else dataset
-        self.parts = partition(
-            self.dataset,
-            scenario.data.partition,
-            scenario.data.clients,
-            rng.derive(scenario.seed, "partition"),
-            least=max(declared.batch_size, *(scenario.observe.batch_sizes or [1])),
-        )
+        with blaming("data.partition"):
+            self.parts = partition(
+                self.dataset,
+                scenario.data.partition,
+                scenario.data.clients,
+                rng.derive(scenario.seed, "partition"),
+                least=declared.batch_size,
+            )
         self.spec = ModelSpec(
             name=scenario.model.name,
             parameters=scenario.model.parameters,
@@ -104,7 +106,8 @@ class Workload:
             mean=self.dataset.mean,
             std=self.dataset.std,
         )
-        self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self.device)
+        with blaming("model"):
+            self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self.device)
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) before the first round; the same for every stack."""
@@ -297,9 +300,8 @@ class Workload:
                     f"({len(self.parts[smallest])} images); use a smaller batch, fewer clients, "
                     "or a more even partition"
                 )
-        parameters, buffers = self.initial()
-        client = self.observed(self.scenario.training.rounds)[:1] or [0]
-        self.client_update(client[0], 1, parameters, buffers, {})
+        with blaming(f"defenses.{self.stack_name}"):
+            self.client_update(0, 1, *self.initial(), {})
 
     def _training(self, probe: Probe | None) -> LocalTraining:
         return self.stack.training(self._declared(probe))
@@ -328,12 +330,20 @@ def load_dataset(scenario: Scenario) -> Dataset:
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.
     """
-    cls = plugins.load("fedsim.data", scenario.data.source.name)
-    if not issubclass(cls, DataSource):
-        raise plugins.PluginError(
-            f"data plugin {scenario.data.source.name!r} does not derive from DataSource"
-        )
-    return cls.model_validate(dict(scenario.data.source.parameters)).load()
+    chosen = scenario.data.source
+    with blaming("data.source"):
+        source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
+        assert isinstance(source, DataSource)  # noqa: S101 - plugin_class has checked it
+        return source.load()
+
+
+@contextmanager
+def blaming(key: str) -> Iterator[None]:
+    """Let a FedsimError from inside start with the scenario's key that is to blame."""
+    try:
+        yield
+    except FedsimError as error:
+        raise FedsimError(f"{key}: {error}") from error
 
 
 def as_pixels(images: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> No
     [
         (
             {"training": {"local": {"batch_size": 5000}}},
-            "training.local.batch_size: a batch of 5000",
+            "at least 5000 images",
         ),
         (
             {"observe": {"clients": [0], "batch_sizes": [1, 4000]}},

@@ -79,7 +79,8 @@ def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
     federation = scenario.federation
     if federation.engine == "simulation":
         simulation.require_ray()
-    strategies.build(federation.strategy, federation.strategy_parameters)
+    with _quiet_flower():
+        strategies.build(federation.strategy, federation.strategy_parameters)
     for name in scenario.defenses if stacks is None else stacks:
         stack = build_stack(scenario.defenses[name])
         try:

@@ -51,8 +51,7 @@ _LENGTHS = {
     "string_too_long": ("max_length", "at most"),
 }
 _PATTERNS = {
-    SLUG_PATTERN: "a name of at most 64 letters, digits and _ . + -, that begins with a letter or "
-    "digit (it names a folder)",
+    SLUG_PATTERN: "a name of letters, digits and _ . + - that could be a folder's, such as dp-1.0",
     DEVICE_PATTERN: "auto, cpu, cuda or cuda:N",
 }
 
@@ -138,27 +137,33 @@ def _finding(
         return _Finding(path, None, f"missing; add `{path[-1]}: ...`")
     if kind in ("value_error", "assertion_error"):
         return _Finding(path, None, str(context.get("error", detail["msg"])))
-    if detail["loc"] and detail["loc"][-1] == "[key]":
-        expected = _PATTERNS.get(str(context.get("pattern")), detail["msg"])
-        return _Finding(path, None, f"expected {expected}, got {path[-1]!r}")
+    expected, choices = _expected(kind, context)
+    if expected is None:
+        return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
+    if detail["loc"][-1:] == ("[key]",):
+        return _Finding(path, None, f"expected {expected}, got {show(path[-1])}")
+    return _Finding(path, expected, "", choices)
+
+
+def _expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
+    """What pydantic wanted to see, and the words to choose from where there are some."""
     if kind in _TYPES:
-        return _Finding(path, _TYPES[kind], "")
+        return _TYPES[kind], ()
     if kind in _BOUNDS:
         name, words = _BOUNDS[kind]
         bound = context[name]
-        return _Finding(path, f"{words} {f'{bound:g}' if isinstance(bound, float) else bound}", "")
+        return f"{words} {f'{bound:g}' if isinstance(bound, float) else bound}", ()
     if kind in _LENGTHS:
         name, words = _LENGTHS[kind]
-        count = context[name]
         unit = "character" if kind.startswith("string") else "item"
-        return _Finding(path, f"{words} {count} {unit}{'' if count == 1 else 's'}", "")
+        return f"{words} {context[name]} {unit}{'' if context[name] == 1 else 's'}", ()
     if kind in ("literal_error", "enum"):
         choices = tuple(re.findall(r"'([^']*)'", str(context["expected"])))
-        return _Finding(path, str(context["expected"]), "", choices)
+        return str(context["expected"]), choices
     if kind == "string_pattern_mismatch":
         pattern = str(context["pattern"])
-        return _Finding(path, _PATTERNS.get(pattern, f"text that matches {pattern}"), "")
-    return _Finding(path, None, f"{detail['msg']} (got {show(look_up(value, path))})")
+        return _PATTERNS.get(pattern, f"text that matches {pattern}"), ()
+    return None, ()
 
 
 def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> KeyPath:

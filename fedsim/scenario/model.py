@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from fedsim.types import Algorithm, Batches, BatchNormKnowledge, Labels, Mode
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
-SLUG_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}$"
-Slug = Annotated[str, Field(pattern=SLUG_PATTERN)]
+SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
+Slug = Annotated[str, Field(pattern=SLUG_PATTERN, max_length=64)]
 """A name that is also a safe file name."""
 
 Count = Annotated[int, Field(ge=1, le=1_000_000)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,10 @@ from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.records import RoundRecord
-from fedsim.recording import load_observation, read_tensors
+from fedsim.recording import load_observation
 from fedsim.scenario import Scenario
-from fedsim.types import Observation
-from fedsim.workload import Workload
+from fedsim.types import Dataset, Observation
+from fedsim.workload import Workload, load_dataset
 
 Fault = Callable[[int, Message, Callable[[], Message]], Message]
 """(client, message received, what the honest client would answer) -> the answer."""
@@ -45,12 +47,29 @@ def scenario(**changes: Any) -> Scenario:
     return Scenario.model_validate(plain)
 
 
+@cache
+def _dataset(source: str) -> Dataset:
+    return load_dataset(scenario(data=json.loads(source)))
+
+
+def workload(wanted: Scenario, stack: str = "none") -> Workload:
+    """The stack's workload; the data is loaded once."""
+    return Workload(wanted, stack, _dataset(wanted.data.model_dump_json()))
+
+
 def train(
     wanted: Scenario, out: Path, stack: str = "none", *, resume: bool = False
 ) -> list[RoundRecord]:
     """Train on the local engine; returns the rounds."""
     records: list[RoundRecord] = []
-    federate(wanted, stack, out, resume=resume, on_round=records.append)
+    federate(
+        wanted,
+        stack,
+        out,
+        resume=resume,
+        on_round=records.append,
+        workload=workload(wanted, stack),
+    )
     return records
 
 
@@ -58,9 +77,9 @@ def train_with_fault(
     wanted: Scenario, out: Path, fault: Fault, stack: str = "none"
 ) -> list[RoundRecord]:
     """Train on the local grid with clients whose answers go through `fault`."""
-    workload = Workload(wanted, stack)
+    shared = workload(wanted, stack)
     job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
-    honest = client_app.build(job, workload)
+    honest = client_app.build(job, shared)
 
     def faulty(message: Message, context: Context) -> Message:
         if not message.metadata.message_type.startswith("train"):
@@ -70,7 +89,7 @@ def train_with_fault(
 
     records: list[RoundRecord] = []
     local.run(
-        server_app.build(workload, out, records.append),
+        server_app.build(shared, out, records.append),
         faulty,  # type: ignore[arg-type]  # called like an app, and that is all
         wanted.data.clients,
         wanted.federation.timeout,
@@ -107,16 +126,3 @@ def results(records: list[RoundRecord]) -> list[dict[str, Any]]:
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     """Whether all tensors are equal bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-__all__ = [
-    "contents",
-    "final_model",
-    "observation",
-    "read_tensors",
-    "results",
-    "same",
-    "scenario",
-    "train",
-    "train_with_fault",
-]

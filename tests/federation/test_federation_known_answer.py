@@ -7,14 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from federation_support import final_model, observation, scenario, train
+from federation_support import (
+    contents,
+    final_model,
+    observation,
+    results,
+    scenario,
+    train,
+    workload,
+)
 from torch import Tensor, nn
 
 from fedsim import rng
 from fedsim.models.base import build, normalize
 from fedsim.recording import load_truth
 from fedsim.scenario import Scenario
-from fedsim.workload import Workload
 
 ALL = {"observe__clients": "all", "observe__rounds": [1, 2, 3]}
 
@@ -25,7 +32,7 @@ def batches(out: Path, wanted: Scenario, round: int, client: int) -> list[tuple[
     size = wanted.training.local.batch_size
     return list(
         zip(
-            normalize(truth.images, Workload(wanted, "none").spec).split(size),
+            normalize(truth.images, workload(wanted).spec).split(size),
             truth.labels.split(size),
             strict=True,
         )
@@ -33,7 +40,7 @@ def batches(out: Path, wanted: Scenario, round: int, client: int) -> list[tuple[
 
 
 def model(wanted: Scenario) -> nn.Module:
-    return build(Workload(wanted, "none").spec, rng.derive(wanted.seed, "model")).train()
+    return build(workload(wanted).spec, rng.derive(wanted.seed, "model")).train()
 
 
 def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
@@ -99,24 +106,23 @@ def test_an_aggregate_trains_the_same_model_as_single_updates(tmp_path: Path) ->
 
 
 def model_at_start(wanted: Scenario) -> dict[str, Tensor]:
-    return Workload(wanted, "none").initial()[0]
+    return workload(wanted).initial()[0]
 
 
 def test_a_tiny_update_survives_the_wire(tmp_path: Path) -> None:
-    """New weights in float32 would have rounded it away: it is 1e-9 of them."""
-    local = {"steps": 2, "batch_size": 4, "lr": 1e-9}
-    wanted = scenario(training__local=local, training__rounds=1)
-    train(wanted, tmp_path)
-    seen = observation(tmp_path, "none/round-0001/client-0000-training")
-    sent = seen.update["head.output.weight"]
-    rounded = (seen.parameters["head.output.weight"] + sent) - seen.parameters["head.output.weight"]
-    assert sent.abs().max() > 0
-    assert (rounded - sent).abs().max() > 0.5 * sent.abs().max()
+    """As new weights in float32 it would have been rounded away: it is 1e-9 of them."""
+    clip = [{"name": "clip", "parameters": {"norm": 1e-9}}]
+    wanted = scenario(defenses={"clipped": clip}, training__rounds=1)
+    train(wanted, tmp_path, "clipped")
+    seen = observation(tmp_path, "clipped/round-0001/client-0000-training")
+    flat = torch.cat([value.flatten() for value in seen.update.values()])
+    before = torch.cat([value.flatten() for value in seen.parameters.values()])
+    assert float(flat.double().norm()) == pytest.approx(1e-9, rel=1e-5)
+    as_weights = (before - flat) - before
+    assert float((as_weights + flat).norm()) > 0.5e-9
 
 
 def test_two_runs_leave_the_same_bytes(tmp_path: Path) -> None:
-    from federation_support import contents, results
-
     wanted = scenario(
         defenses={"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]},
         federation={"strategy": "FedAdam", "participation": 0.5},
@@ -129,10 +135,8 @@ def test_two_runs_leave_the_same_bytes(tmp_path: Path) -> None:
 
 def test_participants_follow_the_seed_and_nothing_else(tmp_path: Path) -> None:
     wanted = scenario(federation={"participation": 0.5}, training__rounds=6)
-    workload = Workload(wanted, "none")
+    plan = workload(wanted)
     records = train(wanted, tmp_path)
-    assert [list(r.participants) for r in records] == [
-        workload.participants(r) for r in range(1, 7)
-    ]
+    assert [list(r.participants) for r in records] == [plan.participants(r) for r in range(1, 7)]
     assert len({r.participants for r in records}) > 1
     assert all(r.aggregated == 2 for r in records)

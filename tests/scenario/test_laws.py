@@ -72,7 +72,7 @@ def test_a_dump_loads_to_an_equal_scenario_and_is_stable(
     description=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
     seed=st.integers(0, 2**63 - 1),
     lr=st.floats(1e-300, 1e11),
-    stack=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9_.+-]{0,20}\Z"),
+    stack=st.from_regex(r"\A[A-Za-z0-9](\.?[A-Za-z0-9_+-]){0,20}\Z"),
     rounds=st.lists(st.integers(1, 50), min_size=1, unique=True),
 )
 def test_any_valid_value_survives_a_dump(

@@ -291,11 +291,18 @@ CASES = {
     ),
     "unknown partition": Case("name: iid", "name: idd", "data.partition.name", "mean 'iid'?"),
     "a path for a name": Case(
-        "name: base", "name: ../etc # <-", "name", "at most 64 letters, digits and _ . + -"
+        "name: base", "name: ../etc # <-", "name", "letters, digits and _ . + - that could"
     ),
     "a path for a stack": Case(
-        "  none: []", "  ../none: [] # <-", 'defenses["../none"]', "expected a name of at most 64"
+        "  none: []", "  ../none: [] # <-", 'defenses["../none"]', "expected a name of letters"
     ),
+    "two dots in a stack": Case(
+        "  none: []", "  a..b: [] # <-", 'defenses["a..b"]', "expected a name of letters"
+    ),
+    "a long name for a stack": Case(
+        "  none: []", f"  {'x' * 65}: [] # <-", f"defenses.{'x' * 65}", "at most 64 characters"
+    ),
+    "an empty name": Case("name: base", "name: ''", "name", "expected a name of letters"),
     "a path for a label": Case(
         "{name: label_inference}",
         "{name: label_inference, label: a/b}",

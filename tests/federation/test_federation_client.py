@@ -1,0 +1,205 @@
+"""Clients and their nodes: ids, paths, memory, isolation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from federation_support import scenario, train, workload
+from flwr.app import Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedsim.federation import client_app, wire
+from fedsim.federation.client_app import Job
+from fedsim.federation.client_state import ClientState
+from fedsim.federation.delivery import discover, exchange
+from fedsim.federation.local import LocalGrid, identity
+from fedsim.types import FedsimError
+from fedsim.workload import Probe
+
+TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
+
+
+def ask(
+    out: Path,
+    *,
+    client: object = 0,
+    round: int = 1,
+    probe: Probe | None = None,
+    stack: str = "none",
+) -> Message:
+    """What the client app answers."""
+    wanted = scenario(
+        defenses={"none": [], **TOPK},
+        observe={"rounds": [1], "clients": [0], "batch_sizes": [2]},
+    )
+    plan = workload(wanted, stack)
+    job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
+    parameters, buffers = plan.initial()
+    content = wire.order(round, wire.encode(parameters), wire.encode(buffers), probe)
+    context = Context(
+        run_id=1,
+        node_id=2,
+        node_config={"partition-id": client},  # type: ignore[dict-item]
+        state=RecordDict(),
+        run_config={},
+    )
+    with identity():
+        message = Message(content, 2, "train.probe" if probe else "train")
+        return client_app.build(job, plan)(message, context)
+
+
+@pytest.mark.parametrize("client", [-1, 4, "0", "../../etc", True, None, 1.0])
+def test_a_node_that_is_no_client_of_the_scenario_is_refused(
+    client: object, tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match="partition-id"):
+        ask(tmp_path, client=client)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_round_past_the_last_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="round 4 is past"):
+        ask(tmp_path, round=4)
+
+
+@pytest.mark.parametrize(
+    ("round", "probe"),
+    [(1, Probe(batch_size=3, trial=0)), (1, Probe(batch_size=2, trial=1))]
+    + [(2, Probe(batch_size=2, trial=0))],
+)
+def test_only_planned_probes_are_answered(round: int, probe: Probe, tmp_path: Path) -> None:
+    """A server cannot make a client compute, or write, what the scenario does not say."""
+    with pytest.raises(FedsimError, match="no such probe is planned"):
+        ask(tmp_path, round=round, probe=probe)
+    assert not list(tmp_path.iterdir())
+
+
+def test_truth_stays_on_the_clients_side(tmp_path: Path) -> None:
+    reply = ask(tmp_path, probe=Probe(batch_size=2, trial=0))
+    assert set(reply.content) == {"arrays", "buffers", "metrics"}
+    assert set(reply.content["metrics"]) == {"num-examples", "train_loss"}
+    (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
+    place = "truth/none/round-0001/client-0000-b2-t0/client-0000.safetensors"
+    assert written == tmp_path / place
+
+
+def test_a_probe_leaves_the_defenses_memory_alone(tmp_path: Path) -> None:
+    ask(tmp_path, stack="topk", probe=Probe(batch_size=2, trial=0))
+    assert not (tmp_path / "client_state").exists()
+    ask(tmp_path, stack="topk")
+    assert ClientState(tmp_path, "topk", 0).before(2)
+
+
+def test_memory_of_a_client_is_that_of_its_last_round(tmp_path: Path) -> None:
+    memory = ClientState(tmp_path, "s", 3)
+    assert memory.before(1) == {}
+    for round in (1, 2, 5):
+        memory.save(round, {"x": torch.tensor(float(round))}, checkpoint_every=100)
+    assert [float(memory.before(round)["x"]) for round in (2, 3, 5, 6)] == [1.0, 2.0, 2.0, 5.0]
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, [6, 7]), (3, [6, 7]), (5, [5, 6, 7]), (9, None)])
+def test_memory_is_kept_as_far_back_as_a_checkpoint_may_lie(
+    every: int, kept: list[int] | None, tmp_path: Path
+) -> None:
+    memory = ClientState(tmp_path, "s", 0)
+    for round in range(1, 8):
+        memory.save(round, {"x": torch.zeros(1)}, every)
+    found = [int(p.stem.removeprefix("round-")) for p in tmp_path.rglob("round-*")]
+    assert sorted(found) == (kept or list(range(1, 8)))
+
+
+def test_error_feedback_remembers_across_rounds(tmp_path: Path) -> None:
+    """What top-k sends over all rounds plus its last memory is what the client computed."""
+    wanted = scenario(defenses=TOPK, observe={"rounds": [1, 2, 3], "clients": [0]})
+    train(wanted, tmp_path, "topk")
+    plan = workload(wanted, "topk")
+    from federation_support import observation
+
+    memory: dict[str, torch.Tensor] = {}
+    for round in (1, 2, 3):
+        seen = observation(tmp_path, f"topk/round-000{round}/client-0000-training")
+        result = plan.client_update(0, round, seen.parameters, seen.buffers, memory)
+        assert all(torch.equal(seen.update[n], t) for n, t in result.update.tensors.items())
+        memory = dict(result.state)
+    stored = ClientState(tmp_path, "topk", 0).before(4)
+    assert all(torch.equal(stored[name], value) for name, value in memory.items())
+
+
+def grid(answer: Callable[[Message, Context], Message], timeout: float = 60.0) -> LocalGrid:
+    app = ClientApp()
+    app.train()(answer)
+    app.query("identify")(answer)
+    return LocalGrid(app, 3, timeout)
+
+
+def messages(content: RecordDict) -> list[Message]:
+    return [Message(content, node, "train") for node in (2, 3, 4)]
+
+
+def test_clients_share_no_memory_with_the_server_or_each_other() -> None:
+    def scribble(message: Message, context: Context) -> Message:
+        message.content["arrays"].clear()  # type: ignore[attr-defined]
+        context.state["mine"] = wire.encode({"x": torch.zeros(1)})
+        return Message(RecordDict({"state": wire.encode({})}), reply_to=message)
+
+    sent = RecordDict({"arrays": wire.encode({"x": torch.ones(2)})})
+    with identity():
+        local = grid(scribble)
+        replies = local.send_and_receive(messages(sent))
+    assert len(replies) == 3 and all("x" in sent["arrays"] for _ in replies)  # type: ignore[operator]
+
+
+def test_one_clients_exception_is_its_own() -> None:
+    def answer(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == 1:
+            raise RuntimeError("broken client")
+        return Message(RecordDict(), reply_to=message)
+
+    with identity():
+        replies = grid(answer).send_and_receive(messages(RecordDict()))
+    assert [reply.has_error() for reply in replies] == [False, True, False]
+    assert replies[1].error.reason == "RuntimeError: broken client"
+
+
+def test_a_client_is_late_by_its_own_time_only() -> None:
+    """Three clients of 0.1 s each are not late at 0.2 s, one of 0.3 s is."""
+
+    def answer(message: Message, context: Context) -> Message:
+        time.sleep(0.3 if context.node_config["partition-id"] == 1 else 0.1)
+        return Message(RecordDict(), reply_to=message)
+
+    with identity():
+        local = grid(answer, timeout=0.2)
+        found = dict(exchange(local, messages(RecordDict()), timeout=0.2))
+    assert {position for position, reply in found.items() if reply is None} == {1}
+
+
+def test_silence_makes_an_answer_late() -> None:
+    class Silent(LocalGrid):
+        def pull_messages(self, message_ids: object) -> object:  # type: ignore[override]
+            return []
+
+    with identity():
+        silent = Silent(ClientApp(), 3, 60.0)
+        found = list(exchange(silent, messages(RecordDict()), timeout=0.1))
+    assert found == [(0, None), (1, None), (2, None)]
+
+
+def test_nodes_are_told_apart_by_what_they_say() -> None:
+    def reversed_ids(message: Message, context: Context) -> Message:
+        return Message(
+            wire.identity(2 - int(context.node_config["partition-id"])), reply_to=message
+        )
+
+    def all_the_same(message: Message, context: Context) -> Message:
+        return Message(wire.identity(0), reply_to=message)
+
+    with identity():
+        assert discover(grid(reversed_ids), 3) == {0: 4, 1: 3, 2: 2}
+        with pytest.raises(FedsimError, match="two nodes say that they are client 0"):
+            discover(grid(all_the_same), 3)

@@ -1,0 +1,183 @@
+"""The spool, the strategies by name, and their memory, each on its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from federation_support import scenario
+from flwr.app import Array, ArrayRecord
+from flwr.serverapp.strategy import FedAvg
+
+from fedsim.federation import check, strategies, strategy_state
+from fedsim.federation.spool import Spool, lazy_record
+from fedsim.federation.wire import Answer
+from fedsim.types import FedsimError, Update
+
+
+def _answer(seed: int, examples: int, loss: float | None = 1.0) -> Answer:
+    stream = torch.Generator().manual_seed(seed)
+    return Answer(
+        update=Update(
+            tensors={"w": torch.randn(10, generator=stream)},
+            num_examples=examples,
+            buffers={"m": torch.randn(2, generator=stream)},
+        ),
+        loss=loss,
+    )
+
+
+@pytest.mark.parametrize("budget", [0, 100, 10**6])
+def test_the_spool_gives_back_what_it_was_given(budget: int, tmp_path: Path) -> None:
+    answers = {client: _answer(client, client + 1) for client in (5, 1, 3)}
+    folder = tmp_path / "spool"
+    with Spool(folder, budget) as spool:
+        for client, answer in answers.items():
+            spool.put(client, answer)
+        on_disk = len(list(folder.glob("*"))) if folder.exists() else 0
+        assert on_disk == {0: 3, 100: 1, 10**6: 0}[budget] + (budget == 100)
+        assert spool.clients() == [1, 3, 5]
+        updates = list(spool.updates(["w"], ["m"]))
+        for client, update in zip([1, 3, 5], updates, strict=True):
+            assert torch.equal(update.tensors["w"], answers[client].update.tensors["w"])
+            assert torch.equal(spool.update(client, "w"), update.tensors["w"])
+            assert update.num_examples == client + 1
+        expected = sum(answers[c].update.buffers["m"] * ((c + 1) / 12) for c in (1, 3, 5))
+        assert torch.allclose(spool.mean_buffers(["m"])["m"], torch.as_tensor(expected))
+    assert not folder.exists() and spool.clients() == []
+
+
+def test_the_mean_loss_weighs_by_examples(tmp_path: Path) -> None:
+    with Spool(tmp_path / "spool") as spool:
+        assert spool.mean_loss() is None
+        spool.put(0, _answer(0, 1, 4.0))
+        spool.put(1, _answer(1, 3, 8.0))
+        assert spool.mean_loss() == 7.0
+
+
+def test_a_lazy_array_is_an_array_whose_reader_may_write() -> None:
+    value = torch.arange(6.0).reshape(2, 3)
+    record = lazy_record({"w": value}, lambda name: value + 1)
+    array = record["w"]
+    assert (array.dtype, array.shape, array.stype) == ("float32", (2, 3), "numpy.ndarray")
+    array.numpy()[:] = 0
+    assert np.array_equal(array.numpy(), (value + 1).numpy())
+    assert array.data == Array((value + 1).numpy()).data
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("FedAdm", {}, "did you mean 'FedAdam'"),
+        ("Strategy", {}, "no strategy 'Strategy'"),
+        ("FedAdam", {"etta": 1.0}, "no parameter 'etta'; did you mean 'eta'"),
+        ("FedAdam", {"eta": "fast"}, "eta of FedAdam is 'fast'"),
+        ("FedAdam", {"eta": float("nan")}, "eta of FedAdam is nan"),
+        ("FedTrimmedAvg", {"beta": 0.7}, r"FedTrimmedAvg: `beta` must be"),
+        ("QFedAvg", {}, "QFedAvg needs 'client_learning_rate'"),
+        ("FedAvg", {"fraction_train": 0.5}, "is federation.participation"),
+        ("FedAvg", {"train_metrics_aggr_fn": "x"}, "set by fedsim"),
+        ("FedProx", {}, "proximal"),
+        ("FedXgbBagging", {}, "trees"),
+        ("DifferentialPrivacyClientSideFixedClipping", {}, "clip"),
+        ("DifferentialPrivacyServerSideFixedClipping", {"strategy": 3}, "strategy is 3"),
+        ("DifferentialPrivacyServerSideFixedClipping", {"strategy": "FedAv"}, "'FedAvg'"),
+    ],
+)
+def test_a_wrong_strategy_is_refused_before_training(
+    name: str, parameters: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(FedsimError, match=message):
+        check(scenario(federation={"strategy": name, "strategy_parameters": parameters}))
+
+
+SECURE = [{"name": "aggregate"}]
+PRIVATE = [
+    {"name": "clip", "parameters": {"norm": 1.0}},
+    {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
+]
+WRAPPED = {
+    "strategy": "FedAvg",
+    "noise_multiplier": 1.0,
+    "clipping_norm": 1.0,
+    "num_sampled_clients": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "stack"),
+    [
+        *((name, {}, SECURE) for name in ("FedMedian", "FedTrimmedAvg", "Krum", "MultiKrum")),
+        ("Bulyan", {}, SECURE),
+        ("QFedAvg", {"client_learning_rate": 0.1}, SECURE),
+        ("QFedAvg", {"client_learning_rate": 0.1}, PRIVATE),
+        ("DifferentialPrivacyServerSideFixedClipping", WRAPPED, SECURE),
+    ],
+)
+def test_a_strategy_that_needs_what_the_stack_hides_is_refused(
+    name: str, parameters: dict[str, Any], stack: list[dict[str, Any]]
+) -> None:
+    federation = {"strategy": name, "strategy_parameters": parameters}
+    with pytest.raises(FedsimError, match=f"defenses.hidden: .*{name} needs each client's"):
+        check(scenario(federation=federation, defenses={"none": [], "hidden": stack}))
+    check(scenario(federation=federation))
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "FedAvgM", "FedAdagrad", "FedAdam", "FedYogi"])
+def test_a_strategy_of_the_mean_works_on_a_combination(name: str) -> None:
+    check(scenario(federation={"strategy": name}, defenses={"secure": SECURE}))
+
+
+def test_a_strategys_memory_is_restored_exactly() -> None:
+    strategy = FedAvg()
+    remembered: dict[str, Any] = {
+        "nothing": None,
+        "yes": True,
+        "count": 3,
+        "rate": 0.1 + 0.2,
+        "infinite": float("-inf"),
+        "text": "a",
+        "moments": {"w": np.arange(3, dtype=np.float32), "b": np.float64(0.1)},
+        "vector": [np.zeros((2, 2)), np.array(5)],
+        "pair": (1, 2.5),
+        "by_node": {7: 1, 9: 2},
+        "record": ArrayRecord({"w": Array(np.eye(2))}),
+        "strategy": FedAvg(fraction_train=0.25),
+    }
+    vars(strategy).update(remembered)
+    plain, tensors = strategy_state.save(strategy)
+    fresh = FedAvg()
+    fresh.strategy = FedAvg()  # type: ignore[attr-defined]
+    strategy_state.restore(fresh, plain, tensors)
+    after: dict[str, Any] = vars(fresh)
+    assert after["strategy"].fraction_train == 0.25
+    assert after["record"] == remembered["record"]
+    assert after["moments"]["b"] == 0.1 and type(after["moments"]["b"]) is np.float64
+    assert after["moments"]["w"].dtype == np.float32
+    assert np.array_equal(after["moments"]["w"], [0, 1, 2])
+    after["moments"]["w"][0] = 9  # writable
+    assert [a.shape for a in after["vector"]] == [(2, 2), ()]
+    for name in ("nothing", "yes", "count", "rate", "infinite", "text", "pair", "by_node"):
+        assert after[name] == remembered[name] and type(after[name]) is type(remembered[name])
+
+
+def test_a_memory_that_cannot_be_saved_is_refused() -> None:
+    strategy = FedAvg()
+    vars(strategy)["model"] = {"inner": object()}
+    with pytest.raises(FedsimError, match=r"FedAvg\.model\.inner is a object, which cannot"):
+        strategy_state.save(strategy)
+
+
+def test_every_strategys_memory_can_be_saved() -> None:
+    needed: dict[str, dict[str, Any]] = {
+        "QFedAvg": {"client_learning_rate": 0.1},
+        "DifferentialPrivacyServerSideFixedClipping": WRAPPED,
+        "DifferentialPrivacyServerSideAdaptiveClipping": {
+            key: value for key, value in WRAPPED.items() if key != "clipping_norm"
+        },
+    }
+    for name in strategies.names():
+        strategy_state.save(strategies.build(name, needed.get(name, {})))
