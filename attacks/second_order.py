@@ -2,16 +2,14 @@
 
 An iteration of a gradient-matching attack computes g(x) = ∂L/∂θ, and then ∂<g(x), v>/∂x for a fixed
 v. PyTorch's own second derivative of a convolution uses the output gradient as a kernel as large as
-the image, and that of a normalization is a chain of some forty elementwise operations. Here a
-convolution costs four convolutions of the usual shapes, the count of Pearlmutter, Fast Exact
-Multiplication by the Hessian, Neural Computation 1994; a normalization costs five reductions and a
-few passes. Results are PyTorch's, up to rounding.
+the image; here it costs four convolutions of the usual shapes, the count of Pearlmutter, Fast Exact
+Multiplication by the Hessian, Neural Computation 1994. Results are PyTorch's, up to rounding.
 """
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +17,25 @@ from torch.autograd.function import once_differentiable
 
 from fedsim_attacks import convolution
 from fedsim_attacks.convolution import Geometry
+from fedsim_attacks.normalization import batch_norm, group_norm
+from fedsim_attacks.pruned import is_wanted
 
 
 def accelerate(model: nn.Module) -> None:
     """Make `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
 
-    Its convolutions, batch norms and group norms get the formulas of this module. Names, parameters
-    and buffers stay, but batch norm no longer updates its running statistics. Fit for that use
-    only: the gradients of *leaf* parameters are computed only while a graph is being created.
+    Its convolutions, batch norms and group norms get closed-form second derivatives. Names,
+    parameters and buffers stay, but batch norm no longer updates its running statistics. Fit for
+    that use only: gradients of leaf parameters are computed only while a graph is being created.
     """
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             if geometry := Geometry.of(module):
                 module.forward = partial(_convolve, module, geometry)  # type: ignore[method-assign]
-        elif isinstance(module, nn.BatchNorm2d):
-            module.forward = partial(_batch_norm, module)  # type: ignore[method-assign]
-        elif isinstance(module, nn.GroupNorm):
-            module.forward = partial(_group_norm, module)  # type: ignore[method-assign]
-
-
-def _wanted(parameter: Tensor | None) -> bool:
-    # The second differentiation is in the images: a leaf's gradient would be thrown away. Weights
-    # after a local step are no leaves, since they depend on the images.
-    return parameter is not None and (torch.is_grad_enabled() or not parameter.is_leaf)
+        elif isinstance(module, nn.BatchNorm2d) and module.affine:
+            module.forward = partial(batch_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.GroupNorm) and module.affine:
+            module.forward = partial(group_norm, module)  # type: ignore[method-assign]
 
 
 def _convolve(module: nn.Conv2d, geometry: Geometry, x: Tensor) -> Tensor:
@@ -61,7 +55,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b = ctx.saved_tensors
-        wants = ctx.needs_input_grad[0], _wanted(w), _wanted(b)
+        wants = ctx.needs_input_grad[0], is_wanted(w), is_wanted(b)
         return *_ConvolutionGradient.apply(gy, x, w, ctx.geometry, wants), None
 
 
@@ -87,14 +81,15 @@ class _ConvolutionGradient(torch.autograd.Function):
         ctx: Any, vx: Tensor | None, vw: Tensor | None, vb: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         gy, x, w = ctx.saved_tensors
-        to_gy, to_x, to_w = None, None, None
+        to_gy = None if vb is None else vb.view(1, -1, 1, 1).expand_as(gy)
+        to_x, to_w = None, None
         if vw is not None:
             to_gy = convolution.output(x, vw, vb, ctx.geometry)
             if ctx.needs_input_grad[1]:
                 to_x = convolution.input_gradient(gy, x, vw, ctx.geometry)
         if vx is not None:
             moved = convolution.output(vx, w, None, ctx.geometry)
-            to_gy = moved if to_gy is None else to_gy.add_(moved)
-            if _wanted(w):
+            to_gy = moved if to_gy is None else moved.add_(to_gy)
+            if is_wanted(w):
                 to_w = convolution.weight_gradient(gy, vx, w, ctx.geometry)
         return to_gy, to_x, to_w, None, None

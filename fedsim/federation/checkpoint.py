@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fedsim.federation import client_state
+from fedsim.federation import client_state, spool
 from fedsim.recording import read_tensors, write_tensors, write_text
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
@@ -78,8 +78,13 @@ class Checkpoints:
             for path in folder.glob("round-*"):
                 if int(path.name.removeprefix("round-")) > done:
                     shutil.rmtree(path)
+        states = client_state.folder(self._out, self._stack)
         if not done:
-            shutil.rmtree(client_state.folder(self._out, self._stack), ignore_errors=True)
+            shutil.rmtree(states, ignore_errors=True)
+        shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
+        for folder in (*self._folders(), states, self._home):
+            for torn in folder.rglob(".writing-*"):  # files that a kill left half written
+                torn.unlink()
 
     @property
     def complete(self) -> bool:

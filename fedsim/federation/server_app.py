@@ -67,7 +67,9 @@ class _Training:
         saved = self._checkpoints.load()
         if saved:
             self._done = saved.round
-            self._parameters, self._buffers = saved.parameters, saved.buffers
+            # In the model's order again: it is the order in which strategies add up.
+            self._parameters = {name: saved.parameters[name] for name in self._parameters}
+            self._buffers = {name: saved.buffers[name] for name in self._buffers}
             strategy_state.restore(self._strategy, saved.strategy, saved.strategy_tensors)
 
     def run(self, on_round: OnRound) -> None:

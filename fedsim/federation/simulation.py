@@ -2,7 +2,7 @@
 
 Ray starts a cluster of processes, and a Python process in which it failed or was interrupted can
 hang; so it gets a process of its own, which dies with its parent however that ends, and whose
-processes die with it. The parent imports neither Ray nor Flower.
+processes die with it. The parent never imports Ray.
 
 Each client computes with as many torch threads as the local engine would, since that decides in
 which order floats are summed; OMP_NUM_THREADS says how many, and a machine of N cores runs

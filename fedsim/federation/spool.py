@@ -29,6 +29,11 @@ _UPDATE = "update."
 _BUFFER = "buffer."
 
 
+def scratch(out: Path, stack: str) -> Path:
+    """Where a round of `stack` is spooled below `out`; it is gone when the round ends."""
+    return out / f".spool-{stack}"
+
+
 class Spool:
     """The accepted answers of one round, by client. A context manager: leaving it forgets them."""
 

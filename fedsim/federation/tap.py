@@ -8,6 +8,7 @@ is looked at; a round is never held in memory.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from fedsim.federation import wire
 from fedsim.federation.client_app import PROBE, reports_loss
 from fedsim.federation.delivery import exchange
 from fedsim.federation.screening import Tally, judge
-from fedsim.federation.spool import Spool, lazy_record
+from fedsim.federation.spool import Spool, lazy_record, scratch
 from fedsim.recording import save_observation
 from fedsim.types import FedsimError, Tensors, Update
 from fedsim.workload import Probe, Workload
@@ -38,7 +39,7 @@ class TapGrid(Grid):
         self._nodes = nodes
         self._clients = {node: client for client, node in nodes.items()}
         self._out = out
-        self._scratch = out / "spool" / workload.stack_name
+        self._scratch = scratch(out, workload.stack_name)
         self._spool = Spool(self._scratch / "training")
         parameters, buffers = workload.initial()
         self._expected = wire.Shape(
@@ -69,6 +70,7 @@ class TapGrid(Grid):
         not weights, and a server optimizer would drive a variance below zero.
         """
         self._spool.clear()
+        shutil.rmtree(self._scratch, ignore_errors=True)
         return self._new_buffers
 
     def get_node_ids(self) -> Iterable[int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from federation_support import scenario, train, workload
+from federation_support import observation, scenario, train, workload
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
@@ -68,8 +68,11 @@ def test_a_round_past_the_last_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("round", "probe"),
-    [(1, Probe(batch_size=3, trial=0)), (1, Probe(batch_size=2, trial=1))]
-    + [(2, Probe(batch_size=2, trial=0))],
+    [
+        (1, Probe(batch_size=3, trial=0)),
+        (1, Probe(batch_size=2, trial=1)),
+        (2, Probe(batch_size=2, trial=0)),
+    ],
 )
 def test_only_planned_probes_are_answered(round: int, probe: Probe, tmp_path: Path) -> None:
     """A server cannot make a client compute, or write, what the scenario does not say."""
@@ -118,8 +121,6 @@ def test_error_feedback_remembers_across_rounds(tmp_path: Path) -> None:
     wanted = scenario(defenses=TOPK, observe={"rounds": [1, 2, 3], "clients": [0]})
     train(wanted, tmp_path, "topk")
     plan = workload(wanted, "topk")
-    from federation_support import observation
-
     memory: dict[str, torch.Tensor] = {}
     for round in (1, 2, 3):
         seen = observation(tmp_path, f"topk/round-000{round}/client-0000-training")

@@ -101,12 +101,8 @@ def test_an_aggregate_trains_the_same_model_as_single_updates(tmp_path: Path) ->
     for stack in ("none", "secure"):
         train(wanted, tmp_path, stack)
     each, combined = (final_model(tmp_path, wanted, stack) for stack in ("none", "secure"))
-    assert 0 < deviation(each, model_at_start(wanted))
+    assert deviation(each, workload(wanted).initial()[0]) > 0
     assert deviation(combined, each) < 1e-6
-
-
-def model_at_start(wanted: Scenario) -> dict[str, Tensor]:
-    return workload(wanted).initial()[0]
 
 
 def test_a_tiny_update_survives_the_wire(tmp_path: Path) -> None:

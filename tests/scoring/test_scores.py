@@ -111,9 +111,10 @@ def test_feature_metrics(truth: GroundTruth) -> None:
     zero = score(found(features=truth.features * 0), truth)
     assert zero.feature_error == pytest.approx(1.0)
     assert zero.feature_cosine == 0.0
-    opposite = score(found(features=-truth.features[:1]), GroundTruth(
-        images=truth.images[:1], labels=truth.labels[:1], features=truth.features[:1]
-    ))
+    opposite = score(
+        found(features=-truth.features[:1]),
+        GroundTruth(images=truth.images[:1], labels=truth.labels[:1], features=truth.features[:1]),
+    )
     assert opposite.feature_cosine == pytest.approx(-1.0)
 
 

@@ -1,4 +1,4 @@
-"""The bootstrap interval: reproducible, of the stated coverage, and absent where it says nothing."""
+"""The bootstrap interval: reproducible, of the stated coverage, absent where it says nothing."""
 
 from __future__ import annotations
 

@@ -1,0 +1,228 @@
+"""A run that was killed goes on and ends as if it had not been."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from federation_support import contents, results, scenario, train, workload
+
+from fedsim import recording
+from fedsim.federation import RoundRecord, federate, strategies
+from fedsim.federation.checkpoint import Checkpoints
+from fedsim.scenario import Scenario
+from fedsim.types import FedsimError
+
+TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
+NEEDED: dict[str, dict[str, Any]] = {
+    "QFedAvg": {"client_learning_rate": 0.1},
+    "DifferentialPrivacyServerSideFixedClipping": {
+        "strategy": {"name": "FedAvgM", "server_momentum": 0.9},
+        "noise_multiplier": 0.1,
+        "clipping_norm": 1.0,
+        "num_sampled_clients": 4,
+    },
+    "DifferentialPrivacyServerSideAdaptiveClipping": {
+        "strategy": {"name": "FedAdam", "eta": 0.01},
+        "noise_multiplier": 0.1,
+        "num_sampled_clients": 4,
+    },
+    "FedAvgM": {"server_momentum": 0.9, "server_learning_rate": 0.5},
+}
+
+
+def demanding(**changes: Any) -> Scenario:
+    """An adaptive server, error feedback, partial participation and probes."""
+    return scenario(
+        defenses=TOPK,
+        federation={"strategy": "FedAdam", "participation": 0.5, "checkpoint_every": 2},
+        observe={"rounds": [2, 4], "clients": [0, 1], "batch_sizes": [1]},
+        training__rounds=5,
+        **changes,
+    )
+
+
+class Killed(BaseException):
+    """What a kill is like inside the process: nothing catches it."""
+
+
+def count_writes(monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> list[int]:
+    """Count every file that is committed; die before the commit of number `kill_at`."""
+    counted = [0]
+    replace = recording.os.replace
+
+    def counting(source: str, target: str) -> None:
+        if counted[0] == kill_at:
+            raise Killed
+        counted[0] += 1
+        replace(source, target)
+
+    monkeypatch.setattr(recording.os, "replace", counting)
+    return counted
+
+
+def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
+    wanted = demanding()
+    with pytest.MonkeyPatch.context() as patch:
+        writes = count_writes(patch, None)
+        expected = {r["round"]: r for r in results(train(wanted, tmp_path / "whole", "topk"))}
+    whole = contents(tmp_path / "whole")
+    assert writes[0] > 25
+    for moment in range(1, writes[0], 4):
+        out = tmp_path / f"killed-{moment}"
+        with pytest.MonkeyPatch.context() as patch:
+            count_writes(patch, moment)
+            with pytest.raises(Killed):
+                train(wanted, out, "topk")
+        again = results(train(wanted, out, "topk", resume=True))
+        assert again == [expected[record["round"]] for record in again], moment
+        assert again[-1]["round"] == 5
+        assert contents(out) == whole, moment
+
+
+CHILD = """
+import sys
+from pathlib import Path
+from fedsim.federation import federate
+from fedsim.scenario import Scenario
+
+def say(record):
+    print(record.round, flush=True)
+
+federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), resume=True,
+         on_round=say)
+"""
+
+
+def test_kill_9_and_resume(tmp_path: Path) -> None:
+    wanted = demanding()
+    wanted = wanted.model_copy(
+        update={"training": wanted.training.model_copy(update={"rounds": 400})}
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, wanted.model_dump_json(), str(tmp_path / "killed")],
+        stdout=subprocess.PIPE,
+    )
+    assert child.stdout is not None
+    for line in child.stdout:
+        if int(line) >= 3:
+            time.sleep(time.time_ns() % 200 / 1000)  # a random moment of a round
+            child.send_signal(signal.SIGKILL)
+            break
+    child.stdout.close()
+    assert child.wait() == -signal.SIGKILL
+    (tmp_path / "killed" / "checkpoints" / "topk" / ".writing-torn").touch()
+    saved = Checkpoints(tmp_path / "killed", wanted, "topk").load()
+    assert saved is not None and 2 <= saved.round < 400
+    last = saved.round + 3
+    short = wanted.model_copy(
+        update={"training": wanted.training.model_copy(update={"rounds": last})}
+    )
+    # The same run, told to end soon: only then does its checkpoint count as another scenario's.
+    with pytest.raises(FedsimError, match="another scenario"):
+        train(short, tmp_path / "killed", "topk", resume=True)
+    resumed = stop_after(wanted, tmp_path / "killed", last)
+    whole = stop_after(wanted, tmp_path / "whole", last)
+    assert [record["round"] for record in resumed] == list(range(saved.round + 1, last + 1))
+    assert resumed == whole[saved.round :]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def stop_after(wanted: Scenario, out: Path, last: int) -> list[dict[str, Any]]:
+    """The rounds up to `last`, interrupted there."""
+    records: list[RoundRecord] = []
+
+    def on_round(record: RoundRecord) -> None:
+        records.append(record)
+        if record.round == last:
+            raise Killed
+
+    with pytest.raises(Killed):
+        federate(
+            wanted, "topk", out, resume=True, on_round=on_round, workload=workload(wanted, "topk")
+        )
+    return results(records)
+
+
+@pytest.mark.parametrize("name", strategies.names())
+def test_every_strategy_resumes(name: str, tmp_path: Path) -> None:
+    wanted = scenario(
+        federation={"strategy": name, "strategy_parameters": NEEDED.get(name, {})},
+        training__rounds=3,
+    )
+    expected = results(train(wanted, tmp_path / "whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        save = Checkpoints.save
+
+        def save_once(self: Checkpoints, checkpoint: Any) -> None:
+            if checkpoint.round == 2:
+                raise Killed
+            save(self, checkpoint)
+
+        patch.setattr(Checkpoints, "save", save_once)
+        with pytest.raises(Killed):
+            train(wanted, tmp_path / "killed")
+    assert results(train(wanted, tmp_path / "killed", resume=True)) == expected[1:]
+    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_a_complete_run_trains_nothing(tmp_path: Path) -> None:
+    wanted = scenario()
+    assert len(train(wanted, tmp_path)) == 3
+    before = contents(tmp_path)
+    assert train(wanted, tmp_path, resume=True) == []
+    assert contents(tmp_path) == before
+
+
+def test_a_used_folder_is_refused_without_resume(tmp_path: Path) -> None:
+    wanted = scenario()
+    train(wanted, tmp_path)
+    with pytest.raises(FedsimError, match="holds results of the stack 'none'; resume"):
+        train(wanted, tmp_path)
+
+
+def test_resuming_nothing_starts_from_the_beginning(tmp_path: Path) -> None:
+    assert [record.round for record in train(scenario(), tmp_path, resume=True)] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 4}, {"training__rounds": 4}, {"federation": {"strategy": "FedAvgM"}}]
+)
+def test_a_checkpoint_of_another_scenario_is_refused(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    train(scenario(), tmp_path)
+    with pytest.raises(FedsimError, match="a checkpoint of another scenario"):
+        train(scenario(**change), tmp_path, resume=True)
+
+
+def test_what_does_not_change_the_results_may_change(tmp_path: Path) -> None:
+    train(scenario(), tmp_path)
+    changed = scenario(federation={"timeout": 5.0, "checkpoint_every": 2}, description="other")
+    assert train(changed, tmp_path, resume=True) == []
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    wanted = demanding()
+    with pytest.raises(Killed), pytest.MonkeyPatch.context() as patch:
+        count_writes(patch, 25)
+        train(wanted, tmp_path, "topk")
+    home = tmp_path / "checkpoints" / "topk"
+    shutil.copytree(tmp_path, tmp_path / "copy")
+    tensors = home / json.loads((home / "checkpoint.json").read_text())["tensors"]
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    with pytest.raises(FedsimError, match="does not match its checksum"):
+        train(wanted, tmp_path, "topk", resume=True)
+    index = tmp_path / "copy" / "checkpoints" / "topk" / "checkpoint.json"
+    index.write_text(index.read_text().replace("round-", "../round-"))
+    with pytest.raises(FedsimError, match="not a checkpoint of fedsim"):
+        train(wanted, tmp_path / "copy", "topk", resume=True)

@@ -1,0 +1,270 @@
+"""The report: whole, self-contained, escaped, and saying what the figures say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import STACKS, Stack, write_run
+
+from fedsim.report import ReportError, leaderboard_rows, positive_controls, write_report
+from fedsim.report.verdict import Verdict, verdicts
+
+
+class Page(HTMLParser):
+    """Elements, attributes and visible text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in {"meta", "img", "br", "link"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self.open:
+            self.text += data
+
+    @property
+    def flat(self) -> str:
+        return re.sub(r"\s+", " ", self.text)
+
+
+Edit = Callable[[dict[str, Any]], None]
+
+
+def edited(source: Path, target: Path, edit: Edit) -> Path:
+    """A copy of a run folder with every row edited."""
+    shutil.copytree(source, target)
+    path = target / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rows:
+        edit(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return target
+
+
+@pytest.fixture(scope="session")
+def page(run_folder: Path) -> Page:
+    return Page(write_report(run_folder).read_text())
+
+
+def test_it_is_written_where_asked(run_folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "page.html"
+    assert write_report(run_folder, out) == out
+    assert out.read_text() == write_report(run_folder).read_text()
+    assert write_report(run_folder) == run_folder / "report.html"
+
+
+def test_nothing_is_fetched(page: Page) -> None:
+    policy = next(a for t, a in page.elements if a.get("http-equiv"))
+    assert policy["content"] == "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+    for tag, attributes in page.elements:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "form"}
+        for name, value in attributes.items():
+            assert not name.startswith("on")
+            if name in {"src", "href", "xlink:href", "srcset", "action", "data"}:
+                assert (value or "").startswith(("data:image/png;base64,", "#")), (tag, name)
+    assert page.open == []
+
+
+def test_elements_close_and_every_image_is_pixelated_at_a_whole_factor(
+    page: Page, run_folder: Path
+) -> None:
+    images = [a for t, a in page.elements if t == "img"]
+    assert images
+    assert {(a["width"], a["height"]) for a in images} == {("64", "64")}
+    assert all(a["alt"] for a in images)
+    assert "image-rendering: pixelated" in (run_folder / "report.html").read_text()
+
+
+def test_it_says_what_was_run_against_whom_and_what_came_of_it(page: Page) -> None:
+    text = page.flat
+    assert (
+        "convnet was trained on photos by 10 clients over 3 rounds, without a defense and" in text
+    )
+    assert "36 attack runs, 2 of which failed" in text
+    assert "Each client’s update on its own, after that client’s defenses" in text
+    assert "No labels, but may infer them from the update" in text
+    assert "inverting_gradients reconstructs images better than guessing by" in text
+    assert "clip(norm=1.0) → gaussian_noise(multiplier=1.1)" in text
+    assert "ε = 7.82 at δ = 1e-05 per client (zero out, gaussian); an audit found at least" in text
+    assert "no guarantee (ε = ∞: no noise is added)" in text
+    assert "13.1 points below no defense" in text
+    assert "no restart ended at a finite loss (losses: (nan,))" in text
+    assert "client 3 did not answer within 600 s" in text
+    assert "torchvision's cache has no alexnet-owt-7be5be79.pth" in text
+    assert "0123456789abcdef0123456789abcdef01234567" in text
+    assert "fedsim run scenario.yaml" in text
+    assert "Positive control passed" in text
+    assert "INVALID" not in text
+
+
+def test_pictures_of_every_attack_on_every_defense(page: Page) -> None:
+    alts = [a["alt"] or "" for t, a in page.elements if t == "img"]
+    found = [alt for alt in alts if alt.startswith("What inverting_gradients")]
+    assert len(found) == 3 * (1 + 3)
+    assert not any("label_inference" in alt for alt in alts)
+
+
+NASTY = "<script>alert(1)</script>\"'><img src=x onerror=alert(2)>${{7*7}}"
+
+
+def test_no_name_or_reason_becomes_markup(run_folder: Path, tmp_path: Path) -> None:
+    def poison(row: dict[str, Any]) -> None:
+        row |= {"scenario": NASTY, "dataset": NASTY, "variant": {NASTY: NASTY}}
+        row["model"]["name"] = row["attack"]["label"] = row["vantage"] = NASTY
+        row["defense"] = {"name": NASTY + row["defense"]["name"], "stack": [{"name": NASTY}]}
+        row["knowledge"] = {"labels": NASTY, "bn": NASTY}
+        row["privacy"] |= {"epsilon": 1.0, "accountant": NASTY, "unit": NASTY, "relation": NASTY}
+        if row["status"] == "failed":
+            row["reason"] = NASTY
+
+    folder = edited(run_folder, tmp_path / "run", poison)
+    (folder / "scenario.yaml").write_text(f"name: x\ndescription: {json.dumps(NASTY)}\n")
+    (folder / "record.json").write_text(
+        json.dumps({"notes": {NASTY: NASTY}, "device": NASTY, "environment": {"commit": NASTY}})
+    )
+    rounds = (folder / "rounds.jsonl").read_text().splitlines()
+    poisoned = [{**json.loads(line), "details": [NASTY]} for line in rounds]
+    (folder / "rounds.jsonl").write_text("".join(json.dumps(row) + "\n" for row in poisoned))
+    html = write_report(folder).read_text()
+    page = Page(html)
+    assert "<script" not in html
+    assert "<img src=x" not in html
+    assert all(tag not in {"script"} for tag, _ in page.elements)
+    assert all(not name.startswith("on") for _, a in page.elements for name in a)
+    assert page.text.count("alert(1)") > 20
+    assert "{{7*7}}" in page.text
+
+
+def test_a_failed_positive_control_marks_the_page(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "dp")}
+    write_run(tmp_path, stacks=stacks, trials=1, rounds=1, batch_sizes=(1,), undefended=0.3)
+    html = write_report(tmp_path).read_text()
+    page = Page(html)
+    assert html.count("<strong>INVALID</strong>") == 2
+    assert "<title>INVALID: " in html
+    assert "where 3 dB are required" in page.flat
+    assert "No conclusion" in page.flat
+
+
+def test_sweeps_make_one_page_with_a_part_per_variant(tmp_path: Path) -> None:
+    for mode in ("train", "eval"):
+        write_run(
+            tmp_path / mode,
+            stacks={"none": STACKS["none"]},
+            trials=1,
+            rounds=1,
+            batch_sizes=(1,),
+            variant={"training.local.mode": mode},
+        )
+    text = Page(write_report(tmp_path).read_text()).flat
+    assert "photos-demo (training.local.mode=train), photos, convnet" in text
+    assert "photos-demo (training.local.mode=eval), photos, convnet" in text
+    assert text.count("What was recovered") == 2
+
+
+def test_a_run_without_results_or_extras_still_has_a_page(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "results.jsonl").write_text("")
+    text = Page(write_report(tmp_path).read_text()).flat
+    assert "This run has no results" in text
+    assert "INVALID" in text
+    lonely = tmp_path / "lonely"
+    lonely.mkdir()
+    shutil.copy(run_folder / "results.jsonl", lonely)
+    page = Page(write_report(lonely).read_text())
+    assert not [a for t, a in page.elements if t == "img"]
+    assert "Verdict" in page.flat
+
+
+def test_what_was_not_measured_is_not_plotted(run_folder: Path, tmp_path: Path) -> None:
+    def strip(row: dict[str, Any]) -> None:
+        row |= {"utility": None, "privacy": None, "cost": None, "control": None}
+
+    folder = edited(run_folder, tmp_path / "run", strip)
+    (folder / "rounds.jsonl").unlink()
+    text = Page(write_report(folder).read_text()).flat
+    assert "Leakage against utility" not in text
+    assert "test accuracy not measured" in text
+    assert "privacy not accounted" in text
+    assert "No other-update control" in text
+
+
+def test_damaged_reconstructions_are_refused(run_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    from safetensors.torch import save_file
+
+    for path in folder.rglob("inverting_gradients/*/*.safetensors"):
+        save_file({}, path)
+    with pytest.raises(ReportError, match="no pair of truth"):
+        write_report(folder)
+
+
+def judged(folder: Path) -> dict[str, Verdict]:
+    rows = leaderboard_rows([folder])
+    (control,) = positive_controls(rows)
+    return {verdict.strongest.defense: verdict for verdict in verdicts(rows, control)}
+
+
+def test_verdicts_follow_the_lower_end_of_the_interval(tmp_path: Path) -> None:
+    stacks = {
+        "none": STACKS["none"],
+        "blur": Stack(({"name": "x"},), 0.66, 0.7),
+        "wall": Stack(({"name": "x"},), 0.1, 0.7),
+    }
+    write_run(tmp_path, stacks=stacks, trials=5, rounds=1, batch_sizes=(1,))
+    found = judged(tmp_path)
+    assert [verdict.level for verdict in found.values()] == ["leak", "partial", "unseen"]
+    assert "not a proof" in found["wall"].sentence
+    assert found["none"].cautions == []
+
+
+def test_a_picture_that_any_update_yields_is_no_leak(run_folder: Path, tmp_path: Path) -> None:
+    def plausible(row: dict[str, Any]) -> None:
+        row["control"] = {"other_update": row["metrics"]}
+
+    found = judged(edited(run_folder, tmp_path / "run", plausible))
+    assert found["none"].level != "leak"
+    assert "as much so with another client’s update" in found["none"].sentence
+    assert any("knew beforehand" in text for text in found["none"].cautions)
+
+
+def test_labels_can_leak_where_images_do_not(run_folder: Path, tmp_path: Path) -> None:
+    def only_labels(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp" and row["attack"]["label"] == "label_inference":
+            row["metrics"]["label_accuracy"] = 1.0
+
+    found = judged(edited(run_folder, tmp_path / "run", only_labels))
+    assert found["dp"].level == "labels"
+    assert "100% of labels recovered" in (found["dp"].labels or "")
+
+    def given(row: dict[str, Any]) -> None:
+        only_labels(row)
+        row["knowledge"]["labels"] = "known"
+
+    granted = judged(edited(run_folder, tmp_path / "granted", given))
+    assert granted["dp"].level == "unseen"
+    assert granted["dp"].labels is None
+
+
+def test_an_audit_above_the_claim_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
+    def refute(row: dict[str, Any]) -> None:
+        row["privacy"]["audited_epsilon"] = 9.0
+
+    text = Page(write_report(edited(run_folder, tmp_path / "run", refute)).read_text()).flat
+    assert text.count("The audit refutes the privacy claim") == 1

@@ -1,0 +1,84 @@
+"""Pictures hold the scored pixels, in order, and nothing else."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fedsim.report import ReportError, save_grid, save_grids
+from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
+from fedsim.report.runs import load_runs
+from fedsim.scoring import ScoringError
+
+
+def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
+    truth = torch.rand(3, 3, 8, 6, generator=torch.Generator().manual_seed(0))
+    found = 1 - truth
+    path = tmp_path / "grid.png"
+    save_grid(path, truth, found, factor=4)
+    pixels = np.asarray(Image.open(path))
+    assert pixels.shape == (2 * 32 + 2, 3 * 24 + 2 * 2, 3)
+    second = pixels[:32, 26:50]
+    assert np.array_equal(second[::4, ::4], (truth[1] * 255).round().byte().permute(1, 2, 0))
+    assert np.array_equal(second[3::4, 3::4], second[::4, ::4])
+    below = pixels[34:, 52:]
+    assert np.array_equal(below[::4, ::4], (found[2] * 255).round().byte().permute(1, 2, 0))
+
+
+def test_gray_images_stay_gray(tmp_path: Path) -> None:
+    save_grid(tmp_path / "grid.png", torch.zeros(1, 1, 25, 25), torch.ones(1, 1, 25, 25))
+    picture = Image.open(tmp_path / "grid.png")
+    assert picture.mode == "L"
+    assert picture.size == (75, 152)
+    assert [enlargement(*size) for size in ((25, 25), (32, 40), (64, 64), (224, 224))] == [
+        3,
+        2,
+        1,
+        1,
+    ]
+
+
+def test_data_addresses_hold_one_pixel_per_pixel() -> None:
+    truth = torch.rand(2, 3, 5, 7, generator=torch.Generator().manual_seed(0))
+    (first, _), (_, last) = data_uris(truth, 1 - truth)
+    for uri, image in ((first, truth[0]), (last, 1 - truth[1])):
+        content = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
+        pixels = np.asarray(Image.open(io.BytesIO(content)))
+        assert np.array_equal(pixels, (image * 255).round().byte().permute(1, 2, 0))
+
+
+def test_refused(tmp_path: Path) -> None:
+    good = torch.zeros(1, 3, 4, 4)
+    with pytest.raises(ScoringError, match="in \\[0, 1\\]"):
+        save_grid(tmp_path / "x.png", good, good + 2)
+    with pytest.raises(ReportError, match="gray or RGB"):
+        save_grid(tmp_path / "x.png", good[:, :2], good[:, :2])
+    with pytest.raises(ReportError, match="pairs"):
+        save_grid(tmp_path / "x.png", good, good[:, :, :2])
+    assert not (tmp_path / "x.png").exists()
+
+
+def test_every_reconstruction_of_a_run_gets_its_grid(run_folder: Path) -> None:
+    tensors = sorted(run_folder.rglob("inverting_gradients/*/*.safetensors"))
+    assert save_grids(run_folder) >= len(tensors) > 0
+    assert all(path.with_suffix(".png").is_file() for path in tensors)
+    labels_only = sorted(run_folder.rglob("label_inference/*/*.safetensors"))
+    assert labels_only
+    assert not any(path.with_suffix(".png").exists() for path in labels_only)
+
+
+def test_a_row_cannot_name_a_file_outside_its_run(run_folder: Path, tmp_path: Path) -> None:
+    row = load_runs([run_folder])[0].rows[0]
+    assert reconstruction_file(run_folder, row) is not None
+    secret = tmp_path / "secret.safetensors"
+    secret.write_bytes(b"")
+    escape = row.model_copy(update={"observation": f"../../../../../../{tmp_path}/secret"})
+    assert reconstruction_file(run_folder, escape) is None
+    absolute = row.model_copy(update={"observation": f"none/{tmp_path}/secret"})
+    assert reconstruction_file(run_folder, absolute) is None

@@ -1,0 +1,134 @@
+"""The three forms of the leaderboard, and what they are read from."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from synthetic_run import STACKS, write_run
+
+from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
+
+
+@pytest.fixture(scope="session")
+def rows(run_folder: Path) -> list[LeaderboardRow]:
+    return leaderboard_rows([run_folder])
+
+
+def test_a_line_per_defense_attack_and_batch_size(rows: list[LeaderboardRow]) -> None:
+    assert len(rows) == 3 * 3 * 2
+    assert {row.n for row in rows} == {2}
+    strongest = [row for row in rows if row.strongest]
+    assert [row.defense for row in strongest] == ["none", "pruning", "dp"]
+    for best in strongest:
+        assert best.strength == max(row.strength for row in rows if row.defense == best.defense)
+    assert rows.index(strongest[0]) == 0
+
+
+def test_table_fits_the_terminal_and_keeps_what_matters(rows: list[LeaderboardRow]) -> None:
+    text = render(rows)
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\x1b" not in text
+    assert "INVALID" not in text
+    assert "▸ inverting_gradients" in text
+    assert "∞" in text
+    assert re.search(r"\d\d\.\d \[\d\d\.\d, \d\d\.\d\]", text)
+    narrow = render(rows, width=72)
+    assert max(map(len, narrow.splitlines())) <= 72
+    assert "gain" in narrow
+    assert "sec" not in narrow.split("▸", 1)[0]
+    assert "\x1b[" in render(rows, color=True)
+
+
+def test_names_cannot_drive_the_terminal(rows: list[LeaderboardRow]) -> None:
+    text = render([replace(rows[0], defense="\x1b[2Jevil", attack="[red]x[/red]")])
+    assert "\x1b" not in text
+    assert "[red]x[/red]" in text
+
+
+def test_what_varies_is_told_apart(rows: list[LeaderboardRow]) -> None:
+    text = render([rows[0], replace(rows[0], round=2, labels="known")], width=120)
+    assert "labels=known" in text
+    assert "round=2" in text
+    assert "vantage server" in text
+
+
+def test_json_holds_everything_and_no_infinity(rows: list[LeaderboardRow]) -> None:
+    document = json.loads(render(rows, "json"), parse_constant=lambda name: pytest.fail(name))
+    assert document["valid"] is True
+    assert document["positive_controls"][0]["status"] == "passed"
+    first = document["rows"][0]
+    assert first["epsilon"] == "inf"
+    assert first["metrics"]["psnr"]["mean"] == rows[0].metrics["psnr"].mean  # type: ignore[union-attr]
+    assert first["metrics"]["lpips"] is None
+    assert document["rows"][-1]["epsilon"] == pytest.approx(7.82)
+
+
+def test_csv_reads_back(rows: list[LeaderboardRow]) -> None:
+    records = list(csv.DictReader(io.StringIO(render(rows, "csv"))))
+    assert len(records) == len(rows)
+    assert records[0]["valid"] == "True"
+    assert float(records[0]["psnr_mean"]) == rows[0].metrics["psnr"].mean  # type: ignore[union-attr]
+    assert records[0]["lpips_mean"] == ""
+    assert records[0]["epsilon"] == "inf"
+
+
+def test_without_rows_every_form_says_so() -> None:
+    assert "no results" in render([])
+    assert json.loads(render([], "json"))["valid"] is False
+    assert "no results" in render([], "csv")
+
+
+def test_sweeps_are_found_below_a_folder_and_kept_apart(tmp_path: Path) -> None:
+    one = {"none": STACKS["none"]}
+    for mode in ("train", "eval"):
+        write_run(
+            tmp_path / f"mode={mode}",
+            stacks=one,
+            attacks={},
+            trials=1,
+            batch_sizes=(1,),
+            rounds=1,
+            variant={"training.local.mode": mode},
+        )
+    variants = [row.variant for row in leaderboard_rows([tmp_path])]
+    assert variants == ["training.local.mode=eval", "training.local.mode=train"]
+
+
+def test_a_run_named_twice_counts_once(run_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    once = leaderboard_rows([run_folder])
+    assert leaderboard_rows([run_folder, run_folder, copy]) == once
+
+
+def test_confidence_is_the_asked_one(run_folder: Path) -> None:
+    wide = leaderboard_rows([run_folder], confidence=0.99)[0].gain
+    assert wide is not None
+    assert wide.confidence == 0.99
+
+
+def test_damaged_folders_are_refused_with_the_place(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ReportError, match="no such folder"):
+        leaderboard_rows([tmp_path / "absent"])
+    with pytest.raises(ReportError, match=r"no results\.jsonl"):
+        leaderboard_rows([tmp_path])
+    path = tmp_path / "results.jsonl"
+    lines = (run_folder / "results.jsonl").read_text().splitlines(keepends=True)
+    path.write_text(lines[0] + lines[1].replace('"status": "ok"', '"status": "great"') + lines[2])
+    with pytest.raises(ReportError, match="line 2: status"):
+        leaderboard_rows([tmp_path])
+    path.write_text(lines[0] + lines[1][:40])  # a run that was killed while it wrote
+    assert leaderboard_rows([tmp_path])[0].n == 1
+    (tmp_path / "record.json").write_text("{")
+    with pytest.raises(ReportError, match="not JSON"):
+        leaderboard_rows([tmp_path])
+    (tmp_path / "record.json").write_text("{}")
+    (tmp_path / "scenario.yaml").write_text("!!python/object/apply:os.system ['true']")
+    with pytest.raises(ReportError, match="not YAML"):
+        leaderboard_rows([tmp_path])

@@ -1,0 +1,287 @@
+"""An honest leaderboard: pictures, failures, baselines, spread, controls (rules 10 to 15)."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from fedsim.report import (
+    LeaderboardRow,
+    invalid_reasons,
+    leaderboard_rows,
+    positive_controls,
+    render,
+    save_grid,
+    write_report,
+)
+
+METRICS = (
+    "rmse",
+    "psnr",
+    "ssim",
+    "lpips",
+    "feature_error",
+    "feature_cosine",
+    "label_accuracy",
+    "attack_loss",
+)
+
+
+def line(
+    psnr: float | None,
+    *,
+    trial: int = 0,
+    defense: str = "none",
+    stack: Sequence[Mapping[str, Any]] = (),
+    attack: str = "inverting_gradients",
+    batch_size: int = 1,
+    guess: float | None = 12.0,
+    other: float | None = 9.0,
+    **metrics: float,
+) -> dict[str, Any]:
+    """A results row; `psnr` None is a failed trial."""
+    blank: dict[str, float | None] = dict.fromkeys(METRICS)
+    ok = psnr is not None
+    return {
+        "scenario": "s", "variant": {}, "dataset": "faces",
+        "model": {"name": "convnet", "parameters": {}}, "learner": "sgd", "training": {},
+        "defense": {"name": defense, "stack": list(stack)},
+        "attack": {"name": attack, "label": attack, "restarts": 1, "parameters": {}},
+        "vantage": "server", "knowledge": {"labels": "inferred", "bn": "none"},
+        "batch_size": batch_size, "round": 1, "client": 0, "trial": trial, "seed": trial,
+        "observation": f"{defense}/round-0001/client-0000-b{batch_size}-t{trial}",
+        "status": "ok" if ok else "failed", "reason": None if ok else "it diverged",
+        "metrics": blank | {"psnr": psnr} | metrics if ok else blank,
+        "baseline": {"name": "mean_image", **blank, "psnr": guess, "ssim": 0.1, "rmse": 0.25,
+                     "label_accuracy": 0.2},
+        "control": {"other_update": blank | {"psnr": other} if other is not None else None},
+        "utility": {"train_loss": 1.0, "test_accuracy": 0.5},
+        "privacy": {"epsilon": "inf", "delta": None, "accountant": None, "unit": None,
+                    "reason": "no noise is added", "audited_epsilon": None},
+        "cost": {"seconds": 1.0, "iterations": 10, "iterations_per_second": 10.0,
+                 "peak_memory_bytes": 1, "bytes_up": 1},
+    }  # fmt: skip
+
+
+def board(folder: Path, lines: Sequence[dict[str, Any]]) -> list[LeaderboardRow]:
+    (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
+    return leaderboard_rows([folder])
+
+
+def mean(row: LeaderboardRow, name: str = "psnr") -> float:
+    summary = row.metrics[name]  # type: ignore[index]
+    assert summary is not None
+    return summary.mean
+
+
+def test_failures_count_as_guessing(tmp_path: Path) -> None:
+    """Rule 11: a failed trial is its row's zero-information guess, in every aggregate."""
+    (row,) = board(
+        tmp_path,
+        [
+            line(20.0, trial=0, ssim=0.9, rmse=0.1),
+            line(None, trial=1, guess=10.0),
+            line(None, trial=2, guess=12.0),
+        ],
+    )
+    assert (row.n_ok, row.n) == (1, 3)
+    assert mean(row) == pytest.approx((20 + 10 + 12) / 3)
+    assert mean(row, "ssim") == pytest.approx((0.9 + 0.1 + 0.1) / 3)
+    assert mean(row, "rmse") == pytest.approx((0.1 + 0.25 + 0.25) / 3)
+    assert row.metrics["psnr"] is not None
+    assert row.metrics["psnr"].median == 12.0
+    assert row.gain is not None
+    assert row.gain.mean == pytest.approx((20 - 12) / 3)
+    assert row.gain.n == 3
+    assert row.failures == {"it diverged": 2}
+    assert "1/3" in render([row])
+    record = next(iter(csv.DictReader(io.StringIO(render([row], "csv")))))
+    assert (record["n_ok"], record["n"]) == ("1", "3")
+
+
+def test_a_stack_where_everything_failed_is_shown_as_guessing(tmp_path: Path) -> None:
+    """Rule 11: it neither vanishes from the table nor looks better than guessing."""
+    (row,) = board(tmp_path, [line(None, trial=i, guess=11.0 + i) for i in range(3)])
+    assert (row.n_ok, row.n) == (0, 3)
+    assert mean(row) == pytest.approx(12.0)
+    assert row.gain is not None
+    assert (row.gain.mean, row.gain.max) == (0.0, 0.0)
+
+
+def test_a_failure_without_a_guess_leaves_no_figure(tmp_path: Path) -> None:
+    """Rule 11: where a failed trial cannot be counted there is no mean, not one without it."""
+    (row,) = board(tmp_path, [line(30.0), line(None, trial=1, guess=None)])
+    assert row.metrics["psnr"] is None
+    assert row.gain is None
+
+
+def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> None:
+    """Rule 12: gain over the zero-information guess, trial by trial, and the other update."""
+    (row,) = board(
+        tmp_path,
+        [line(20.0, guess=15.0, other=19.0), line(10.0, trial=1, guess=5.0, other=9.5)],
+    )
+    assert row.baseline["psnr"] == pytest.approx(10.0)
+    assert row.gain is not None
+    assert (row.gain.mean, row.gain.std) == (5.0, 0.0)  # paired: every trial gained exactly 5 dB
+    assert row.other_update is not None
+    assert row.other_update.mean == pytest.approx(14.25)
+    assert row.over_other is not None
+    assert row.over_other.mean == pytest.approx(0.75)
+    for text in (render([row], "json"), render([row], "csv")):
+        assert "over_other" in text
+        assert "gain" in text
+    heading = next(text for text in render([row]).splitlines() if text.startswith("defense"))
+    assert "gain" in heading
+    assert "other" in heading
+
+
+def test_a_prior_that_draws_the_same_from_any_update_is_called_out(tmp_path: Path) -> None:
+    """Rule 12: plausible pictures that do not depend on the victim's update are no leak."""
+    board(tmp_path, [line(22.0, trial=i, other=22.0 + 0.1 * (-1) ** i) for i in range(6)])
+    text = re.sub(r"\s+", " ", write_report(tmp_path).read_text())
+    assert "Images leak" not in text
+    assert "as much so with another client’s update" in text
+
+
+def test_mean_median_tail_and_interval_stand_side_by_side(tmp_path: Path) -> None:
+    """Rule 13: several metrics, the worst case and a bootstrap interval beside the mean (and 7)."""
+    values = [10.0, 11.0, 10.5, 30.0, 9.5, 10.2]
+    lines = [line(v, trial=i, ssim=v / 60, rmse=1 / v, lpips=5 / v) for i, v in enumerate(values)]
+    lines[0]["per_image"] = {"psnr": [4.0, 44.0]}
+    (row,) = board(tmp_path, lines)
+    summary = row.metrics["psnr"]
+    assert summary is not None
+    assert summary.mean == pytest.approx(np.mean(values))
+    assert summary.median == pytest.approx(10.35)
+    assert row.worst["psnr"] == 44.0  # the worst image, though its batch's mean is low
+    assert row.worst["ssim"] == pytest.approx(0.5)
+    assert row.worst["rmse"] == pytest.approx(1 / 30)
+    assert row.worst["lpips"] == pytest.approx(5 / 30)
+    assert summary.low is not None
+    assert summary.high is not None
+    assert summary.low < summary.mean < summary.high
+    # The outlier makes the interval wide and lopsided, as it should be.
+    assert summary.high - summary.mean > summary.mean - summary.low > 1
+    record = next(iter(csv.DictReader(io.StringIO(render([row], "csv")))))
+    for name in ("psnr", "ssim", "rmse", "lpips"):
+        for part in ("mean", "low", "high", "median", "worst"):
+            assert record[f"{name}_{part}"], (name, part)
+
+
+DP = ({"name": "clip", "norm": 1.0},)
+
+
+def test_a_broken_attack_makes_the_whole_table_invalid(tmp_path: Path) -> None:
+    """Rule 15: if the undefended stack is not beaten, low figures under a defense prove nothing."""
+    rows = board(tmp_path, [line(14.9), line(12.0, defense="dp", stack=DP)])
+    (control,) = positive_controls(rows)
+    assert control.status == "failed"
+    assert "2.9 dB" in control.reason
+    assert_invalid(rows, tmp_path, "2.9 dB")
+
+
+def test_a_table_without_an_undefended_stack_has_no_positive_control(tmp_path: Path) -> None:
+    """Rule 15: no undefended stack, no conclusion; a stack called none is not enough."""
+    rows = board(tmp_path, [line(30.0, defense="none", stack=DP)])
+    (control,) = positive_controls(rows)
+    assert control.status == "absent"
+    assert_invalid(rows, tmp_path, "no positive control")
+
+
+def test_the_control_is_at_the_smallest_batch_size(tmp_path: Path) -> None:
+    """Rule 15: success at a larger batch size does not excuse failure at the smallest."""
+    rows = board(tmp_path, [line(12.5, batch_size=1), line(20.0, batch_size=8)])
+    assert positive_controls(rows)[0].status == "failed"
+    rows = board(tmp_path, [line(20.0, batch_size=1), line(12.5, batch_size=8)])
+    assert positive_controls(rows)[0].status == "passed"
+
+
+def test_recovered_labels_are_no_positive_control(tmp_path: Path) -> None:
+    """Rule 15: an attack that only infers labels does not show that image attacks work."""
+    labels_only = line(0.0, attack="label_inference", label_accuracy=1.0)
+    labels_only["metrics"]["psnr"] = None
+    rows = board(tmp_path, [labels_only, line(12.0, defense="dp", stack=DP)])
+    assert positive_controls(rows)[0].status == "failed"
+    rows = board(tmp_path, [labels_only, line(15.5)])
+    assert positive_controls(rows)[0].status == "passed"
+
+
+def test_one_comparison_without_control_marks_all(tmp_path: Path) -> None:
+    """Rule 15: a sweep's variants are compared side by side, so one that fails marks the table."""
+    good, bad = line(30.0), line(12.1)
+    bad["variant"] = {"training.local.mode": "eval"}
+    rows = board(tmp_path, [good, bad])
+    assert [control.status for control in positive_controls(rows)] == ["passed", "failed"]
+    assert_invalid(rows, tmp_path, "training.local.mode=eval")
+
+
+def test_a_failing_attack_fails_the_control(tmp_path: Path) -> None:
+    """Rules 11 and 15: one lucky trial among failures does not pass the control."""
+    rows = board(tmp_path, [line(20.0), *(line(None, trial=i) for i in range(1, 4))])
+    assert positive_controls(rows)[0].status == "failed"
+
+
+def assert_invalid(rows: list[LeaderboardRow], folder: Path, why: str) -> None:
+    assert any(why in reason for reason in invalid_reasons(rows))
+    table = re.sub(r"\s+", " ", render(rows))
+    assert table.strip().startswith("INVALID")
+    assert why in table
+    document = json.loads(render(rows, "json"))
+    assert document["valid"] is False
+    assert why in " ".join(document["invalid_reasons"])
+    for record in csv.DictReader(io.StringIO(render(rows, "csv"))):
+        assert record["valid"] == "False"
+        assert why in record["invalid_reason"]
+    page = re.sub(r"\s+", " ", write_report(folder).read_text())
+    assert page.count("<strong>INVALID</strong>") >= 2
+    assert why in page
+
+
+def test_pictures_are_the_scored_pixels(tmp_path: Path) -> None:
+    """Rule 10: a faint, dark reconstruction is shown faint and dark, in grid and report alike."""
+    truth = torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(0))
+    faint = 0.4 + 0.02 * torch.rand(1, 1, 32, 32, generator=torch.Generator().manual_seed(1))
+    shown = (faint[0, 0] * 255).round().byte().numpy()
+    assert shown.max() - shown.min() <= 6
+
+    save_grid(tmp_path / "grid.png", truth, faint, factor=1)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "grid.png"))[34:], shown)
+
+    board(tmp_path, [line(20.0)])
+    path = tmp_path / "reconstructions/none/inverting_gradients/round-0001"
+    path.mkdir(parents=True)
+    save_file({"truth": truth, "reconstruction": faint}, path / "client-0000-b1-t0.safetensors")
+    uris = re.findall(r'src="data:image/png;base64,([^"]+)"', write_report(tmp_path).read_text())
+    assert len(uris) == 2
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uris[1]))))
+    assert np.array_equal(pixels, shown)
+
+
+def test_the_shown_trial_is_the_median_one(tmp_path: Path) -> None:
+    """Rules 10 and 13: the report shows neither the luckiest nor the worst trial."""
+    values = [25.0, 13.0, 18.0]
+    board(tmp_path, [line(value, trial=i) for i, value in enumerate(values)])
+    path = tmp_path / "reconstructions/none/inverting_gradients/round-0001"
+    path.mkdir(parents=True)
+    for trial in range(3):
+        shade = torch.full((1, 1, 8, 8), 0.1 + 0.2 * trial)
+        save_file(
+            {"truth": shade, "reconstruction": shade.clone()},
+            path / f"client-0000-b1-t{trial}.safetensors",
+        )
+    uri = re.findall(r'src="data:image/png;base64,([^"]+)"', write_report(tmp_path).read_text())[1]
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri))))
+    assert pixels.max() == round(255 * 0.5)
