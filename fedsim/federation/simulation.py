@@ -149,7 +149,8 @@ def main() -> None:
     orders = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
     start = json.loads(orders.readline())
     recorded: queue.Queue[int] = queue.Queue()
-    threading.Thread(target=_listen, args=(orders, recorded), daemon=True).start()
+    scratch = Path(start["scratch"])
+    threading.Thread(target=_listen, args=(orders, recorded, scratch), daemon=True).start()
 
     def say(message: dict[str, Any]) -> None:
         lines.write(json.dumps(message) + "\n")
@@ -160,7 +161,7 @@ def main() -> None:
         recorded.get()
 
     try:
-        _simulate(start["job"], Path(start["scratch"]), on_round)
+        _simulate(start["job"], scratch, on_round)
     except FedsimError as error:
         say({"error": str(error)})
     except Exception as error:  # the parent is to hear of it, whatever it is
@@ -171,10 +172,11 @@ def main() -> None:
         say({"done": True})
 
 
-def _listen(orders: IO[bytes], recorded: queue.Queue[int]) -> None:
+def _listen(orders: IO[bytes], recorded: queue.Queue[int], scratch: Path) -> None:
     """Pass on the parent's acknowledgements; die with it, and take Ray's processes along."""
     for line in orders:
         recorded.put(json.loads(line)["recorded"])
+    shutil.rmtree(scratch, ignore_errors=True)
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(1)

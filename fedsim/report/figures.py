@@ -1,8 +1,11 @@
-"""How figures are written for people: the same in the terminal and on the page."""
+"""How figures and parameters are written for people: alike in the terminal and on the page."""
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Sequence
+from typing import Any
 
 from fedsim.scoring import Summary
 
@@ -38,3 +41,27 @@ def format_signed(value: float, digits: int = 1) -> str:
 def format_percent(value: float | None) -> str:
     """A share of 1 in percent, or a dash."""
     return "–" if value is None else f"{value:.0%}"
+
+
+def describe_variant(variant: dict[str, Any]) -> str:
+    """`training.mode=eval, …`; empty for a run that is no part of a sweep."""
+    return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
+
+
+def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
+    """`clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
+    return " → ".join(_describe_member(member) for member in stack)
+
+
+def _describe_member(member: dict[str, Any]) -> str:
+    given = {**member, **member.get("parameters", {})}
+    inner = ", ".join(
+        f"{key}={_plain(value)}"
+        for key, value in given.items()
+        if key not in ("name", "parameters") and value is not None
+    )
+    return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str)

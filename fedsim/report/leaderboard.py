@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.runs import (
     Metrics,
     ResultRow,
-    describe_stack,
-    describe_variant,
     load_runs,
     measurements,
 )

@@ -134,7 +134,7 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
     ("acc", lambda row: format_percent(row.test_accuracy)),
     ("ε", lambda row: format_epsilon(row.epsilon)),
-    ("sec", lambda row: "–" if row.seconds is None else f"{row.seconds:.3g}"),
+    ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
 _EXPENDABLE = ("sec", "feat", "max", "other", "LPIPS", "SSIM", "acc", "ε", "label", "gain")
@@ -183,7 +183,7 @@ def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
 
     varying = _varying(rows)
     attacks = [
-        f"{'▸' if row.strongest else ' '} {' '.join([row.attack, *_cases(row, varying)])}"
+        f"{'▸' if row.strongest else ' '} {' '.join([row.attack, *_own_cases(row, varying)])}"
         for row in rows
     ]
     fixed = [
@@ -236,6 +236,12 @@ def _common(rows: Sequence[LeaderboardRow]) -> str:
 
 def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
     return [f"{name}={getattr(row, name)}" for name in names]
+
+
+def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:
+    """What sets a row apart; the server's vantage is the usual one and goes without saying."""
+    vantage = [row.vantage] if "vantage" in varying and row.vantage != "server" else []
+    return vantage + _cases(row, [name for name in varying if name != "vantage"])
 
 
 def _signed(summary: Summary | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -294,27 +294,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: cannot be read: {error}") from error
-
-
-def describe_variant(variant: dict[str, Any]) -> str:
-    """`training.mode=eval, …`; empty for a run that is no part of a sweep."""
-    return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
-
-
-def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """`clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
-    return " → ".join(_describe_member(member) for member in stack)
-
-
-def _describe_member(member: dict[str, Any]) -> str:
-    given = {**member, **member.get("parameters", {})}
-    inner = ", ".join(
-        f"{key}={_plain(value)}"
-        for key, value in given.items()
-        if key not in ("name", "parameters") and value is not None
-    )
-    return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -132,20 +132,18 @@ def _gain(gain: Summary, signed: bool = False) -> str:
 
 
 def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
-    inferred = [row for row in rows if row.labels != "known" and row.metrics["label_accuracy"]]
-    if not inferred:
+    """The attack that recovered most labels beyond guessing."""
+    found = [
+        (row.label_gain.mean if row.label_gain else summary.mean, summary.mean, row)
+        for row in rows
+        if row.labels != "known" and (summary := row.metrics["label_accuracy"])
+    ]
+    if not found:
         return None
-    best = max(inferred, key=lambda row: _mean_label(row))
+    _, share, best = max(found, key=lambda entry: entry[:2])
     guessed = best.baseline["label_accuracy"]
-    text = f"{_mean_label(best):.0%} of labels recovered"
-    if guessed is not None:
-        text += f" (guessing: {guessed:.0%})"
-    return f"{text} by {best.attack}, batch size {best.batch_size}"
-
-
-def _mean_label(row: LeaderboardRow) -> float:
-    summary = row.metrics["label_accuracy"]
-    return summary.mean if summary else -math.inf
+    guess = "" if guessed is None else f" (guessing: {guessed:.0%})"
+    return f"{share:.0%} of labels recovered{guess} by {best.attack}, batch size {best.batch_size}"
 
 
 def _accuracy(row: LeaderboardRow, undefended: float | None) -> str:

@@ -1,0 +1,197 @@
+"""Labels from the gradient of the last layer.
+
+With logits A h + b and cross-entropy, ∂L/∂b_k is the batch's mean of p_k minus the share of class k,
+so the counts are n_k = N (E[p_k] - ∂L/∂b_k), exactly. For one image only its own entry is negative
+(Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020). For more, E[p] has to be
+estimated: row k of ∂L/∂A, divided by ∂L/∂b_k, is close to the mean feature of class k, and p at
+these features gives linear equations for the counts (Ma et al., Instance-wise Batch Label Restoration
+via Gradients in Federated Learning, ICLR 2023). Without a bias, ∂L/∂b_k is read off the leading
+direction of ∂L/∂A, at the features of dummy images (Geng et al., Towards General Deep Leakage in
+Federated Learning, 2021).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim import rng as streams
+from fedsim.attack import Attack, AttackFailed, AttackState, Needs, rebuild
+from fedsim.models.base import Classifier
+from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
+
+_DUMMIES = 32
+
+
+@dataclass(kw_only=True)
+class Inferred(AttackState):
+    """The labels."""
+
+    labels: Tensor
+
+
+@final
+class LabelInference(Attack[Inferred]):
+    """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
+
+    paper: ClassVar[str] = (
+        "Zhao et al., iDLG, 2020 (one image); Ma et al., Instance-wise Batch Label Restoration, "
+        "ICLR 2023, and Geng et al., 2021 (batches)"
+    )
+    needs: ClassVar[Needs] = Needs(labels="inferred")
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Inferred:
+        """Everything happens here."""
+        labels, residual = _infer(observation)
+        return Inferred(labels=labels, loss=residual)
+
+    def step(self, state: Inferred) -> Inferred:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Inferred) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Inferred) -> Reconstruction:
+        """Labels alone. The loss is the mean distance of the estimated counts from integers."""
+        return Reconstruction(labels=state.labels, loss=float(state.loss), iterations=0)
+
+    def total(self) -> int:
+        """None."""
+        return 0
+
+
+def infer_labels(observation: Observation) -> Tensor:
+    """(N,) int64 labels of the observed batch, on its device.
+
+    The order in a batch cannot be seen. Equal labels are dealt out over the clients and local steps,
+    in which batches of different composition would be less likely.
+
+    Raises:
+        AttackFailed: the model's head has no linear layer.
+    """
+    return _infer(observation)[0]
+
+
+def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
+    """(labels (N,) int64, mean distance of the estimated counts from the integers chosen)."""
+    model = rebuild(observation)
+    name = _last_linear(model)
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    step = _mean_gradient_factor(observation.training)
+    rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
+    images = observation.num_images
+    features, chances = _dummy_response(model, layer, observation)
+    if layer.bias is not None:
+        slopes = torch.nan_to_num(observation.update[f"{name}.bias"].double() * step)
+    else:
+        slopes = _bias_slopes(rows, features, chances, images)
+    if images == 1:
+        counts = torch.zeros_like(slopes)
+        counts[slopes.argmin()] = 1
+        return _as_labels(counts, observation.training), counts.new_zeros(())
+    present = slopes < -1e-3 * slopes.abs().max()
+    means = torch.where(present[:, None], rows / torch.where(present, slopes, 1)[:, None], features)
+    estimates = _solve_counts(slopes, _class_chances(observation, name, means), images)
+    counts = _round_to_sum(estimates, images)
+    return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
+
+
+def _last_linear(model: Classifier) -> str:
+    names = [name for name, part in model.head.named_modules() if isinstance(part, nn.Linear)]
+    if not names:
+        raise AttackFailed(
+            "labels are read off the last linear layer, and the model's head has none: grant "
+            "known labels"
+        )
+    return f"head.{names[-1]}".rstrip(".")
+
+
+def _mean_gradient_factor(training: LocalTraining) -> float:
+    """What makes the mean gradient over the local steps of an update."""
+    if training.algorithm == "fedsgd":
+        return 1.0
+    # Step s (of T) enters the update -lr (1 + μ + ... + μ^(T - s)) times.
+    total = sum(training.momentum**j for s in range(training.steps) for j in range(s + 1))
+    return -1 / (training.lr * total)
+
+
+def _dummy_response(
+    model: Classifier, layer: nn.Linear, observation: Observation
+) -> tuple[Tensor, Tensor]:
+    """Mean input of the last layer (d,) and mean probabilities (K,) on Gaussian images."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    stream = streams.generator(observation.seed, "label_inference")
+    device = next(iter(observation.parameters.values())).device
+    images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
+    model.train(observation.training.mode == "train")
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with torch.no_grad():
+        logits = functional_call(model, buffers, (images,))
+    hook.remove()
+    return seen[0].double().mean(0), logits.double().softmax(1).mean(0)
+
+
+def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -> Tensor:
+    """(K,) estimate of what the gradient of a bias would be, from that of the weights (K, d)."""
+    *_, directions = torch.linalg.svd(rows, full_matrices=False)
+    along = rows @ directions[0]
+    scale = 1 / (features @ directions[0])
+    if images == 1 and len(along) > 2:  # then |p_y - 1| is the largest entry, whatever the features
+        return -along * along[along.abs().argmax()].sign()
+    # A class that does not occur has slope E[p_k]: this corrects the scale of the dummy features.
+    for _ in range(3):
+        absent = images * (chances - scale * along) < 0.5
+        if bool(absent.any()) and bool(along[absent].sum() * scale > 0):
+            scale = chances[absent].sum() / along[absent].sum()
+    return scale * along
+
+
+def _class_chances(observation: Observation, name: str, means: Tensor) -> Tensor:
+    """(K, K): row j is p at the mean feature of class j, before and after the local steps."""
+    weight, bias = f"{name}.weight", f"{name}.bias"
+    moves = (0.0, 1.0) if observation.training.algorithm == "fedavg" else (0.0,)
+    chances = []
+    for move in moves:
+        a, b = (
+            observation.parameters[n].double() + move * observation.update[n].double()
+            if n in observation.parameters
+            else means.new_zeros(())
+            for n in (weight, bias)
+        )
+        chances.append((means @ a.T + b).softmax(1))
+    return torch.stack(chances).mean(0)
+
+
+def _solve_counts(slopes: Tensor, chances: Tensor, images: int) -> Tensor:
+    """(K,) counts with n_k = Σ_j n_j P_jk - N slope_k and Σ n = N, in least squares, none negative."""
+    classes = len(slopes)
+    unit = torch.ones(1, classes, dtype=slopes.dtype, device=slopes.device)
+    eye = torch.eye(classes, dtype=slopes.dtype, device=slopes.device)
+    matrix = torch.cat([chances.T - eye, unit])
+    right = torch.cat([images * slopes, slopes.new_full((1,), images)])
+    # The pseudo-inverse also answers where the equations are degenerate.
+    counts = torch.nan_to_num(torch.linalg.pinv(matrix) @ right).clamp_min(0)
+    total = counts.sum()
+    return counts * (images / total) if bool(total > 0) else torch.full_like(counts, images / classes)
+
+
+def _round_to_sum(estimates: Tensor, total: int) -> Tensor:
+    """Non-negative integers that sum to `total`, by largest remainder."""
+    counts = estimates.floor()
+    missing = total - int(counts.sum())
+    counts[(estimates - counts).argsort(descending=True, stable=True)[:missing]] += 1
+    return counts
+
+
+def _as_labels(counts: Tensor, training: LocalTraining) -> Tensor:
+    classes = torch.arange(len(counts), device=counts.device)
+    labels = classes.repeat_interleave(counts.long())
+    return labels.view(training.batch_size, -1).T.flatten()

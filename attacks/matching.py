@@ -1,0 +1,202 @@
+"""Gradient matching: recompute a client's update from candidate images, and compare.
+
+The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
+the true images and labels the recomputed update is the observed one, for one gradient as for several
+local steps, for one client as for the mean of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.attack import rebuild
+from fedsim.models.base import denormalize, normalize
+from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
+from fedsim_attacks.label_inference import infer_labels
+from fedsim_attacks.second_order import accelerate
+
+Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor], Tensor]]
+"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in the
+update is scale * direction. Closed forms, since autograd would keep a graph over all parameters."""
+
+
+def cosine_distance(
+    update: Sequence[Tensor], target: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """1 - <u, t> / (|u| |t|) over all parameters together (Geiping et al. 2020, equation 4)."""
+    product, square = _dots(update, target), _dots(update, update)
+    norms = square.sqrt() * _dots(target, target).sqrt()
+    similarity = product / norms
+    pull = -product / square
+    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target, strict=True)]
+    return 1 - similarity, direction, -1 / norms
+
+
+def squared_distance(
+    update: Sequence[Tensor], target: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """|u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
+    direction = [u - t for u, t in zip(update, target, strict=True)]
+    scale = 1 / _dots(target, target)
+    return _dots(direction, direction) * scale, direction, 2 * scale
+
+
+def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
+    return torch.stack(products).sum()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # In the order in which channels-last weights lie in memory: a view, not a copy.
+    return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is optimized: normalized images, and the logits of soft labels or fixed labels."""
+
+    images: Tensor
+    """(N, C, H, W)."""
+    labels: Tensor | None
+    """(N,) int64, where they are fixed."""
+    logits: Tensor | None
+    """(N, K), where they are not."""
+
+    @property
+    def variables(self) -> list[Tensor]:
+        """The tensors to optimize."""
+        return [self.images] if self.logits is None else [self.images, self.logits]
+
+    def targets(self) -> Tensor:
+        """Labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
+        if self.logits is not None:
+            return self.logits.softmax(1)
+        assert self.labels is not None
+        return self.labels
+
+    def hard_labels(self) -> Tensor:
+        """(N,) int64."""
+        return self.targets() if self.logits is None else self.logits.argmax(1)
+
+
+@final
+class Matching:
+    """The observed update, and its recomputation from candidates on the observation's device."""
+
+    def __init__(self, observation: Observation, dtype: torch.dtype = torch.float32) -> None:
+        """Compute in `dtype`."""
+        self._observation = observation
+        self._dtype = dtype
+        model = rebuild(observation).to(dtype)
+        accelerate(model)
+        # The mask of a client's dropout is unknown: its mean is simulated.
+        self._training = replace(observation.training, dropout=0.0)
+        self._loss = loss_function(model, _cast(observation.buffers, dtype), self._training)
+        self._parameters = {n: self._lay(t) for n, t in observation.parameters.items()}
+        self.target = [self._lay(observation.update[name]) for name in self._parameters]
+        """The observed update, in the order of the parameters."""
+        self._groups = observation.num_clients
+        if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
+            self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
+        bounds = torch.tensor([0.0, 1.0], dtype=dtype, device=self.device).view(2, 1, 1, 1)
+        bounds = bounds.expand(2, observation.model.input_shape[0], 1, 1)
+        self.box = normalize(bounds, observation.model).split(1)
+        """Normalized images of the pixels 0 and 1, (1, C, 1, 1) each."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the observation lies."""
+        return next(iter(self._observation.parameters.values())).device
+
+    def _lay(self, tensor: Tensor) -> Tensor:
+        """A detached copy in the precision and the memory order that is fastest."""
+        # CPU kernels take channels-last images as they are and reorder all others.
+        last = tensor.ndim == 4 and tensor.device.type == "cpu"
+        layout = torch.channels_last if last else torch.contiguous_format
+        return tensor.detach().to(self._dtype).clone(memory_format=layout)
+
+    def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
+        """A candidate that starts at normalized `images`; of labels and logits one is None."""
+        return Candidate(
+            self._lay(images).requires_grad_(),
+            labels,
+            None if logits is None else self._lay(logits).requires_grad_(),
+        )
+
+    def random_candidate(self, knowledge: Knowledge, rng: torch.Generator) -> Candidate:
+        """Images, and logits where labels are not granted, from N(0, 1)."""
+        count, model = self._observation.num_images, self._observation.model
+        images = torch.randn(count, *model.input_shape, generator=rng).to(self.device)
+        logits = None
+        labels = granted_labels(self._observation, knowledge)
+        if labels is None:
+            logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
+        return self.candidate(images, labels, logits)
+
+    def update(self, images: Tensor, labels: Tensor) -> list[Tensor]:
+        """What the clients would have sent, had `images` (normalized) been theirs.
+
+        Differentiable in the images and, if they are probabilities, in the labels. Images are those
+        of the first client's first step, then of its second step, and so on.
+        """
+        updates = [
+            local_update(self._direction, self._parameters, self._batches(x, y), self._training)
+            for x, y in zip(images.chunk(self._groups), labels.chunk(self._groups), strict=True)
+        ]
+        if len(updates) == 1:
+            return list(updates[0].values())
+        return [torch.stack([u[n] for u in updates]).mean(0) for n in self._parameters]
+
+    def differentiate(
+        self, candidate: Candidate, distance: Distance
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Distance from the observed update (0-d, detached) and its gradients in the variables."""
+        update = self.update(candidate.images, candidate.targets())
+        with torch.no_grad():
+            loss, direction, scale = distance([u.detach() for u in update], self.target)
+        gradients = torch.autograd.grad(update, candidate.variables, direction)
+        return loss, tuple(gradient.mul_(scale) for gradient in gradients)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""
+        pixels = denormalize(images.detach(), self._observation.model).clamp(0, 1)
+        return pixels.float().contiguous()
+
+    def _direction(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+        return gradient(self._loss, parameters, images, labels, create_graph=True)
+
+    def _batches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """One batch per step, from the images of one group."""
+        steps = self._training.steps
+        if self._training.batches == "same":
+            return [(images, labels)] * steps
+        return list(zip(images.chunk(steps), labels.chunk(steps), strict=True))
+
+
+def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
+    """(N,) int64 labels: true or inferred as `knowledge` grants; None if neither is granted."""
+    if knowledge.labels == "known":
+        assert knowledge.true_labels is not None
+        return knowledge.true_labels
+    return infer_labels(observation) if knowledge.labels == "inferred" else None
+
+
+def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return any(
+        isinstance(module, norms)
+        and (training.mode == "train" or not module.track_running_stats)
+        for module in model.modules()
+    )
+
+
+def _cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+
+
