@@ -25,6 +25,7 @@ from fedsim.models.base import Classifier
 from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32
+_ROUNDS = 20
 
 
 @dataclass(kw_only=True)
@@ -96,9 +97,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         counts = torch.zeros_like(slopes)
         counts[slopes.argmin()] = 1
         return _as_labels(counts, observation.training), counts.new_zeros(())
-    present = slopes < -1e-3 * slopes.abs().max()
-    means = torch.where(present[:, None], rows / torch.where(present, slopes, 1)[:, None], features)
-    estimates = _solve_counts(slopes, _class_chances(observation, name, means), images)
+    estimates = _estimate_counts(slopes, rows, features, _Head(observation, name), images)
     counts = _round_to_sum(estimates, images)
     return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
 
@@ -154,33 +153,50 @@ def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -
     return scale * along
 
 
-def _class_chances(observation: Observation, name: str, means: Tensor) -> Tensor:
-    """(K, K): row j is p at the mean feature of class j, before and after the local steps."""
-    weight, bias = f"{name}.weight", f"{name}.bias"
-    moves = (0.0, 1.0) if observation.training.algorithm == "fedavg" else (0.0,)
-    chances = []
-    for move in moves:
-        a, b = (
-            observation.parameters[n].double() + move * observation.update[n].double()
-            if n in observation.parameters
-            else means.new_zeros(())
-            for n in (weight, bias)
-        )
-        chances.append((means @ a.T + b).softmax(1))
-    return torch.stack(chances).mean(0)
+class _Head:
+    """The last layer before and after the local steps."""
+
+    def __init__(self, observation: Observation, name: str) -> None:
+        moves = (0.0, 1.0) if observation.training.algorithm == "fedavg" else (0.0,)
+        before, change = observation.parameters, observation.update
+        self._layers = [
+            [
+                before[n].double() + move * change[n].double()
+                for n in (f"{name}.weight", f"{name}.bias")
+                if n in before
+            ]
+            for move in moves
+        ]
+
+    def chances(self, features: Tensor) -> Tensor:
+        """Mean probabilities (M, K) over the local steps, at features (M, d)."""
+        logits = torch.stack([nn.functional.linear(features, *layer) for layer in self._layers])
+        return logits.softmax(-1).mean(0)
 
 
-def _solve_counts(slopes: Tensor, chances: Tensor, images: int) -> Tensor:
-    """(K,) counts with n_k = Σ_j n_j P_jk - N slope_k and Σ n = N, in least squares, none negative."""
-    classes = len(slopes)
-    unit = torch.ones(1, classes, dtype=slopes.dtype, device=slopes.device)
-    eye = torch.eye(classes, dtype=slopes.dtype, device=slopes.device)
-    matrix = torch.cat([chances.T - eye, unit])
-    right = torch.cat([images * slopes, slopes.new_full((1,), images)])
-    # The pseudo-inverse also answers where the equations are degenerate.
-    counts = torch.nan_to_num(torch.linalg.pinv(matrix) @ right).clamp_min(0)
-    total = counts.sum()
-    return counts * (images / total) if bool(total > 0) else torch.full_like(counts, images / classes)
+def _estimate_counts(
+    slopes: Tensor, rows: Tensor, features: Tensor, head: _Head, images: int
+) -> Tensor:
+    """(K,) counts n_k >= 0 that sum to N = `images`, not rounded.
+
+    With w_k = n_k / N and all images of class k at the feature h_k, where p is P_k,
+
+        slope_k = Σ_j w_j P_jk - w_k    and    row_k = Σ_j w_j P_jk h_j - w_k h_k,
+
+    solved by fixed-point iteration from one feature for all classes.
+    """
+    if bool(slopes.any()):  # at one common feature, row_k = slope_k h
+        features = slopes @ rows / slopes.square().sum()
+    means = features.expand_as(rows)
+    shares = torch.full_like(slopes, 1 / len(slopes))
+    for _ in range(_ROUNDS):
+        joint = shares[:, None] * head.chances(means)  # w_j P_jk
+        shares = torch.nan_to_num(joint.sum(0) - slopes).clamp_min(0)
+        shares = shares / shares.sum().clamp_min(torch.finfo(shares.dtype).tiny)
+        present = shares > 0.5 / images
+        solved = (joint.T @ means - rows) / shares[:, None]
+        means = torch.where(present[:, None], solved, features)
+    return shares * images
 
 
 def _round_to_sum(estimates: Tensor, total: int) -> Tensor:

@@ -88,6 +88,8 @@ class Result:
     reason: str | None
     """Why it failed; None if it did not."""
     metrics: dict[str, float | None]
+    per_image: dict[str, list[float]]
+    """Metric -> its value for each true image, in the order of the truth."""
     baseline: dict[str, float | None]
     cost: dict[str, float | int | None]
 
@@ -163,6 +165,7 @@ def run_job(
     started = time.perf_counter()
     solution: Solution | None = None
     metrics: dict[str, float | None] = dict.fromkeys(baseline)
+    per_image: dict[str, list[float]] = {}
     reason = None
     try:
         seen, knowledge = grant(observation, truth, setting.labels, setting.bn)
@@ -176,7 +179,7 @@ def run_job(
         )
         found = on_cpu(solution.reconstruction)
         scores = scoring.score(found, truth, lpips=lpips, guess=setting.mean_image)
-        metrics = scores.metrics()
+        metrics, per_image = scores.metrics(), scores.per_image
         path = reconstruction_path(setting.root, job.label, observation.id)
         _save(path, found, truth, scores.assignment, setting.mean_image)
     except FedsimError as error:
@@ -188,6 +191,7 @@ def run_job(
         seed=seed,
         reason=reason,
         metrics=metrics,
+        per_image=per_image,
         baseline=baseline,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
     )
@@ -234,6 +238,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         seed=observation.seed,
         reason=reason,
         metrics=nothing,
+        per_image={},
         baseline=nothing,
         cost=_failed_cost(0.0),
     )

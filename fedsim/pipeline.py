@@ -19,7 +19,7 @@ from fedsim.federation import federate
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.record import Run
-from fedsim.report import write_report
+from fedsim.report import save_grids, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.types import FedsimError
@@ -184,7 +184,7 @@ class _Plan:
         rows.add_controls(found, self.out)
         record.write_lines(path, found)
         rounds = record.read_lines(self.out / "rounds.jsonl")
-        lpips = self._lpips()
+        save_grids(self.out)
         recording.write_json(
             self.out / "record.json",
             {
@@ -198,7 +198,7 @@ class _Plan:
                 "seconds": seconds,
                 "peak_memory_bytes": _peak_memory(),
                 "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
-                "notes": {"lpips": lpips.reason} if isinstance(lpips, scoring.Unavailable) else {},
+                "notes": {"lpips": self._lpips_note()},
             },
         )
 
@@ -241,9 +241,12 @@ class _Plan:
             threads=self.threads,
         )
 
-    def _lpips(self) -> scoring.LpipsMetric | scoring.Unavailable:
+    def _lpips_note(self) -> str:
         wanted = self.scenario.scoring
-        return scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+        if isinstance(lpips, scoring.Unavailable):
+            return lpips.reason
+        return lpips.describe(*self.dataset.input_shape[1:])
 
 
 def _job(entry: AttackEntry, observation: Path) -> Job:

@@ -94,6 +94,7 @@ class Context:
             "status": "failed" if result.reason else "ok",
             "reason": result.reason,
             "metrics": result.metrics,
+            "per_image": result.per_image,
             "baseline": {"name": "mean_image", **result.baseline},
             "control": {"other_update": None},
             "utility": {

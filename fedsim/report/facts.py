@@ -61,11 +61,7 @@ def client_failures(runs: Sequence[Run]) -> list[str]:
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """Each run's notes, once."""
-    found = [
-        f"{key}: {text}"
-        for run in runs
-        for key, text in (nested(run.record, "notes") or {}).items()
-    ]
+    found = [str(text) for run in runs for text in (nested(run.record, "notes") or {}).values()]
     return list(dict.fromkeys(found))
 
 

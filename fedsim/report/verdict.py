@@ -24,6 +24,9 @@ HEADLINES: dict[Level, str] = {
 }
 
 
+_WEAK_EPSILON = 10.0
+"""From here on a finite ε is a guarantee by name only."""
+
 _LABEL_GAIN = 0.1
 """Share of labels above guessing from which on labels are said to leak."""
 
@@ -199,6 +202,11 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
                 f"Against another client’s update the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its pictures may be what it knew beforehand."
             )
+    if strongest.epsilon is not None and _WEAK_EPSILON <= strongest.epsilon < math.inf:
+        found.append(
+            f"An ε of {format_epsilon(strongest.epsilon)} promises next to nothing: the odds of "
+            "any conclusion may change by a factor of exp(ε)."
+        )
     audited = strongest.audited_epsilon
     if audited is not None and strongest.epsilon is not None and audited > strongest.epsilon:
         found.append("The audit refutes the privacy claim: its lower bound is above the claimed ε.")

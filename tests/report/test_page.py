@@ -268,3 +268,14 @@ def test_an_audit_above_the_claim_is_said_aloud(run_folder: Path, tmp_path: Path
 
     text = Page(write_report(edited(run_folder, tmp_path / "run", refute)).read_text()).flat
     assert text.count("The audit refutes the privacy claim") == 1
+
+
+def test_a_claim_that_means_nothing_is_called_so(run_folder: Path, tmp_path: Path) -> None:
+    def weaken(row: dict[str, Any]) -> None:
+        if row["privacy"]["epsilon"] != "inf":
+            row["privacy"]["epsilon"] = 70333.0
+
+    found = judged(edited(run_folder, tmp_path / "run", weaken))
+    assert any("next to nothing" in text for text in found["dp"].cautions)
+    assert not any("next to nothing" in text for text in found["none"].cautions)
+    assert not any("next to nothing" in text for text in judged(run_folder)["dp"].cautions)

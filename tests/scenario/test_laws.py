@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fedsim.scenario import Scenario, ScenarioError, declared_training, dump, load, locate, resolve
@@ -68,6 +68,7 @@ def test_a_dump_loads_to_an_equal_scenario_and_is_stable(
 
 
 @settings(max_examples=40, deadline=None)
+@example("a\x85b\u2028c\ufeffd\ne", 0, 0.1, "a", [1])
 @given(
     description=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
     seed=st.integers(0, 2**63 - 1),
@@ -96,7 +97,7 @@ def test_every_default_is_written_out() -> None:
     assert scenario.data.source.parameters["size"] > 0
     assert "hidden" in scenario.model.parameters
     plain = yaml.safe_load(dump(scenario))
-    assert set(plain) == set(Scenario.model_fields)
+    assert list(plain) == list(Scenario.model_fields), "in the order of the model"
     assert plain["model"]["name"] == "mlp"
     assert plain["model"]["head"] is None
 

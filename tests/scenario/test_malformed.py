@@ -50,12 +50,13 @@ knowledge: {labels: inferred, bn: none}
 
 @dataclass(frozen=True)
 class Case:
-    """`old` in `BASE` becomes `new`; the message names `path` and says `said`."""
+    """`old` in `BASE` becomes `new`; one of `problems` messages names `path` and says `said`."""
 
     old: str
     new: str
     path: str
     said: str
+    problems: int = 1
 
 
 CASES = {
@@ -100,11 +101,14 @@ CASES = {
         "{name: clip, parameters: {norm: 1.0}} # <-",
         "defenses.dp[0].parameters",
         "unknown key",
+        problems=2,
     ),
     "a key where a plugin takes none": Case(
         "faces, size: 16}", "photos, x: 16} # <-", "data.source.x", "unknown key"
     ),
-    "missing section": Case("attacks:\n", "observe2:\n", "attacks", "missing; add `attacks: ...`"),
+    "missing section": Case(
+        "attacks:\n", "observe2:\n", "attacks", "missing; add `attacks: ...`", problems=2
+    ),
     "missing name": Case("name: base\n", "", "name", "missing; add `name: ...`"),
     "missing parameter": Case(
         "{name: clip, norm: 1.0}", "{name: clip} # <-", "defenses.dp[0].norm", "missing; add `norm"
@@ -434,6 +438,7 @@ CASES = {
         "sweep:\n  training.round:\n    - 1 # <-\n    - 2",
         "training.round",
         "did you mean 'rounds'?",
+        problems=2,
     ),
     "a bad value in a sweep": Case(
         "seed: 7",
@@ -486,9 +491,11 @@ def test_refused_with_place_and_remedy(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text, encoding="utf-8")
     said = refused(run(path), tmp_path)
-    told = [line for line in said.splitlines() if case.said in line]
+    told = said.splitlines()
+    assert len(told) == case.problems, said
+    told = [line for line in told if case.said in line]
     assert told, said
-    assert told[0].startswith(f"{path}:") or case.path in ("name", "attacks"), told[0]
+    assert told[0].startswith(f"{path}:"), told[0]
     if case.path:
         assert f": {case.path}: " in told[0], told[0]
     marked = [n for n, line in enumerate(text.splitlines(), 1) if "# <-" in line]
@@ -582,6 +589,7 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         ("a..b=3", "is no key path; expected one such as attacks[0].iterations"),
         ("seed=[1", "--set seed=[1: not valid YAML"),
         ("seed=!!int 3", "is not supported; remove it"),
+        ("data={}", "--set data={}: data.source: missing; add `source: ...`"),
         ("observe.rounds=[1, 9]", "observe.rounds[1]: round 9 is beyond training.rounds (3)"),
     ],
 )
