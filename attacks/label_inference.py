@@ -12,6 +12,7 @@ Federated Learning, 2021).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -45,7 +46,9 @@ class LabelInference(Attack[Inferred]):
     )
     needs: ClassVar[Needs] = Needs(labels="inferred")
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Inferred:
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Inferred:
         """Everything happens here."""
         labels, residual = _infer(observation)
         return Inferred(labels=labels, loss=residual)
@@ -97,7 +100,11 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         counts = torch.zeros_like(slopes)
         counts[slopes.argmin()] = 1
         return _as_labels(counts, observation.training), counts.new_zeros(())
-    estimates = _estimate_counts(slopes, rows, features, _Head(observation, name), images)
+
+    def head(at: Tensor) -> Tensor:
+        return nn.functional.linear(at, *(p.detach().double() for p in layer.parameters()))
+
+    estimates = _estimate_counts(slopes, rows, features, images, head)
     counts = _round_to_sum(estimates, images)
     return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
 
@@ -153,29 +160,12 @@ def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -
     return scale * along
 
 
-class _Head:
-    """The last layer before and after the local steps."""
-
-    def __init__(self, observation: Observation, name: str) -> None:
-        moves = (0.0, 1.0) if observation.training.algorithm == "fedavg" else (0.0,)
-        before, change = observation.parameters, observation.update
-        self._layers = [
-            [
-                before[n].double() + move * change[n].double()
-                for n in (f"{name}.weight", f"{name}.bias")
-                if n in before
-            ]
-            for move in moves
-        ]
-
-    def chances(self, features: Tensor) -> Tensor:
-        """Mean probabilities (M, K) over the local steps, at features (M, d)."""
-        logits = torch.stack([nn.functional.linear(features, *layer) for layer in self._layers])
-        return logits.softmax(-1).mean(0)
-
-
 def _estimate_counts(
-    slopes: Tensor, rows: Tensor, features: Tensor, head: _Head, images: int
+    slopes: Tensor,
+    rows: Tensor,
+    features: Tensor,
+    images: int,
+    head: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """(K,) counts n_k >= 0 that sum to N = `images`, not rounded.
 
@@ -190,9 +180,10 @@ def _estimate_counts(
     means = features.expand_as(rows)
     shares = torch.full_like(slopes, 1 / len(slopes))
     for _ in range(_ROUNDS):
-        joint = shares[:, None] * head.chances(means)  # w_j P_jk
+        joint = shares[:, None] * head(means).softmax(1)  # w_j P_jk
         shares = torch.nan_to_num(joint.sum(0) - slopes).clamp_min(0)
-        shares = shares / shares.sum().clamp_min(torch.finfo(shares.dtype).tiny)
+        total = shares.sum()
+        shares = torch.where(total > 0, shares / total, 1 / len(shares))
         present = shares > 0.5 / images
         solved = (joint.T @ means - rows) / shares[:, None]
         means = torch.where(present[:, None], solved, features)

@@ -190,13 +190,10 @@ def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | N
 def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
     return any(
-        isinstance(module, norms)
-        and (training.mode == "train" or not module.track_running_stats)
+        isinstance(module, norms) and (training.mode == "train" or not module.track_running_stats)
         for module in model.modules()
     )
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
     return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
-
-

@@ -132,9 +132,7 @@ class _NormalizationGradient(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, vx: Tensor, vgamma: Tensor, vbeta: Tensor
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, vx: Tensor, vgamma: Tensor, vbeta: Tensor) -> tuple[Tensor | None, ...]:
         # An output without a cotangent has one of zeros here.
         gy, x, gamma, mean, r = ctx.saved_tensors
         layer: _Layer = ctx.layer

@@ -82,7 +82,9 @@ class PlainClient:
 
         local = Scenario.model_validate_json(self.scenario_json).training.local
         if self.ready is None:
-            self.ready = _model_and_data(Workload(Scenario.model_validate_json(self.scenario_json), "none"))
+            self.ready = _model_and_data(
+                Workload(Scenario.model_validate_json(self.scenario_json), "none")
+            )
         model, data = self.ready
         images, labels = data[int(context.node_config["partition-id"])]
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
@@ -96,7 +98,10 @@ class PlainClient:
             loss.backward()
             optimizer.step()
             running += loss.item()
-        metrics = {"train_loss": running / local.steps, "num-examples": local.steps * local.batch_size}
+        metrics = {
+            "train_loss": running / local.steps,
+            "num-examples": local.steps * local.batch_size,
+        }
         content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)}
         return Message(RecordDict(content), reply_to=message)
 

@@ -278,7 +278,8 @@ def _exits(interrupted: str = "") -> Iterator[None]:
         status = _status(error)
         if status is None:
             raise
-        typer.secho(str(error), err=True, fg="red")
+        hint = "; check the path and the space left" if isinstance(error, OSError) else ""
+        typer.secho(f"{error}{hint}", err=True, fg="red")
         raise typer.Exit(status) from error
 
 

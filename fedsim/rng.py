@@ -39,5 +39,7 @@ def global_stream(seed: int) -> Iterator[None]:
     but not restored.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes milliseconds
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
         yield

@@ -85,6 +85,8 @@ def run(job: Job, workload: Workload | None, on_round: OnRound) -> None:
                 with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order
                     child.wait(_GRACE_SECONDS)
             except _ChildDied as error:
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_GRACE_SECONDS)
                 log.seek(0)
                 said = log.read()[-_TAIL:].decode(errors="replace")
                 raise FedsimError(

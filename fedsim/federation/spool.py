@@ -19,6 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedsim.federation.screening import is_zero
 from fedsim.federation.wire import Answer
 from fedsim.types import Tensors, Update
 
@@ -67,7 +68,7 @@ class Spool:
         """Keep what `client` answered."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
-        self.zero_updates += not any(bool(t.any()) for t in answer.update.tensors.values())
+        self.zero_updates += is_zero(answer.update.tensors)
         size = sum(value.nbytes for value in tensors.values())
         if self._held + size <= self._budget:
             self._held += size

@@ -72,7 +72,7 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
     members: list[Defense] = []
     for ref in refs:
         member = plugin_class("fedsim.defenses", ref.name).model_validate(ref.parameters)
-        assert isinstance(member, Defense)  # noqa: S101 - plugin_class has checked it
+        assert isinstance(member, Defense)
         members.append(member)
     return chain(*members)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_to_proto
 from torch import Tensor
 
 from fedsim.federation import wire
@@ -70,13 +70,11 @@ def test_an_order_is_read_as_it_was_written(probe: Probe | None) -> None:
     assert torch.equal(order.parameters["w"], UPDATE["w"])
 
 
-def test_size_is_that_of_the_serialized_content() -> None:
-    with identity():
-        message = Message(answer(), 2, "train")
-    envelope = message_to_proto(message)
-    whole = envelope.ByteSize()
-    envelope.ClearField("content")
-    assert 0 < whole - envelope.ByteSize() - wire.size(message.content) < 10  # tag and length
+@pytest.mark.parametrize("length", [0, 1, 60, 126, 127, 128, 16000, 16383, 2_100_000])
+def test_size_is_that_of_the_serialized_content(length: int) -> None:
+    content = wire.order(300, wire.encode({"x": torch.zeros(length)}), wire.encode({}), None)
+    for counted in (content, answer(), RecordDict()):
+        assert wire.size(counted) == recorddict_to_proto(counted).ByteSize()
 
 
 def _array(value: np.ndarray, **changes: object) -> Array:
