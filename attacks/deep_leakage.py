@@ -1,34 +1,29 @@
-"""Deep Leakage from Gradients (DLG).
+"""Deep Leakage from Gradients.
 
-Zhu, Liu and Han, "Deep Leakage from Gradients", NeurIPS 2019, algorithm 1 and equation (4).
+Zhu, Liu and Han, "Deep Leakage from Gradients", NeurIPS 2019, Algorithm 1.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, final
 
-import torch
+from torch import Tensor
 
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.gradient_distance import GradientDistance
-from fedsim_attacks.matching import Candidate, Matching
+from fedsim_attacks.matching import granted_labels
 
 
 @final
 class DeepLeakage(GradientDistance):
-    """Matches the update in squared distance, over images and soft labels together, by L-BFGS.
+    """Matches the update in squared distance by L-BFGS, over images and soft labels together.
 
-    Where the threat model grants labels (known or inferred) only the images are optimized.
+    Only labels that the threat model declares known are taken as given: the method infers them
+    itself.
     """
 
-    paper: ClassVar[str] = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019, equation (4)"
+    paper: ClassVar[str] = "Zhu et al., Deep Leakage from Gradients, NeurIPS 2019, Algorithm 1"
 
-    def start(
-        self,
-        matching: Matching,
-        observation: Observation,
-        knowledge: Knowledge,
-        rng: torch.Generator,
-    ) -> Candidate:
-        """Images and label logits from N(0, 1)."""
-        return matching.random_candidate(knowledge, rng)
+    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+        """True labels if they are known."""
+        return granted_labels(observation, knowledge) if knowledge.labels == "known" else None

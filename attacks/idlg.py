@@ -1,41 +1,27 @@
-"""Improved Deep Leakage from Gradients (iDLG).
+"""Improved Deep Leakage from Gradients.
 
-Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", arXiv 2001.02610, section 3.
+Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020, Algorithm 1.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar, final
 
-import torch
+from torch import Tensor
 
 from fedsim.attack import Needs
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.gradient_distance import GradientDistance
-from fedsim_attacks.label_inference import infer_labels
-from fedsim_attacks.matching import Candidate, Matching
+from fedsim_attacks.matching import granted_labels
 
 
 @final
 class IDLG(GradientDistance):
-    """Reads the labels off the last layer's gradient, then matches the update over images alone.
+    """Reads the labels off the last layer first, then matches the update over images alone."""
 
-    It infers labels also where they are known: that is its method. For batches it infers them as
-    `label_inference` does.
-    """
-
+    paper: ClassVar[str] = "Zhao et al., iDLG, 2020, Algorithm 1; batches as in label_inference"
     needs: ClassVar[Needs] = Needs(labels="inferred")
-    paper: ClassVar[str] = "Zhao et al., iDLG, arXiv 2001.02610, 2020, section 3"
 
-    def start(
-        self,
-        matching: Matching,
-        observation: Observation,
-        knowledge: Knowledge,
-        rng: torch.Generator,
-    ) -> Candidate:
-        """Images from N(0, 1); inferred labels."""
-        images = torch.randn(
-            observation.num_images, *observation.model.input_shape, generator=rng
-        ).to(matching.device)
-        return matching.candidate(images, infer_labels(observation), None)
+    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+        """True labels if they are known, else inferred ones."""
+        return granted_labels(observation, knowledge)

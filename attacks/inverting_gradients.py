@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.attack import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks.matching import Candidate, Matching, cosine_distance
+from fedsim_attacks.matching import Candidate, Matching, cosine_distance, granted_labels
 
 _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
@@ -54,7 +54,7 @@ class InvertingGradients(Attack[Inversion]):
     ) -> Inversion:
         """Random images; labels known, inferred or soft."""
         matching = Matching(observation)
-        candidate = matching.random_candidate(knowledge, rng)
+        candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size)
         milestones = [int(self.iterations * fraction) for fraction in _DECAY_AT]
         return Inversion(

@@ -27,6 +27,7 @@ from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32
 _ROUNDS = 20
+_SLACK = 0.1
 
 
 @dataclass(kw_only=True)
@@ -105,7 +106,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         return nn.functional.linear(at, *(p.detach().double() for p in layer.parameters()))
 
     estimates = _estimate_counts(slopes, rows, features, images, head)
-    counts = _round_to_sum(estimates, images)
+    counts = _round_counts(estimates, slopes, images)
     return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
 
 
@@ -190,11 +191,14 @@ def _estimate_counts(
     return shares * images
 
 
-def _round_to_sum(estimates: Tensor, total: int) -> Tensor:
-    """Non-negative integers that sum to `total`, by largest remainder."""
-    counts = estimates.floor()
-    missing = total - int(counts.sum())
-    counts[(estimates - counts).argsort(descending=True, stable=True)[:missing]] += 1
+def _round_counts(estimates: Tensor, slopes: Tensor, images: int) -> Tensor:
+    """Integers that sum to `images`, nearest to the estimates."""
+    # slope_k = E[p_k] - n_k / N > -n_k / N bounds the counts from below, but for noise.
+    counts = (-images * slopes - _SLACK).ceil().clamp_min(0)
+    if int(counts.sum()) > images:
+        counts = torch.zeros_like(counts)
+    for _ in range(images - int(counts.sum())):
+        counts[(estimates - counts).argmax()] += 1
     return counts
 
 

@@ -129,12 +129,11 @@ class Matching:
             None if logits is None else self._lay(logits).requires_grad_(),
         )
 
-    def random_candidate(self, knowledge: Knowledge, rng: torch.Generator) -> Candidate:
-        """Images, and logits where labels are not granted, from N(0, 1)."""
+    def random_candidate(self, labels: Tensor | None, rng: torch.Generator) -> Candidate:
+        """Images from N(0, 1); with them the logits of soft labels, where there are no labels."""
         count, model = self._observation.num_images, self._observation.model
         images = torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
-        labels = granted_labels(self._observation, knowledge)
         if labels is None:
             logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
         return self.candidate(images, labels, logits)

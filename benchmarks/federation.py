@@ -5,7 +5,7 @@ with --ray, both on Flower's simulation engine), in turns within one run, so tha
 slows both. fedsim records, screens and writes a checkpoint every round, as by default; the plain
 app is Flower's PyTorch quickstart. The figure is the ratio: 1.0 would be a free tap.
 
-    python benchmarks/federation.py [--repeats 5] [--rounds 20] [--ray] [--json FILE]
+    python benchmarks/federation.py [--repeats 5] [--case NAME] [--ray] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import json
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,43 +29,65 @@ from fedsim.scenario import Scenario
 from fedsim.workload import Workload, as_pixels, load_dataset
 
 CASES: dict[str, dict[str, Any]] = {
-    "mlp, 10 clients, batch 32": {
+    "mlp, 10 clients": {
         "data": {"source": {"name": "digits"}, "clients": 10},
         "model": {"name": "mlp"},
-        "training": {"local": {"steps": 5, "batch_size": 32, "lr": 0.1}},
+        "training": {"rounds": 20, "local": {"steps": 5, "batch_size": 32, "lr": 0.1}},
     },
-    "convnet, 10 clients, batch 32": {
+    "convnet, 10 clients": {
         "data": {"source": {"name": "digits"}, "clients": 10},
-        "model": {"name": "convnet"},
-        "training": {"local": {"steps": 1, "batch_size": 32, "lr": 0.1}},
+        "model": {"name": "convnet", "parameters": {"width": 16}},
+        "training": {"rounds": 12, "local": {"steps": 2, "batch_size": 16, "lr": 0.1}},
     },
-    "resnet18, 4 clients, batch 8": {
+    "resnet18, 4 clients": {
         "data": {"source": {"name": "digits"}, "clients": 4},
         "model": {"name": "resnet18", "parameters": {"stem": "imagenet"}},
-        "training": {"local": {"steps": 1, "batch_size": 8, "lr": 0.05}},
+        "training": {"rounds": 6, "local": {"steps": 2, "batch_size": 8, "lr": 0.05}},
     },
 }
 
 
-def scenario(case: str, rounds: int, engine: str) -> Scenario:
-    plain: dict[str, Any] = {"name": "benchmark", "attacks": [], **CASES[case]}
-    plain["training"] = {**plain["training"], "rounds": rounds}
-    plain["federation"] = {"engine": engine}
-    return Scenario.model_validate(plain)
+@dataclass(frozen=True)
+class Speed:
+    """Rounds per second of wall time, and of this process's CPU time (not with --ray)."""
+
+    wall: float
+    cpu: float
 
 
-def fedsim_rounds_per_second(wanted: Scenario, workload: Workload) -> float:
-    ends: list[float] = []
+class Clock:
+    """Told at the end of every round; the first is warming up."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, float]] = []
+
+    def tick(self, *_: object) -> None:
+        self.ends.append((time.perf_counter(), time.process_time()))
+
+    def speed(self) -> Speed:
+        (wall, cpu), (last_wall, last_cpu) = self.ends[0], self.ends[-1]
+        rounds = len(self.ends) - 1
+        return Speed(rounds / (last_wall - wall), rounds / (last_cpu - cpu))
+
+
+def scenario(case: str, engine: str) -> Scenario:
+    return Scenario.model_validate(
+        {"name": "benchmark", "attacks": [], "federation": {"engine": engine}, **CASES[case]}
+    )
+
+
+def run_fedsim(wanted: Scenario, workload: Workload) -> Speed:
+    clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         fedsim.federation.federate(
             wanted,
             "none",
             Path(folder),
             resume=False,
-            on_round=lambda record: ends.append(time.perf_counter()),
+            on_round=clock.tick,
             workload=workload,
         )
-    return (len(ends) - 1) / (ends[-1] - ends[0])
+    return clock.speed()
 
 
 class PlainClient:
@@ -114,7 +137,7 @@ def _model_and_data(
     return build(workload.spec, 0), [(images[part], labels[part]) for part in workload.parts]
 
 
-def plain_rounds_per_second(wanted: Scenario, workload: Workload) -> float:
+def run_plain(wanted: Scenario, workload: Workload) -> Speed:
     from flwr.app import ArrayRecord, MetricRecord
     from flwr.clientapp import ClientApp
     from flwr.serverapp import ServerApp
@@ -124,7 +147,7 @@ def plain_rounds_per_second(wanted: Scenario, workload: Workload) -> float:
 
     model, _ = _model_and_data(workload)
     test = normalize(as_pixels(workload.dataset.test_images), workload.spec)
-    ends: list[float] = []
+    clock = Clock()
 
     def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
         model.load_state_dict(arrays.to_torch_state_dict())
@@ -135,7 +158,7 @@ def plain_rounds_per_second(wanted: Scenario, workload: Workload) -> float:
         loss = F.cross_entropy(logits, target).item()
         accuracy = (logits.argmax(1) == target).float().mean().item()
         if round:
-            ends.append(time.perf_counter())
+            clock.tick()
         return MetricRecord({"loss": loss, "accuracy": accuracy})
 
     server, client = ServerApp(), ClientApp()
@@ -160,7 +183,7 @@ def plain_rounds_per_second(wanted: Scenario, workload: Workload) -> float:
         from flwr.simulation import run_simulation
 
         run_simulation(server, client, wanted.data.clients, backend_config=_one_core_each())
-    return (len(ends) - 1) / (ends[-1] - ends[0])
+    return clock.speed()
 
 
 def _one_core_each() -> dict[str, Any]:
@@ -168,45 +191,49 @@ def _one_core_each() -> dict[str, Any]:
     return {"init_args": init, "client_resources": {"num_cpus": 1, "num_gpus": 0.0}}
 
 
-def measure(case: str, rounds: int, repeats: int, engine: str) -> dict[str, Any]:
-    wanted = scenario(case, rounds, engine)
+def measure(case: str, repeats: int, engine: str) -> dict[str, Any]:
+    wanted = scenario(case, engine)
     workload = Workload(wanted, "none", load_dataset(wanted))
-    ours, plain = [], []
+    ours: list[Speed] = []
+    plain: list[Speed] = []
     for repeat in range(repeats):
-        pair = [(plain, plain_rounds_per_second), (ours, fedsim_rounds_per_second)]
-        for kept, function in pair if repeat % 2 else reversed(pair):
-            kept.append(function(wanted, workload))
-    ratios = [a / b for a, b in zip(ours, plain, strict=True)]
+        pair = [(plain, run_plain), (ours, run_fedsim)]
+        for kept, run in pair if repeat % 2 else reversed(pair):
+            kept.append(run(wanted, workload))
+    wall = [a.wall / b.wall for a, b in zip(ours, plain, strict=True)]
+    cpu = [a.cpu / b.cpu for a, b in zip(ours, plain, strict=True)]
     return {
         "case": case,
         "engine": engine,
-        "fedsim_rounds_per_second": statistics.median(ours),
-        "plain_rounds_per_second": statistics.median(plain),
-        "ratio": statistics.median(ratios),
-        "ratios": ratios,
+        "fedsim_rounds_per_second": statistics.median(speed.wall for speed in ours),
+        "plain_rounds_per_second": statistics.median(speed.wall for speed in plain),
+        "ratio": statistics.median(wall),
+        "ratios": wall,
+        "cpu_ratio": statistics.median(cpu) if engine == "local" else None,
     }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--case", choices=list(CASES), action="append")
     parser.add_argument("--ray", action="store_true", help="both on Flower's simulation engine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     engine = "simulation" if options.ray else "local"
     rows = []
-    print(f"{'case':32} {'fedsim r/s':>11} {'plain r/s':>11} {'ratio':>7}  spread")
+    print(f"{'case':22} {'fedsim r/s':>11} {'plain r/s':>11} {'ratio':>6} {'of CPU':>7}  spread")
     for case in options.case or CASES:
-        row = measure(case, options.rounds, options.repeats, engine)
+        row = measure(case, options.repeats, engine)
         rows.append(row)
+        cpu = "" if row["cpu_ratio"] is None else f"{row['cpu_ratio']:.2f}"
         print(
-            f"{case:32} {row['fedsim_rounds_per_second']:11.2f} "
-            f"{row['plain_rounds_per_second']:11.2f} {row['ratio']:7.2f}  "
-            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}"
+            f"{case:22} {row['fedsim_rounds_per_second']:11.2f} "
+            f"{row['plain_rounds_per_second']:11.2f} {row['ratio']:6.2f} {cpu:>7}  "
+            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
+            flush=True,
         )
-    result = {"threads": torch.get_num_threads(), "rounds": options.rounds, "rows": rows}
+    result = {"threads": torch.get_num_threads(), "rows": rows}
     print(json.dumps(result))
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from fedsim.defense import Guarantee, UpdateDefense, all_finite
 from fedsim.types import Tensors
-
-from .selection import largest, share
+from fedsim_defenses.selection import largest, share
 
 
 @final

@@ -10,12 +10,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import typer.main
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
+
+if TYPE_CHECKING:
+    from click.testing import Result
 
 from fedsim import __version__, pipeline, report
 from fedsim.attack import AttackFailed

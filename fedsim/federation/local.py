@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.app.metadata import Metadata
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.common.serde import message_from_proto, message_to_proto
+from flwr.common.serde import message_from_proto, message_to_proto, recorddict_to_proto
+from flwr.common.serde_utils import metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
@@ -33,7 +35,8 @@ class LocalGrid(Grid):
         self._run = Run.create_empty(_RUN_ID)
         self._nodes = range(_FIRST_NODE, _FIRST_NODE + clients)
         self._contexts: dict[int, Context] = {}
-        self._waiting: dict[str, Message] = {}
+        self._waiting: dict[str, tuple[Metadata, bytes]] = {}
+        self._last: tuple[RecordDict | None, bytes] = (None, b"")
         self._sent = 0
 
     def set_run(self, run: Run) -> None:
@@ -67,16 +70,20 @@ class LocalGrid(Grid):
             self._sent += 1
             message_id = f"{self._sent:032x}"
             message.metadata.__dict__["_message_id"] = message_id
-            self._waiting[message_id] = message
+            if message.content is not self._last[0]:  # the messages of a round share theirs
+                data = recorddict_to_proto(message.content).SerializeToString()
+                self._last = (message.content, data)
+            self._waiting[message_id] = (message.metadata, self._last[1])
             ids.append(message_id)
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
         """Run the clients of those messages, each when its reply is read."""
         for message_id in message_ids:
-            message = self._waiting.pop(message_id, None)
-            if message is not None:
-                yield self._deliver(message)
+            waiting = self._waiting.pop(message_id, None)
+            if waiting is not None:
+                self._last = (None, b"")  # what is sent from now on may be another round's
+                yield self._deliver(*waiting)
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -84,8 +91,11 @@ class LocalGrid(Grid):
         """See Grid. The clients' own timeout holds."""
         return list(self.pull_messages(self.push_messages(messages)))
 
-    def _deliver(self, message: Message) -> Message:
-        received = _across(message)
+    def _deliver(self, metadata: Metadata, content: bytes) -> Message:
+        envelope = ProtoMessage(metadata=metadata_to_proto(metadata)).SerializeToString()
+        arrived = ProtoMessage.FromString(envelope)
+        arrived.content.ParseFromString(content)
+        received = message_from_proto(arrived)
         context = self._context(received.metadata.dst_node_id)
         start = time.monotonic()
         try:
@@ -99,7 +109,9 @@ class LocalGrid(Grid):
             reply = Message(
                 Error(code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE, reason="late"), reply_to=received
             )
-        return _across(reply)
+        return message_from_proto(
+            ProtoMessage.FromString(message_to_proto(reply).SerializeToString())
+        )
 
     def _context(self, node: int) -> Context:
         if node not in self._contexts:
@@ -141,9 +153,3 @@ def identity() -> Iterator[None]:
     finally:
         for name in ("_task_id", "_run_id", "_node_id"):
             setattr(TaskIdentity, name, before[name])
-
-
-def _across(message: Message) -> Message:
-    """The message as it arrives after crossing the wire."""
-    data = message_to_proto(message).SerializeToString()
-    return message_from_proto(ProtoMessage.FromString(data))

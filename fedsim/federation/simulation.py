@@ -79,7 +79,7 @@ def run(job: Job, workload: Workload | None, on_round: OnRound) -> None:
                 start_new_session=True,
                 env={**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": str(job.threads)},
             )
-            assert child.stdin and child.stdout  # noqa: S101 - they are pipes
+            assert child.stdin and child.stdout
             try:
                 _follow(job, child.stdin, child.stdout, scratch, on_round)
                 with suppress(subprocess.TimeoutExpired):  # let Ray shut down in order

@@ -23,7 +23,7 @@ from fedsim.federation.screening import is_zero
 from fedsim.federation.wire import Answer
 from fedsim.types import Tensors, Update
 
-BUDGET = 64 * 2**20
+BUDGET = 256 * 2**20
 """Bytes of updates that are kept in memory; the rest of a round goes to disk."""
 
 _UPDATE = "update."

@@ -28,9 +28,9 @@ def epsilon(noise_multiplier: float, delta: float) -> float:
     if noise_multiplier == 0:
         return math.inf
     mu = 1 / noise_multiplier
-    # δ as a function of c = ε / μ - μ / 2 falls from c = -μ / 2 on, and is below Φ(-c). As a
-    # function of ε it would need the difference of two numbers that grow with ε.
-    low, high = max(-mu / 2, -_WIDEST), 1 - float(ndtri(delta))
+    # δ falls with c = ε / μ - μ / 2 and is below Φ(-c). As a function of ε it would need the
+    # difference of two numbers that grow with ε.
+    low, high = -_WIDEST, 1 - float(ndtri(delta))
     target = math.log(delta)
     if _log_delta(low, mu) <= target:
         return 0.0

@@ -163,7 +163,8 @@ def _stack(
             yield (*path, end - 1), str(error)
             return
         except Exception as error:  # a third party's defense may raise anything
-            yield (*path, end - 1), f"its plugin failed: {type(error).__name__}: {error}"
+            cause = f"{type(error).__name__}: {error}"
+            yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
     if model and stack.training(declared(training)).dropout and not model.parameters.get("head"):
         yield (

@@ -66,9 +66,7 @@ class _Finding:
 
 
 def explain(
-    error: ValidationError,
-    value: Any,
-    known: Callable[[KeyPath], Iterable[str]] = lambda path: (),
+    error: ValidationError, value: Any, known: Callable[[KeyPath], Iterable[str]]
 ) -> list[tuple[KeyPath, str]]:
     """(key path, message) of everything that `error` says about `value`.
 

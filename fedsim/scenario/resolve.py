@@ -187,7 +187,8 @@ class _Resolver:
             ):
                 self.tell((*at, *path), message)
         except Exception as error:  # a third party's validator may raise anything
-            self.tell(at, f"its plugin failed on it: {type(error).__name__}: {error}")
+            cause = f"{type(error).__name__}: {error}"
+            self.tell(at, f"its plugin failed on it: {cause}; change it, or tell its author")
         return {}
 
     def tell(self, path: KeyPath, message: str) -> None:

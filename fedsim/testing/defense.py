@@ -7,8 +7,6 @@
 Every test of the suite then runs on the defense that `make` returns.
 """
 
-# ruff: noqa: S101
-
 from __future__ import annotations
 
 import math

@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from fedsim_defenses.clip import Clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsim.defense import global_norm
 from fedsim.testing.updates import mixed, same, stream
+from fedsim_defenses.clip import Clip
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

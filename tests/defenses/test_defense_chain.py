@@ -6,6 +6,11 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+
+from fedsim.defense import Guarantee, Stack, add_gaussian, chain, global_norm
+from fedsim.testing.updates import mixed, non_finite, same, stream
+from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD
@@ -15,11 +20,6 @@ from fedsim_defenses.gradient_pruning import GradientPruning
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.top_k import TopK
-from torch import Tensor
-
-from fedsim.defense import Guarantee, Stack, add_gaussian, chain, global_norm
-from fedsim.testing.updates import mixed, non_finite, same, stream
-from fedsim.types import FedsimError, LocalTraining, Tensors
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 
@@ -30,7 +30,7 @@ def run(stack: Stack, update: Tensors, seed: int = 1) -> Tensors:
 
 @pytest.mark.parametrize("update", [mixed(), non_finite(math.nan), non_finite(-math.inf), {}])
 def test_the_empty_chain_is_the_identity_bit_for_bit(update: dict[str, Tensor]) -> None:
-    negative_zero = {**update, "negative zero": torch.tensor([-0.0, 0.0])}
+    negative_zero = {**update, "negative zero": torch.full((64,), -0.0)}
     assert same(run(chain(), negative_zero), negative_zero)
 
 
@@ -44,7 +44,7 @@ def test_the_empty_chain_is_the_identity_bit_for_bit(update: dict[str, Tensor]) 
     ],
 )
 def test_a_defense_of_strength_zero_is_the_identity_bit_for_bit(neutral: object) -> None:
-    update = {**mixed(), "negative zero": torch.tensor([-0.0, 0.0])}
+    update = {**mixed(), "negative zero": torch.full((64,), -0.0)}
     assert same(run(chain(neutral), update), update)  # type: ignore[arg-type]
 
 

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from fedsim.defense import Defense
+from fedsim.plugins import names
+from fedsim.testing.defense import (
+    AggregationDefenseContract,
+    TrainingDefenseContract,
+    UpdateDefenseContract,
+)
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD
@@ -11,14 +18,6 @@ from fedsim_defenses.gradient_pruning import GradientPruning
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.top_k import TopK
-
-from fedsim.defense import Defense
-from fedsim.plugins import names
-from fedsim.testing.defense import (
-    AggregationDefenseContract,
-    TrainingDefenseContract,
-    UpdateDefenseContract,
-)
 
 
 class TestClip(UpdateDefenseContract):

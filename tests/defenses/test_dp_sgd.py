@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 
-import fedsim_defenses.dp_sgd as module
 import pytest
 import torch
-from fedsim_defenses.dp_sgd import DPSGD
-from fedsim_defenses.dropout import Dropout
 from torch import Tensor
 
+import fedsim_defenses.dp_sgd as module
 from fedsim.defense import Guarantee, Mechanism, global_norm
 from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function
@@ -18,6 +16,8 @@ from fedsim.models.mlp import MLP
 from fedsim.models.resnet import ResNet18
 from fedsim.testing.updates import same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.dropout import Dropout
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=6, lr=0.1)
 HUGE = 1e12

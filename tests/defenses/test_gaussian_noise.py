@@ -7,13 +7,13 @@ import math
 import pydantic
 import pytest
 import torch
-from fedsim_defenses.clip import Clip
-from fedsim_defenses.gaussian_noise import GaussianNoise
-from fedsim_defenses.quantization import Quantization
 
 from fedsim.defense import Guarantee, Mechanism, chain
 from fedsim.testing.updates import stream
 from fedsim.types import FedsimError, LocalTraining
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.quantization import Quantization
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 

@@ -7,12 +7,12 @@ from fractions import Fraction
 
 import pytest
 import torch
-from fedsim_defenses.gradient_pruning import GradientPruning
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsim.testing.updates import mixed, same, stream
+from fedsim_defenses.gradient_pruning import GradientPruning
 
 
 def pruned(update: dict[str, Tensor], **parameters: object) -> dict[str, Tensor]:

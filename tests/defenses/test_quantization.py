@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from fedsim_defenses.quantization import Quantization
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from fedsim.testing.updates import same, stream
+from fedsim_defenses.quantization import Quantization
 
 
 def quantized(tensor: Tensor, seed: int = 1, **parameters: object) -> Tensor:

@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from fedsim_defenses.top_k import TopK
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedsim.testing.updates import mixed, non_finite, same, stream
+from fedsim_defenses.top_k import TopK
 
 
 @settings(max_examples=40, deadline=None)

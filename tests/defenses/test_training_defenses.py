@@ -7,8 +7,6 @@ from dataclasses import replace
 import pydantic
 import pytest
 import torch
-from fedsim_defenses.dropout import Dropout
-from fedsim_defenses.local_aggregation import LocalAggregation
 
 from fedsim import rng
 from fedsim.defense import Guarantee, chain
@@ -16,6 +14,8 @@ from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.mlp import MLP
 from fedsim.testing.updates import same, stream
 from fedsim.types import LocalTraining
+from fedsim_defenses.dropout import Dropout
+from fedsim_defenses.local_aggregation import LocalAggregation
 
 DECLARED = LocalTraining(
     algorithm="fedsgd", steps=1, batch_size=2, lr=0.1, momentum=0.0, mode="train"

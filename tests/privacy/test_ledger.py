@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
+from scipy.stats import norm
+
+from fedsim.defense import Stack, chain
+from fedsim.privacy import gaussian, ledger
+from fedsim.privacy.ledger import claim
+from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_sgd import DPSGD
@@ -19,12 +25,6 @@ from fedsim_defenses.gradient_pruning import GradientPruning
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.top_k import TopK
-from scipy.stats import norm
-
-from fedsim.defense import Stack, chain
-from fedsim.privacy import gaussian, ledger
-from fedsim.privacy.ledger import claim
-from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 DELTA = 1e-5

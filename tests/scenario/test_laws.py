@@ -68,7 +68,8 @@ def test_a_dump_loads_to_an_equal_scenario_and_is_stable(
 
 
 @settings(max_examples=40, deadline=None)
-@example("a\x85b\u2028c\ufeffd\ne", 0, 0.1, "a", [1])
+@example("\x85", 0, 0.1, "a", [1])
+@example("a\nb\u2028c\ufeff\n\nd ", 0, 0.1, "a", [1])
 @given(
     description=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
     seed=st.integers(0, 2**63 - 1),

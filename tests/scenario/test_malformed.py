@@ -8,11 +8,15 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
+
+if TYPE_CHECKING:
+    from click.testing import Result
 
 from fedsim.cli import app
 from fedsim.scenario import Document, ScenarioError, expand

@@ -69,6 +69,8 @@ def test_it_accepts_the_scenarios_we_ship(path: Path, schema: dict[str, Any]) ->
         (("attacks", 1, "restarts"), 0),
         (("defenses", "dp", 0, "norm"), -1),
         (("defenses", "dp", 0), "clip"),
+        (("defenses", "dp", 0), {"name": "clip"}),
+        (("defenses", "dp", 1), {"std": 1}),
         (("defenses", "../x"), []),
         (("observe", "clients"), "al"),
         (("sweep", "seed"), 3),

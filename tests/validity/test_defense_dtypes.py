@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fedsim_defenses.clip import Clip
 from torch import Tensor, nn
 
 from fedsim.defense import UpdateDefense, chain
 from fedsim.plugins import load, names
 from fedsim.testing.updates import mixed, non_finite, same, stream, zeros
 from fedsim.types import LocalTraining
+from fedsim_defenses.clip import Clip
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 

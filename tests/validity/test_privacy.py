@@ -13,10 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from fedsim_defenses.aggregate import Aggregate
-from fedsim_defenses.clip import Clip
-from fedsim_defenses.dp_sgd import DPSGD
-from fedsim_defenses.gaussian_noise import GaussianNoise
 from scipy.stats import beta
 from torch import Tensor
 
@@ -24,6 +20,10 @@ from fedsim.defense import Guarantee, Stack, UpdateDefense, chain, global_norm
 from fedsim.privacy.ledger import claim
 from fedsim.testing.updates import stream
 from fedsim.types import LocalTraining, Tensors, Update
+from fedsim_defenses.aggregate import Aggregate
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.gaussian_noise import GaussianNoise
 
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 DELTA = 1e-3
