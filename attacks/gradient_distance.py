@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.attack import Attack, AttackState
+from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.matching import Candidate, Matching, squared_distance
 
@@ -46,7 +46,7 @@ class GradientDistance(Attack[Descent]):
         optimizer = torch.optim.LBFGS(
             candidate.variables,
             max_iter=_CHUNK,
-            max_eval=25*_CHUNK,
+            max_eval=25 * _CHUNK,
             tolerance_grad=1e-12,
             tolerance_change=1e-15,
             line_search_fn="strong_wolfe",

@@ -9,7 +9,7 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedsim.attack import Needs
+from fedsim.adversary import Needs
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.gradient_distance import GradientDistance
 from fedsim_attacks.matching import granted_labels

@@ -13,7 +13,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.attack import Attack, AttackState
+from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.matching import Candidate, Matching, cosine_distance, granted_labels
 
@@ -44,6 +44,7 @@ class InvertingGradients(Attack[Inversion]):
     paper: ClassVar[str] = "Geiping et al., Inverting Gradients, NeurIPS 2020, equation (4)"
 
     iterations: Annotated[int, Field(ge=1)] = 4800
+    """Signed steps."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
     """Of Adam, in units of normalized pixels; divided by 10 at 3/8, 5/8 and 7/8 of the iterations."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.attack import Attack, AttackFailed, AttackState, Needs, rebuild
+from fedsim.adversary import Attack, AttackFailed, AttackState, Needs, rebuild
 from fedsim.models.base import Classifier
 from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
 

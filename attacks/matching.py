@@ -14,7 +14,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from fedsim.attack import rebuild
+from fedsim.adversary import rebuild
 from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
@@ -115,18 +115,15 @@ class Matching:
         return next(iter(self._observation.parameters.values())).device
 
     def _lay(self, tensor: Tensor) -> Tensor:
-        """A detached copy in the precision and the memory order that is fastest."""
-        # CPU kernels take channels-last images as they are and reorder all others.
-        last = tensor.ndim == 4 and tensor.device.type == "cpu"
-        layout = torch.channels_last if last else torch.contiguous_format
-        return tensor.detach().to(self._dtype).clone(memory_format=layout)
+        """A detached copy in the precision and the memory order that are used here."""
+        return tensor.detach().to(self._dtype).clone(memory_format=_layout(tensor))
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
         """A candidate that starts at normalized `images`; of labels and logits one is None."""
         return Candidate(
-            self._lay(images).requires_grad_(),
+            images.detach().to(self._dtype, copy=True).requires_grad_(),
             labels,
-            None if logits is None else self._lay(logits).requires_grad_(),
+            None if logits is None else logits.detach().to(self._dtype, copy=True).requires_grad_(),
         )
 
     def random_candidate(self, labels: Tensor | None, rng: torch.Generator) -> Candidate:
@@ -144,6 +141,7 @@ class Matching:
         Differentiable in the images and, if they are probabilities, in the labels. Images are those
         of the first client's first step, then of its second step, and so on.
         """
+        images = images.contiguous(memory_format=_layout(images))
         updates = [
             local_update(self._direction, self._parameters, self._batches(x, y), self._training)
             for x, y in zip(images.chunk(self._groups), labels.chunk(self._groups), strict=True)
@@ -159,8 +157,8 @@ class Matching:
         update = self.update(candidate.images, candidate.targets())
         with torch.no_grad():
             loss, direction, scale = distance([u.detach() for u in update], self.target)
-        gradients = torch.autograd.grad(update, candidate.variables, direction)
-        return loss, tuple(gradient.mul_(scale) for gradient in gradients)
+        slopes = torch.autograd.grad(update, candidate.variables, direction)
+        return loss, tuple(slope.mul_(scale).contiguous() for slope in slopes)
 
     def pixels(self, images: Tensor) -> Tensor:
         """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""
@@ -184,6 +182,12 @@ def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | N
         assert knowledge.true_labels is not None
         return knowledge.true_labels
     return infer_labels(observation) if knowledge.labels == "inferred" else None
+
+
+def _layout(tensor: Tensor) -> torch.memory_format:
+    # CPU kernels take channels-last images and weights as they are, and reorder all others.
+    last = tensor.ndim == 4 and tensor.device.type == "cpu"
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:

@@ -285,7 +285,7 @@ def _exits(interrupted: str = "") -> Iterator[None]:
 
 def _status(error: Exception) -> int | None:
     """The exit status that `error` stands for; None if it is not the user's to act on."""
-    from fedsim.attack import AttackFailed
+    from fedsim.adversary import AttackFailed
     from fedsim.types import FedsimError, RunFailed
 
     if isinstance(error, RunFailed | AttackFailed | OSError):

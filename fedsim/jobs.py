@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng, scoring
-from fedsim.attack import Progress, Solution, create, solve
+from fedsim.adversary import Progress, Solution, create, solve
 from fedsim.knowledge import grant
 from fedsim.recording import load_observation, load_truth, write_tensors
 from fedsim.types import (
@@ -31,6 +31,7 @@ from fedsim.types import (
     Labels,
     Observation,
     Reconstruction,
+    RunFailed,
 )
 
 OnProgress = Callable[[Progress], None]
@@ -111,7 +112,7 @@ def run_jobs(
     """Run `jobs` on `workers` processes (in this process if 1), telling of each as it goes on.
 
     Raises:
-        FedsimError: a worker died (most likely for want of memory). What had finished was told.
+        RunFailed: a worker died (most likely for want of memory). What had finished was told.
     """
     if workers == 1:
         lpips = _lpips(setting)
@@ -132,12 +133,15 @@ def run_jobs(
                 for future in done:
                     on_result(pending.pop(future), future.result())
         except BrokenProcessPool as error:
-            raise FedsimError(
+            raise RunFailed(
                 "a worker process of the attack stage died, most likely for want of memory; "
                 "finished rows are kept: continue with --resume, and with fewer --workers"
             ) from error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        except BaseException:
+            # Workers leave Ctrl-C to this process; an attack under way may take hours.
+            for worker in multiprocessing.active_children():
+                worker.terminate()
+            raise
 
 
 def run_job(
@@ -294,7 +298,7 @@ def _start_worker(setting: Setting, news: Queue[tuple[int, Progress]]) -> None:
 
 
 def _work(index: int, job: Job) -> Result:
-    assert _worker is not None  # noqa: S101 - set by the pool's initializer
+    assert _worker is not None
     news = _worker.news
     return run_job(
         job, _worker.setting, _worker.lpips, lambda progress: news.put((index, progress))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.attack import rebuild
+from fedsim.adversary import rebuild
 from fedsim.models.base import normalize
 from fedsim.types import BatchNormKnowledge, GroundTruth, Knowledge, Labels, Observation
 

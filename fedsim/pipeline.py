@@ -12,17 +12,16 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import progress, record, recording, rows, scoring
-from fedsim.attack import Progress
+from fedsim import federation, progress, record, recording, rows, scoring
+from fedsim.adversary import Progress
 from fedsim.device import resolve_device
-from fedsim.federation import federate
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.record import Run
 from fedsim.report import save_grids, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, RunFailed
 from fedsim.workload import Workload, load_dataset
 
 
@@ -46,8 +45,8 @@ def run(
         quiet: Show no progress.
 
     Raises:
-        FedsimError: the scenario is refused, before any work; or the run could not go on, and what
-            had finished is kept for `resume`.
+        FedsimError: the scenario is refused, before any work.
+        RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
     if isinstance(scenario, str | Path):
         document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
@@ -70,10 +69,15 @@ def run(
         ]
     except FedsimError as error:
         raise locate(document, error) if isinstance(document, Document) else error from None
-    with _display(quiet) as display:
-        for plan in plans:
-            plan.execute(display)
-    write_report(root)
+    try:
+        with _display(quiet) as display:
+            for plan in plans:
+                plan.execute(display)
+        write_report(root)
+    except RunFailed:
+        raise
+    except FedsimError as error:
+        raise RunFailed(str(error)) from error
     return Run(root)
 
 
@@ -102,6 +106,7 @@ class _Plan:
         self.workloads = {
             name: Workload(scenario, name, self.dataset) for name in scenario.defenses
         }
+        federation.check(scenario)
         for workload in self.workloads.values():
             workload.check()
         self._refuse_other_run()
@@ -120,7 +125,7 @@ class _Plan:
         for stack, workload in self.workloads.items():
             done = {row["round"] for row in record.read_lines(path) if row["defense"] == stack}
             display.stage(f"train {stack}", self.scenario.training.rounds, len(done))
-            federate(
+            federation.federate(
                 self.scenario,
                 stack,
                 self.out,

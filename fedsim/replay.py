@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedsim import jobs, recording, scoring
-from fedsim.attack import create, solve
+from fedsim.adversary import create, solve
 from fedsim.device import resolve_device
 from fedsim.knowledge import grant
 from fedsim.record import Row

@@ -26,6 +26,10 @@ Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one"]
 
 
+DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
+"""How a device is named."""
+
+
 class FedsimError(Exception):
     """An error that a user can act on: the message names the cause and the remedy."""
 

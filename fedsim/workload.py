@@ -333,7 +333,7 @@ def load_dataset(scenario: Scenario) -> Dataset:
     chosen = scenario.data.source
     with blaming("data.source"):
         source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
-        assert isinstance(source, DataSource)  # noqa: S101 - plugin_class has checked it
+        assert isinstance(source, DataSource)
         return source.load()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from click.testing import Result
 
 from fedsim import __version__, pipeline, report
-from fedsim.attack import AttackFailed
+from fedsim.adversary import AttackFailed
 from fedsim.cli import app
 from fedsim.record import Run
 from fedsim.types import FedsimError, RunFailed

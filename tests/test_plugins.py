@@ -163,7 +163,7 @@ def test_a_third_partys_attack_and_defense_run_in_a_scenario(site: Path, tmp_pat
 
 
 ATTACK = """
-from fedsim.attack import Attack, AttackState, Needs
+from fedsim.adversary import Attack, AttackState, Needs
 from pydantic import Field, field_validator
 
 class Needy(Attack[AttackState]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedsim import plugins
-from fedsim.attack import Attack
+from fedsim.adversary import Attack
 from fedsim.data.base import DataSource
 from fedsim.defense import (
     AggregationDefense,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fedsim.attack import Attack
+from fedsim.adversary import Attack
 from fedsim.scenario.build import build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (

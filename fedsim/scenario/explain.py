@@ -15,7 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from fedsim.scenario.location import KeyPath
-from fedsim.scenario.model import DEVICE_PATTERN, SLUG_PATTERN
+from fedsim.scenario.model import SLUG_PATTERN
+from fedsim.types import DEVICE_PATTERN
 
 _TYPES = {
     "int_type": "a whole number",

@@ -10,9 +10,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedsim.types import Algorithm, Batches, BatchNormKnowledge, Labels, Mode
+from fedsim.types import DEVICE_PATTERN, Algorithm, Batches, BatchNormKnowledge, Labels, Mode
 
-DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
 SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
 Slug = Annotated[str, Field(pattern=SLUG_PATTERN, max_length=64)]
 """A name that is also a safe file name."""
