@@ -275,10 +275,11 @@ def test_validate(path: Path) -> None:
     assert invoke("validate", path, "--set", "seed=x").exit_code == 2
 
 
-def test_ctrl_c_says_how_to_go_on(path: Path) -> None:
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_ctrl_c_says_how_to_go_on(path: Path, workers: str) -> None:
     """In a process of its own, with a real signal in the middle of an attack."""
     out = path.parent / "out"
-    words = ["run", str(path), "--out", str(out), "--workers", "1"]
+    words = ["run", str(path), "--out", str(out), "--workers", workers]
     command = [sys.executable, "-m", "fedsim", *words]
     process = subprocess.Popen(
         [*command, "--set", "attacks[0].iterations=1000000"],
@@ -297,6 +298,6 @@ def test_ctrl_c_says_how_to_go_on(path: Path) -> None:
     assert process.returncode == 130, said
     assert "Traceback" not in said
     assert said.rstrip().endswith(
-        f"--out {out} --workers 1 --set 'attacks[0].iterations=1000000' --resume"
+        f"--out {out} --workers {workers} --set 'attacks[0].iterations=1000000' --resume"
     )
     assert invoke(*words).exit_code == 2, "another run must not mix with it"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -167,7 +166,7 @@ def test_killed_at_a_random_moment_and_resumed(
     deadline = time.monotonic() + 60
     while not (out / sign).exists() and victim.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(random.Random(moment).uniform(0, 0.5))
+    time.sleep(0.13 * (moment + 1))
     os.killpg(victim.pid, signal.SIGKILL)
     victim.wait()
     subprocess.run([*command, "--resume"], check=True, timeout=120)

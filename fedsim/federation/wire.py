@@ -13,11 +13,13 @@ import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
-from flwr.common.serde import recorddict_to_proto
+from flwr.common.serde import config_record_to_proto, metric_record_to_proto
 from flwr.proto.recorddict_pb2 import Array as ProtoArray
 from torch import Tensor
 
@@ -182,9 +184,10 @@ def size(content: RecordDict) -> int:
     for key, record in content.items():
         if isinstance(record, ArrayRecord):
             body = sum(_field(_entry(name, _array_size(array))) for name, array in record.items())
+        elif isinstance(record, MetricRecord):
+            body = metric_record_to_proto(record).ByteSize()
         else:
-            alone = recorddict_to_proto(RecordDict({"": record})).items[0]
-            body = getattr(alone, str(alone.WhichOneof("value"))).ByteSize()
+            body = config_record_to_proto(record).ByteSize()
         total += _field(_entry(key, body))
     return total
 
@@ -215,19 +218,11 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
     """Decode one array. The header is checked before any memory is taken for what it promises."""
     if array.stype != "numpy.ndarray":
         raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
-    buffer = io.BytesIO(array.data)
-    try:
-        if np.lib.format.read_magic(buffer) != (1, 0):
-            raise MalformedError(f"{name}: unknown version of NumPy's file format")
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(buffer)
-    except (ValueError, SyntaxError, EOFError) as error:
-        raise MalformedError(f"{name}: no NumPy array: {error}") from error
-    if dtype.hasobject or dtype.kind not in "fiub":
-        raise MalformedError(f"{name}: dtype {dtype} is not numeric")
-    payload = len(array.data) - buffer.tell()
+    shape, fortran, dtype, start = _header(name, array.data)
+    payload = len(array.data) - start
     if math.prod(shape) * dtype.itemsize != payload:
         raise MalformedError(f"{name}: {payload} bytes do not make an array of shape {shape}")
-    flat = np.frombuffer(array.data, dtype, offset=buffer.tell())
+    flat = np.frombuffer(array.data, dtype, offset=start)
     try:
         values = flat.reshape(shape, order="F" if fortran else "C").copy(order="C")
         tensor = torch.from_numpy(values)
@@ -239,6 +234,27 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
             f"expected {like.dtype} of shape {tuple(like.shape)}"
         )
     return tensor
+
+
+def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:
+    """(shape, whether in Fortran's order, dtype, where the values start) of a NumPy file."""
+    start = 10 + int.from_bytes(data[8:10], "little")
+    try:
+        shape, fortran, dtype = _parsed(data[:start])
+    except Exception as error:  # parsing hostile text can raise anything, RecursionError too
+        raise MalformedError(f"{name}: no NumPy array of version 1.0: {error}") from error
+    if dtype.hasobject or dtype.kind not in "fiub":
+        raise MalformedError(f"{name}: dtype {dtype} is not numeric")
+    return shape, fortran, dtype, start
+
+
+@lru_cache(maxsize=1024)
+def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """NumPy parses the header as a Python literal, which takes longer than a small array."""
+    buffer = io.BytesIO(header)
+    if np.lib.format.read_magic(buffer) != (1, 0):
+        raise ValueError("another version")
+    return np.lib.format.read_array_header_1_0(buffer)
 
 
 def _arrays(content: RecordDict, key: str) -> ArrayRecord:

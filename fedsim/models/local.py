@@ -96,5 +96,5 @@ def local_update(
         for name, grad in step.items():
             previous = velocity.get(name) if training.momentum else None
             velocity[name] = grad if previous is None else training.momentum * previous + grad
-            current[name] = current[name] - training.lr * velocity[name]
+            current[name] = torch.sub(current[name], velocity[name], alpha=training.lr)
     return {name: current[name] - parameters[name] for name in parameters}

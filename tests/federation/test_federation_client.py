@@ -155,6 +155,23 @@ def test_clients_share_no_memory_with_the_server_or_each_other() -> None:
     assert len(replies) == 3 and all("x" in sent["arrays"] for _ in replies)  # type: ignore[operator]
 
 
+def test_a_message_content_used_again_is_sent_as_it_is_then() -> None:
+    """The messages of a round share theirs, and it is serialized once; the next round's is not."""
+    seen = []
+
+    def look(message: Message, context: Context) -> Message:
+        seen.append(float(wire.decode(message.content["arrays"])["x"]))  # type: ignore[arg-type]
+        return Message(RecordDict(), reply_to=message)
+
+    content = RecordDict({"arrays": wire.encode({"x": torch.tensor(1.0)})})
+    with identity():
+        local = grid(look)
+        local.send_and_receive(messages(content))
+        content["arrays"] = wire.encode({"x": torch.tensor(2.0)})
+        local.send_and_receive(messages(content))
+    assert seen == [1.0] * 3 + [2.0] * 3
+
+
 def test_one_clients_exception_is_its_own() -> None:
     def answer(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 1:

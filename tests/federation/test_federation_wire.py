@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -97,6 +98,11 @@ def _lies(shape: tuple[int, ...]) -> Array:
     return Array("float32", shape, "numpy.ndarray", buffer.getvalue() + bytes(8))
 
 
+def _nested() -> bytes:
+    header = b"(" * 9000
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
 @pytest.mark.parametrize(
     "array",
     [
@@ -112,10 +118,11 @@ def _lies(shape: tuple[int, ...]) -> Array:
         _lies((10**9, 10**9)),
         _lies((-1, -2)),
         _objects(),
+        _array(np.zeros((2, 3), np.float32), data=_nested()),
     ],
     ids=[
         *("dtype", "shape", "rank", "empty", "garbage", "stype", "endian", "complex", "trailing"),
-        *("huge", "negative", "object"),
+        *("huge", "negative", "object", "nested"),
     ],
 )
 def test_malformed_arrays_are_refused(array: Array) -> None:
@@ -125,6 +132,20 @@ def test_malformed_arrays_are_refused(array: Array) -> None:
     record["w"] = array
     with pytest.raises(wire.MalformedError, match="w"):
         wire.read_answer(content, EXPECTED)
+
+
+def test_no_damage_to_an_array_raises_anything_but_malformed() -> None:
+    data = Array(np.zeros((2, 3), np.float32)).data
+    stream = np.random.default_rng(0)
+    for _ in range(2000):
+        damaged = bytearray(data[: stream.integers(0, len(data) + 1)])
+        for _ in range(int(stream.integers(1, 4))):
+            if damaged:
+                damaged[stream.integers(0, len(damaged))] = stream.integers(0, 256)
+        content = answer()
+        content[wire.ARRAYS]["w"] = _array(np.zeros(1), data=bytes(damaged))  # type: ignore[index,call-overload]
+        with suppress(wire.MalformedError):
+            wire.read_answer(content, EXPECTED)
 
 
 def test_names_that_are_not_the_models_are_refused() -> None:
