@@ -14,7 +14,8 @@ from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.matching import Candidate, Matching, squared_distance
 
-_CHUNK = 5
+_CHUNK = 20
+
 
 
 @dataclass(kw_only=True)
@@ -32,6 +33,9 @@ class GradientDistance(Attack[Descent]):
 
     iterations: Annotated[int, Field(ge=1)] = 300
     """Of L-BFGS; each evaluates the objective once or a few times."""
+    initial_std: Annotated[float, Field(ge=0)] = 0.1
+    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
+    where saturated activations make the first hundreds of iterations slow."""
     precision: Literal["float32", "float64"] = "float32"
 
     @abstractmethod
@@ -42,7 +46,9 @@ class GradientDistance(Attack[Descent]):
         """Images (and logits of soft labels) from N(0, 1)."""
         dtype = {"float32": torch.float32, "float64": torch.float64}[self.precision]
         matching = Matching(observation, dtype)
-        candidate = matching.random_candidate(self.labels(observation, knowledge), rng)
+        candidate = matching.random_candidate(
+            self.labels(observation, knowledge), rng, self.initial_std
+        )
         optimizer = torch.optim.LBFGS(
             candidate.variables,
             max_iter=_CHUNK,

@@ -126,10 +126,12 @@ class Matching:
             None if logits is None else logits.detach().to(self._dtype, copy=True).requires_grad_(),
         )
 
-    def random_candidate(self, labels: Tensor | None, rng: torch.Generator) -> Candidate:
-        """Images from N(0, 1); with them the logits of soft labels, where there are no labels."""
+    def random_candidate(
+        self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
+    ) -> Candidate:
+        """Images from N(0, std²); where there are no labels, logits of soft ones from N(0, 1)."""
         count, model = self._observation.num_images, self._observation.model
-        images = torch.randn(count, *model.input_shape, generator=rng).to(self.device)
+        images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
         if labels is None:
             logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)

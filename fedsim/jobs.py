@@ -115,10 +115,13 @@ def run_jobs(
         RunFailed: a worker died (most likely for want of memory). What had finished was told.
     """
     if workers == 1:
-        lpips = _lpips(setting)
+        lpips, before = _lpips(setting), torch.get_num_threads()
         torch.set_num_threads(setting.threads)
-        for job in jobs:
-            on_result(job, run_job(job, setting, lpips, _teller(job, on_progress)))
+        try:
+            for job in jobs:
+                on_result(job, run_job(job, setting, lpips, _teller(job, on_progress)))
+        finally:
+            torch.set_num_threads(before)
         return
     context = multiprocessing.get_context("spawn")
     news: Queue[tuple[int, Progress]] = context.Queue()
@@ -144,6 +147,16 @@ def run_jobs(
             raise
 
 
+def seed_of(observation: Observation, label: str) -> int:
+    """The seed of the attack called `label`: a function of the victim, not of the defense.
+
+    So stacks are compared like for like, from the same starting points.
+    """
+    training = observation.training
+    victim = (observation.round, observation.client, training.batch_size, observation.trial)
+    return rng.derive(observation.seed, "attack", label, *victim)
+
+
 def run_job(
     job: Job,
     setting: Setting,
@@ -153,16 +166,7 @@ def run_job(
     """Attack one observation and score what was recovered. A failure is a value."""
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id)
-    # The seed is a function of the victim, not of the defense: stacks are compared like for like.
-    seed = rng.derive(
-        observation.seed,
-        "attack",
-        job.label,
-        observation.round,
-        observation.client,
-        observation.training.batch_size,
-        observation.trial,
-    )
+    seed = seed_of(observation, job.label)
     baseline = scoring.baseline(
         setting.mean_image, truth, label=setting.majority_label, lpips=lpips
     )

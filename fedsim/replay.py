@@ -33,7 +33,7 @@ def attack(
         name: The attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
         labels, bn: What the threat model grants.
-        seed: Of the attack; default: the recorded run's.
+        seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         truth: The run's folder that holds `truth/`. For a recording given by path it is found by
             itself. Without truth nothing is scored.
@@ -66,7 +66,7 @@ def attack(
         chosen,
         seen,
         knowledge,
-        observation.seed if seed is None else seed,
+        jobs.seed_of(observation, name) if seed is None else seed,
         restarts=restarts,
         progress=on_progress,
     )

@@ -1,9 +1,8 @@
 """Checkpoints of a stack's training: enough to go on after a kill as if nothing had happened.
 
-    OUT/checkpoints/<stack>/round-0003.safetensors     global model and the strategy's arrays
-    OUT/checkpoints/<stack>/checkpoint.json            names it; replaced last, which commits
+    OUT/checkpoints/<stack>.safetensors     global model, the strategy's memory, and which round
 
-Nothing is pickled, and a checkpoint of another scenario is refused.
+One file, replaced as a whole. Nothing is pickled, and a checkpoint of another scenario is refused.
 """
 
 from __future__ import annotations
@@ -14,19 +13,24 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from fedsim.federation import client_state, spool
-from fedsim.recording import read_tensors, write_tensors, write_text
+from fedsim.recording import read_tensors, write_bytes
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
 
+_INDEX = "checkpoint"
+
 
 class _Index(BaseModel):
-    """The JSON that commits a checkpoint."""
+    """What is not a tensor: JSON in the file's metadata."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -34,7 +38,6 @@ class _Index(BaseModel):
     fingerprint: str
     round: int
     rounds: int
-    tensors: Annotated[str, Field(pattern=r"^round-\d{4,6}\.safetensors$")]
     sha256: str
     strategy: dict[str, Any]
 
@@ -58,7 +61,7 @@ class Checkpoints:
         self._stack = stack
         self._rounds = scenario.training.rounds
         self._fingerprint = fingerprint(scenario, stack)
-        self._home = out / "checkpoints" / stack
+        self._path = out / "checkpoints" / f"{stack}.safetensors"
 
     def start(self, *, resume: bool) -> None:
         """Make the run's folder what it was at the last checkpoint: later rounds come again.
@@ -82,7 +85,7 @@ class Checkpoints:
         if not done:
             shutil.rmtree(states, ignore_errors=True)
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
-        for folder in (*self._folders(), states, self._home):
+        for folder in (*self._folders(), states, self._path.parent):
             for torn in folder.rglob(".writing-*"):  # files that a kill left half written
                 torn.unlink()
 
@@ -93,23 +96,19 @@ class Checkpoints:
         return index is not None and index.round >= index.rounds
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write `checkpoint`, whole or not at all, and drop the one before."""
-        path = self._home / f"round-{checkpoint.round:04d}.safetensors"
+        """Replace the last checkpoint by `checkpoint`."""
         tensors = {f"parameter.{name}": value for name, value in checkpoint.parameters.items()}
         tensors |= {f"buffer.{name}": value for name, value in checkpoint.buffers.items()}
         tensors |= {f"strategy.{n}": value for n, value in checkpoint.strategy_tensors.items()}
+        tensors = {name: value.contiguous() for name, value in tensors.items()}
         index = _Index(
             fingerprint=self._fingerprint,
             round=checkpoint.round,
             rounds=self._rounds,
-            tensors=path.name,
-            sha256=write_tensors(path, tensors),
+            sha256=_digest(tensors),
             strategy=dict(checkpoint.strategy),
         )
-        write_text(self._home / "checkpoint.json", index.model_dump_json() + "\n")
-        for old in self._home.glob("round-*.safetensors"):
-            if old != path:
-                old.unlink()
+        write_bytes(self._path, save(tensors, {_INDEX: index.model_dump_json()}))
 
     def load(self) -> Checkpoint | None:
         """The latest checkpoint; None if there is none.
@@ -120,11 +119,10 @@ class Checkpoints:
         index = self._index()
         if index is None:
             return None
-        path = self._home / index.tensors
-        tensors = read_tensors(path)
-        if hashlib.sha256(path.read_bytes()).hexdigest() != index.sha256:
+        tensors = read_tensors(self._path)
+        if _digest(tensors) != index.sha256:
             raise FedsimError(
-                f"{path}: does not match its checksum; remove {self._home} to train again"
+                f"{self._path}: does not match its checksum; remove it to train again"
             )
         return Checkpoint(
             round=index.round,
@@ -135,19 +133,19 @@ class Checkpoints:
         )
 
     def _index(self) -> _Index | None:
-        path = self._home / "checkpoint.json"
-        try:
-            index = _Index.model_validate_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not self._path.exists():
             return None
-        except (OSError, UnicodeDecodeError, ValidationError) as error:
+        try:
+            with safe_open(self._path, framework="pt") as file:
+                index = _Index.model_validate_json(file.metadata()[_INDEX])
+        except (OSError, SafetensorError, KeyError, TypeError, ValidationError) as error:
             raise FedsimError(
-                f"{path}: not a checkpoint of fedsim ({error}); remove {self._home} to train again"
+                f"{self._path}: not a checkpoint of fedsim ({error}); remove it to train again"
             ) from error
         if index.fingerprint != self._fingerprint:
             raise FedsimError(
-                f"{path}: a checkpoint of another scenario; resume with the same data, model, "
-                "training, federation, defense and observe sections, or use another folder"
+                f"{self._path}: a checkpoint of another scenario; resume with the same data, "
+                "model, training, federation, defense and observe sections, or use another folder"
             )
         return index
 
@@ -165,6 +163,14 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
         mode="json", exclude={"engine", "timeout", "checkpoint_every"}
     )
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
+
+
+def _digest(tensors: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:

@@ -1,0 +1,17 @@
+"""Contract suites that the author of an attack or a defense inherits. They need pytest."""
+
+from fedsim.testing.attack import AttackContract
+from fedsim.testing.defense import (
+    AggregationDefenseContract,
+    TrainingDefenseContract,
+    UpdateDefenseContract,
+)
+from fedsim.testing.observation import make_observation
+
+__all__ = [
+    "AggregationDefenseContract",
+    "AttackContract",
+    "TrainingDefenseContract",
+    "UpdateDefenseContract",
+    "make_observation",
+]

@@ -10,10 +10,9 @@ Every test of the suite then runs on the defense that `make` returns.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 
-import pydantic
 import pytest
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from fedsim.defense import (
     global_norm,
     shapes,
 )
+from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
 from fedsim.types import FedsimError, LocalTraining, Tensors, Update
 
@@ -38,23 +38,10 @@ BOUND = 2.0
 over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
 
 
-class _DefenseContract(ABC):
+class _DefenseContract(PluginContract):
     @abstractmethod
     def make(self) -> Defense:
         """The defense under test."""
-
-    def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
-        """What a record holds makes the same defense again; a typo does not pass."""
-        defense = self.make()
-        resolved = defense.model_dump(mode="json")
-        assert type(defense).model_validate(resolved) == defense
-        with pytest.raises(pydantic.ValidationError):
-            type(defense).model_validate({**resolved, "no_such_parameter": 1})
-
-    def test_the_source_is_cited(self) -> None:
-        """`paper` and the docstring's first line are what a user is shown."""
-        assert self.make().paper
-        assert (type(self.make()).__doc__ or "").strip()
 
 
 class UpdateDefenseContract(_DefenseContract):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -74,7 +72,7 @@ def test_a_kill_before_any_write_changes_nothing(tmp_path: Path) -> None:
         writes = count_writes(patch, None)
         expected = {r["round"]: r for r in results(train(wanted, tmp_path / "whole", "topk"))}
     whole = contents(tmp_path / "whole")
-    assert writes[0] > 25
+    assert writes[0] > 20
     for moment in range(1, writes[0], 4):
         out = tmp_path / f"killed-{moment}"
         with pytest.MonkeyPatch.context() as patch:
@@ -118,7 +116,7 @@ def test_kill_9_and_resume(tmp_path: Path) -> None:
             break
     child.stdout.close()
     assert child.wait() == -signal.SIGKILL
-    (tmp_path / "killed" / "checkpoints" / "topk" / ".writing-torn").touch()
+    (tmp_path / "killed" / "checkpoints" / ".writing-torn").touch()
     saved = Checkpoints(tmp_path / "killed", wanted, "topk").load()
     assert saved is not None and 2 <= saved.round < 400
     last = saved.round + 3
@@ -212,17 +210,16 @@ def test_what_does_not_change_the_results_may_change(tmp_path: Path) -> None:
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     wanted = demanding()
     with pytest.raises(Killed), pytest.MonkeyPatch.context() as patch:
-        count_writes(patch, 25)
+        count_writes(patch, 22)
         train(wanted, tmp_path, "topk")
-    home = tmp_path / "checkpoints" / "topk"
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    tensors = home / json.loads((home / "checkpoint.json").read_text())["tensors"]
-    content = bytearray(tensors.read_bytes())
-    content[-1] ^= 1
-    tensors.write_bytes(content)
+    path = tmp_path / "checkpoints" / "topk.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     with pytest.raises(FedsimError, match="does not match its checksum"):
         train(wanted, tmp_path, "topk", resume=True)
-    index = tmp_path / "copy" / "checkpoints" / "topk" / "checkpoint.json"
-    index.write_text(index.read_text().replace("round-", "../round-"))
-    with pytest.raises(FedsimError, match="not a checkpoint of fedsim"):
-        train(wanted, tmp_path / "copy", "topk", resume=True)
+    for damaged in (b"", whole[: len(whole) // 2], whole.replace(b"fingerprint", b"finger-rint")):
+        path.write_bytes(damaged)
+        with pytest.raises(FedsimError, match="not a checkpoint of fedsim"):
+            train(wanted, tmp_path, "topk", resume=True)
+    path.write_bytes(whole)
+    assert train(wanted, tmp_path, "topk", resume=True)[-1].round == 5

@@ -1,0 +1,179 @@
+"""Contract suite of attacks, for a plugin's author to inherit.
+
+    class TestMyAttack(AttackContract):
+        model = "mlp"
+
+        def make(self) -> MyAttack:
+            return MyAttack(iterations=5)
+
+Every test of the suite then runs on the attack that `make` returns: give it few iterations, since
+the suite asks for sound results and not for good ones.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from fedsim import rng
+from fedsim.adversary import Attack, AttackFailed, solve
+from fedsim.knowledge import grant
+from fedsim.testing.observation import example_batch, make_observation
+from fedsim.testing.plugin import PluginContract
+from fedsim.testing.updates import copy, same
+from fedsim.types import Knowledge, Observation, Reconstruction, Tensors
+
+_SIZES = (1, 3)
+_LIMIT = 10_000
+_SEED = 5
+
+over_sizes = pytest.mark.parametrize("size", _SIZES)
+over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
+
+
+class AttackContract(PluginContract):
+    """What every `Attack` keeps to, on images of 1x16x16 pixels in 10 classes."""
+
+    model: ClassVar[str] = "lenet"
+    """A registered model that the method works on."""
+    model_parameters: ClassVar[Mapping[str, Any]] = {}
+    batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
+    """The method works on these, of 1 and 3 images; by `AttackFailed` it refuses the other one."""
+
+    @abstractmethod
+    def make(self) -> Attack[Any]:
+        """The attack under test, with few iterations."""
+
+    @over_knowledge
+    @over_sizes
+    def test_what_is_returned_is_in_shape_and_range(self, size: int, most: bool) -> None:
+        """With the least knowledge that the attack declares to need, and with all there is."""
+        observation, knowledge = self._case(size, most)
+        if size not in self.batch_sizes:
+            with pytest.raises(AttackFailed):
+                self._solve(observation, knowledge)
+        else:
+            _check(self._solve(observation, knowledge), observation)
+
+    def test_same_seed_same_result(self) -> None:
+        """Bit for bit: the generator that is handed in is the only source of randomness."""
+        for size in self.batch_sizes:
+            observation, knowledge = self._case(size)
+            first = self._solve(observation, knowledge)
+            torch.manual_seed(12345)
+            second = self._solve(observation, knowledge)
+            assert same(_tensors(first), _tensors(second))
+            assert first.loss == second.loss
+            assert first.iterations == second.iterations
+
+    def test_inputs_are_not_changed(self) -> None:
+        """No tensor of the observation nor of the knowledge."""
+        for size in self.batch_sizes:
+            observation, knowledge = self._case(size, most=True)
+            before = copy(_tensors(observation)), copy(_tensors(knowledge))
+            self._solve(observation, knowledge)
+            assert same(_tensors(observation), before[0])
+            assert same(_tensors(knowledge), before[1])
+
+    def test_it_stops(self) -> None:
+        """Within what `total` promises; the iteration of the state counts up to it."""
+        attack = self.make()
+        observation, knowledge = self._case(self.batch_sizes[0])
+        state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
+        promised = attack.total()
+        for _ in range(_LIMIT if promised is None else promised + 1):
+            if attack.terminate(state):
+                break
+            before = state.iteration
+            state = attack.step(state)
+            assert state.iteration > before or attack.terminate(state)
+        assert attack.terminate(state), "give `make` fewer iterations, or let the attack terminate"
+        assert promised is None or state.iteration <= promised
+
+    def test_global_random_streams_are_left_alone(self) -> None:
+        """Torch's and Python's: another attack of the same run would draw other numbers."""
+        observation, knowledge = self._case(self.batch_sizes[0])
+        before = torch.get_rng_state(), random.getstate()
+        self._solve(observation, knowledge)
+        assert torch.equal(torch.get_rng_state(), before[0])
+        assert random.getstate() == before[1]
+
+    def test_an_update_of_mere_noise_is_survived(self) -> None:
+        """As behind a strong defense: a result in shape and range, or a stated failure."""
+        observation, knowledge = self._case(self.batch_sizes[-1])
+        stream = rng.generator(_SEED, "noise")
+        noise = {n: torch.randn(t.shape, generator=stream) for n, t in observation.update.items()}
+        observation = replace(observation, update=noise)
+        try:
+            found = self._solve(observation, knowledge)
+        except AttackFailed:
+            return
+        _check(found, observation)
+
+    @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
+    def test_an_unusable_update_is_a_stated_failure(self, value: float) -> None:
+        """Zero everywhere, or not finite in one entry."""
+        observation, knowledge = self._case(self.batch_sizes[0])
+        update = copy(observation.update)
+        for tensor in update.values():
+            if value == 0:
+                tensor.zero_()
+        next(iter(update.values())).view(-1)[0] = value
+        with pytest.raises(AttackFailed, match="zero" if value == 0 else "non-finite"):
+            self._solve(replace(observation, update=update), knowledge)
+
+    def _case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        observation, truth = make_observation(
+            *example_batch(size), model=self.model, model_parameters=self.model_parameters
+        )
+        needs = self.make().needs
+        return grant(
+            observation,
+            truth,
+            "known" if most else needs.labels,
+            "exact" if most else needs.bn,
+        )
+
+    def _solve(self, observation: Observation, knowledge: Knowledge) -> Reconstruction:
+        return solve(self.make(), observation, knowledge, _SEED).reconstruction
+
+
+def _check(found: Reconstruction, observation: Observation) -> None:
+    count, model = observation.num_images, observation.model
+    assert _tensors(found), "nothing is recovered"
+    assert math.isfinite(found.loss)
+    assert found.iterations >= 0
+    for tensor in _tensors(found).values():
+        assert tensor.device == next(iter(observation.parameters.values())).device
+        assert not tensor.requires_grad
+    if found.images is not None:
+        assert found.images.shape == (count, *model.input_shape)
+        assert found.images.dtype == torch.float32
+        assert bool(((found.images >= 0) & (found.images <= 1)).all())
+    if found.labels is not None:
+        assert found.labels.shape == (count,)
+        assert found.labels.dtype == torch.int64
+        assert bool(((found.labels >= 0) & (found.labels < model.num_classes)).all())
+    if found.features is not None:
+        assert found.features.ndim == 2
+        assert len(found.features) == count
+        assert bool(found.features.isfinite().all())
+
+
+def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
+    """Every tensor in `value`, by the path to it."""
+    found: dict[str, torch.Tensor] = {}
+    for field in fields(value):
+        member = getattr(value, field.name)
+        if isinstance(member, torch.Tensor):
+            found[field.name] = member
+        elif isinstance(member, Mapping):
+            found |= {f"{field.name}.{name}": tensor for name, tensor in member.items()}
+    return found

@@ -1,0 +1,117 @@
+"""Honest observations with their truth, without a federation: known answers for attacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.defense import AggregationDefense, TrainingDefense, UpdateDefense, chain
+from fedsim.learners.sgd import train
+from fedsim.models.base import build, normalize
+from fedsim.plugins import load
+from fedsim.recording import observation_id
+from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
+
+
+def make_observation(
+    images: Tensor,
+    labels: Tensor,
+    *,
+    model: str = "lenet",
+    model_parameters: Mapping[str, Any] | None = None,
+    num_classes: int = 10,
+    training: LocalTraining | None = None,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    seed: int = 0,
+) -> tuple[Observation, GroundTruth]:
+    """What a server sees of clients who train a fresh model on `images`, and the truth.
+
+    The clients run the learner of a real run. `images` (N, C, H, W) are pixels in [0, 1] and
+    `labels` (N,) int64: those of the first client's first step, then of its second, and so on.
+    `training` is as declared, before the training defenses; None is one gradient of each client's
+    images, in train mode. `defense` lists defenses as a scenario does, `name` and parameters each;
+    several clients take an aggregation defense that combines them. `seed` draws the weights and the
+    defenses' noise.
+
+    Raises:
+        PluginError: the model or a defense is not installed.
+        ValueError: the number of images is not what the training needs, or several clients' updates
+            are not combined.
+    """
+    members = []
+    for reference in defense:
+        parameters = {key: value for key, value in reference.items() if key != "name"}
+        member = load("fedsim.defenses", reference["name"]).model_validate(parameters)
+        assert isinstance(member, UpdateDefense | TrainingDefense | AggregationDefense)
+        members.append(member)
+    stack = chain(*members)
+    declared = training or LocalTraining(
+        algorithm="fedsgd", steps=1, batch_size=len(images) // num_clients, lr=0.1
+    )
+    training = stack.training(declared)
+    if len(images) != training.num_images * num_clients:
+        raise ValueError(
+            f"{num_clients} clients need {training.num_images} images each, got {len(images)}"
+        )
+    if num_clients > 1 and stack.aggregation is None:
+        raise ValueError("several clients' updates need an aggregation defense to combine them")
+
+    channels = images.shape[1]
+    spec = ModelSpec(
+        name=model,
+        parameters=dict(model_parameters or {}),
+        input_shape=(channels, images.shape[2], images.shape[3]),
+        num_classes=num_classes,
+        mean=(0.4,) * channels,
+        std=(0.25,) * channels,
+    )
+    network = build(spec, rng.derive(seed, "model"))
+    parameters = {name: value.detach().clone() for name, value in network.named_parameters()}
+    buffers = {name: value.clone() for name, value in network.named_buffers()}
+    updates = []
+    for client, (x, y) in enumerate(
+        zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
+    ):
+        distinct = training.num_images // training.batch_size
+        batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
+        batches *= training.steps // distinct
+        stream = rng.generator(seed, "defense", client)
+        trained = train(network, parameters, buffers, batches, training, stack, stream)
+        defended, _ = stack.apply(trained.update, stack.init(trained.update, declared), stream)
+        updates.append(
+            Update(
+                tensors=defended,
+                num_examples=training.num_images,
+                buffers=trained.buffers if training.mode == "train" else {},
+            )
+        )
+    update = stack.aggregation.combine(updates) if stack.aggregation else updates[0]
+    client = -1 if stack.aggregation else 0
+    observation = Observation(
+        id=observation_id("example", 1, client, "training"),
+        update=update.tensors,
+        buffers_update=update.buffers,
+        parameters=parameters,
+        buffers=buffers,
+        model=spec,
+        training=training,
+        defense=tuple(dict(reference) for reference in defense),
+        vantage=stack.vantage,
+        round=1,
+        client=client,
+        num_clients=num_clients,
+        trial=0,
+        seed=seed,
+    )
+    return observation, GroundTruth(images=images.clone(), labels=labels.clone())
+
+
+def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
+    """`count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, 2, ..."""
+    images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
+    return images, (3 * torch.arange(1, count + 1)) % 10

@@ -1,0 +1,31 @@
+"""What every plugin keeps to, whatever its kind."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import pydantic
+import pytest
+
+from fedsim.plugins import Plugin
+
+
+class PluginContract(ABC):
+    """The part of every contract suite that is about parameters and the source."""
+
+    @abstractmethod
+    def make(self) -> Plugin:
+        """The plugin under test."""
+
+    def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
+        """What a record holds makes the same plugin again; a typo does not pass."""
+        plugin = self.make()
+        resolved = plugin.model_dump(mode="json")
+        assert type(plugin).model_validate(resolved) == plugin
+        with pytest.raises(pydantic.ValidationError):
+            type(plugin).model_validate({**resolved, "no_such_parameter": 1})
+
+    def test_the_source_is_cited(self) -> None:
+        """`paper` and the docstring's first line are what a user is shown."""
+        assert self.make().paper
+        assert (type(self.make()).__doc__ or "").strip()

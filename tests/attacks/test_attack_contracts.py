@@ -1,0 +1,49 @@
+"""Every bundled attack keeps to the contract, and the contract catches attacks that do not."""
+
+from __future__ import annotations
+
+from fedsim.plugins import names
+from fedsim.testing import AttackContract
+from fedsim_attacks.deep_leakage import DeepLeakage
+from fedsim_attacks.idlg import IDLG
+from fedsim_attacks.inverting_gradients import InvertingGradients
+from fedsim_attacks.label_inference import LabelInference
+
+
+class TestDeepLeakage(AttackContract):
+    def make(self) -> DeepLeakage:
+        return DeepLeakage(iterations=7)
+
+
+class TestDeepLeakageInDoublePrecision(AttackContract):
+    def make(self) -> DeepLeakage:
+        return DeepLeakage(iterations=7, precision="float64")
+
+
+class TestIDLG(AttackContract):
+    def make(self) -> IDLG:
+        return IDLG(iterations=7)
+
+
+class TestInvertingGradients(AttackContract):
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=7)
+
+
+class TestInvertingGradientsOnConvolutions(AttackContract):
+    model = "convnet"
+
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=3)
+
+
+class TestLabelInference(AttackContract):
+    def make(self) -> LabelInference:
+        return LabelInference()
+
+
+def test_no_bundled_attack_is_left_out() -> None:
+    suites = [value for name, value in globals().items() if name.startswith("Test")]
+    tested = {type(suite().make()).__module__ for suite in suites}
+    bundled = {f"fedsim_attacks.{name}" for name in names("fedsim.attacks")}
+    assert {module for module in tested if module.startswith("fedsim_attacks.")} == bundled

@@ -1,0 +1,54 @@
+"""Inverting gradients: better than the mean image, and its total variation."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import pytest
+import torch
+
+from fedsim.adversary import solve
+from fedsim.data.bundled import Faces
+from fedsim.knowledge import grant
+from fedsim.testing import make_observation
+from fedsim.types import Labels
+from fedsim_attacks.inverting_gradients import InvertingGradients, total_variation
+
+
+@pytest.mark.parametrize("labels", ["none", "inferred", "known"])
+def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
+    faces = Faces(size=16).load()
+    pixels = faces.train_images.float() / 255
+    gains = []
+    for index in (5, 40, 120):
+        images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
+        seen = grant(*make_observation(images, truth, model="mlp"), labels, "none")
+        found = solve(InvertingGradients(iterations=200), *seen, seed=0).reconstruction
+        assert found.images is not None
+        assert found.labels is not None
+        assert torch.equal(found.labels, truth)
+        guess = (pixels.mean(0) - images).square().mean()
+        gains.append(10 * math.log10(guess / (found.images - images).square().mean()))
+    assert median(gains) > 5
+    assert min(gains) > 2
+
+
+def test_total_variation_and_its_gradient() -> None:
+    images = torch.tensor([[[[0.0, 1.0], [3.0, 2.0]]]], dtype=torch.float64)
+    value, _ = total_variation(images)
+    assert float(value) == pytest.approx((3 + 1) / 2 + (1 + 1) / 2)
+    stream = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 5, 4, generator=stream, dtype=torch.float64).requires_grad_()
+    down = (images[:, :, 1:] - images[:, :, :-1]).abs().mean()
+    right = (images[..., 1:] - images[..., :-1]).abs().mean()
+    (expected,) = torch.autograd.grad(down + right, images)
+    value, slope = total_variation(images.detach())
+    torch.testing.assert_close(value, (down + right).detach())
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_single_pixel_has_no_variation() -> None:
+    value, slope = total_variation(torch.ones(2, 1, 1, 1))
+    assert float(value) == 0
+    assert not slope.any()
