@@ -145,14 +145,10 @@ def test_exact_statistics_are_those_of_the_victims_batch() -> None:
     for name in names:  # what a client releases gives them away: PyTorch's momentum is 0.1
         released = observation.buffers_update
         mean = released[f"{name}.running_mean"] / 0.1
-        torch.testing.assert_close(
-            knowledge.exact_bn[f"{name}.mean"], mean, rtol=1e-4, atol=1e-5
-        )
+        torch.testing.assert_close(knowledge.exact_bn[f"{name}.mean"], mean, rtol=1e-4, atol=1e-5)
         if name == "body.1":
             var = (released[f"{name}.running_var"] - 0.9) / 0.1 * (count - 1) / count
-            torch.testing.assert_close(
-                knowledge.exact_bn[f"{name}.var"], var, rtol=1e-3, atol=1e-5
-            )
+            torch.testing.assert_close(knowledge.exact_bn[f"{name}.var"], var, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("needed", LABELS)
@@ -183,7 +179,9 @@ def test_the_mode_is_declared_recorded_and_counts(tmp_path: Path) -> None:
     updates = {}
     for mode, (observation, truth) in seen.items():
         assert observation.training.mode == mode
-        assert load_observation(save_observation(observation, tmp_path / mode)).training.mode == mode
+        assert (
+            load_observation(save_observation(observation, tmp_path / mode)).training.mode == mode
+        )
         assert bool(observation.buffers_update) == (mode == "train")
         updates[mode] = torch.cat([tensor.flatten() for tensor in observation.update.values()])
         other = replace(observation.training, mode="eval" if mode == "train" else "train")
@@ -197,7 +195,9 @@ def test_the_mode_of_a_scenario_reaches_the_client() -> None:
     updates = []
     for mode in get_args(Mode):
         local = {"batch_size": 4, "mode": mode}
-        workload = Workload(resolve({**SCENARIO, "training": {"rounds": 1, "local": local}}), "none")
+        workload = Workload(
+            resolve({**SCENARIO, "training": {"rounds": 1, "local": local}}), "none"
+        )
         parameters, buffers = workload.initial()
         result = workload.client_update(1, 1, parameters, buffers, {})
         observation = workload.observation(1, 1, result.update, parameters, buffers)
