@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 from pydantic import Field
@@ -33,10 +33,9 @@ class GradientDistance(Attack[Descent]):
 
     iterations: Annotated[int, Field(ge=1)] = 300
     """Of L-BFGS; each evaluates the objective once or a few times."""
-    initial_std: Annotated[float, Field(ge=0)] = 0.1
-    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
-    where saturated activations make the first hundreds of iterations slow."""
-    precision: Literal["float32", "float64"] = "float32"
+    initial_std: Annotated[float, Field(gt=0)] = 0.3
+    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1, from
+    where batches take several times as many iterations."""
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
@@ -44,8 +43,7 @@ class GradientDistance(Attack[Descent]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Images (and logits of soft labels) from N(0, 1)."""
-        dtype = {"float32": torch.float32, "float64": torch.float64}[self.precision]
-        matching = Matching(observation, dtype)
+        matching = Matching(observation)
         candidate = matching.random_candidate(
             self.labels(observation, knowledge), rng, self.initial_std
         )

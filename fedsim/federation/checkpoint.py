@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -38,7 +37,6 @@ class _Index(BaseModel):
     fingerprint: str
     round: int
     rounds: int
-    sha256: str
     strategy: dict[str, Any]
 
 
@@ -105,7 +103,6 @@ class Checkpoints:
             fingerprint=self._fingerprint,
             round=checkpoint.round,
             rounds=self._rounds,
-            sha256=_digest(tensors),
             strategy=dict(checkpoint.strategy),
         )
         write_bytes(self._path, save(tensors, {_INDEX: index.model_dump_json()}))
@@ -120,10 +117,6 @@ class Checkpoints:
         if index is None:
             return None
         tensors = read_tensors(self._path)
-        if _digest(tensors) != index.sha256:
-            raise FedsimError(
-                f"{self._path}: does not match its checksum; remove it to train again"
-            )
         return Checkpoint(
             round=index.round,
             parameters=_under("parameter.", tensors),
@@ -163,14 +156,6 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
         mode="json", exclude={"engine", "timeout", "checkpoint_every"}
     )
     return hashlib.sha256(json.dumps(sections, sort_keys=True).encode()).hexdigest()
-
-
-def _digest(tensors: Tensors) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _under(prefix: str, tensors: Tensors) -> dict[str, Tensor]:

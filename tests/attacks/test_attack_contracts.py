@@ -15,11 +15,6 @@ class TestDeepLeakage(AttackContract):
         return DeepLeakage(iterations=7)
 
 
-class TestDeepLeakageInDoublePrecision(AttackContract):
-    def make(self) -> DeepLeakage:
-        return DeepLeakage(iterations=7, precision="float64")
-
-
 class TestIDLG(AttackContract):
     def make(self) -> IDLG:
         return IDLG(iterations=7)

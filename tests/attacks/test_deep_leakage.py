@@ -51,8 +51,7 @@ def test_labels_that_are_only_inferred_are_not_used_by_dlg() -> None:
     observation, truth = make_observation(*face())
     stream = torch.Generator()
     attack = DeepLeakage()
-    for labels in ("none", "inferred"):
-        granted = Knowledge(labels=labels)  # type: ignore[arg-type]
+    for granted in (Knowledge(labels="none"), Knowledge(labels="inferred")):
         assert attack.init(observation, granted, stream).candidate.logits is not None
     known = Knowledge(labels="known", true_labels=truth.labels)
     assert attack.init(observation, known, stream).candidate.logits is None

@@ -11,8 +11,9 @@ import torch
 from fedsim.adversary import solve
 from fedsim.data.bundled import Faces
 from fedsim.knowledge import grant
+from fedsim.models.base import denormalize
 from fedsim.testing import make_observation
-from fedsim.types import Labels
+from fedsim.types import Knowledge, Labels
 from fedsim_attacks.inverting_gradients import InvertingGradients, total_variation
 
 
@@ -32,6 +33,16 @@ def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
         gains.append(10 * math.log10(guess / (found.images - images).square().mean()))
     assert median(gains) > 5
     assert min(gains) > 2
+
+
+def test_iterates_stay_valid_pixels() -> None:
+    observation, _ = make_observation(torch.zeros(1, 1, 8, 8), torch.tensor([3]), model="mlp")
+    attack = InvertingGradients(iterations=10, step_size=1.0)
+    state = attack.init(observation, Knowledge(), torch.Generator())
+    for _ in range(5):
+        state = attack.step(state)
+    pixels = denormalize(state.candidate.images.detach(), observation.model)
+    assert -1e-6 < float(pixels.min()) < float(pixels.max()) < 1 + 1e-6
 
 
 def test_total_variation_and_its_gradient() -> None:

@@ -214,10 +214,7 @@ def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
         train(wanted, tmp_path, "topk")
     path = tmp_path / "checkpoints" / "topk.safetensors"
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(FedsimError, match="does not match its checksum"):
-        train(wanted, tmp_path, "topk", resume=True)
-    for damaged in (b"", whole[: len(whole) // 2], whole.replace(b"fingerprint", b"finger-rint")):
+    for damaged in (b"", whole[:-1], whole[:100], whole.replace(b"fingerprint", b"finger-rint")):
         path.write_bytes(damaged)
         with pytest.raises(FedsimError, match="not a checkpoint of fedsim"):
             train(wanted, tmp_path, "topk", resume=True)

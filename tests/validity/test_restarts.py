@@ -110,4 +110,5 @@ def test_the_reported_iterate_is_that_of_least_own_loss() -> None:
     assert best != len(losses) - 1, "the last iterate has to be a wrong answer here"
     assert best != errors.index(min(errors)), "the likest iterate has to be a wrong answer here"
     assert found.loss == losses[best]
+    assert found.images is not None
     assert torch.equal(found.images, iterates[best])

@@ -1,0 +1,295 @@
+"""Iterations per second of `inverting_gradients`, against peers on the same gradient in one run.
+
+Peers, in turns with fedsim so that a busy machine slows all of them alike:
+- `plain`: the same method written straight down in PyTorch (autograd through the cosine distance);
+- `breaching`: the public suite's `invertinggradients`, where the package is importable.
+The figure is the ratio of the median times of one iteration. With --quality all run the same number
+of iterations from starts of their own on the same victims, and their PSNR is compared.
+
+    python benchmarks/attack.py [--quick] [--case NAME] [--batches 1 4 8] [--quality N]
+                                [--images FILE_OR_FOLDER] [--profile] [--json FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import adversary, scoring
+from fedsim.data.bundled import Photos
+from fedsim.data.folder import ImageFolder
+from fedsim.models.base import build, denormalize, normalize
+from fedsim.models.local import gradient, loss_function
+from fedsim.types import (
+    GroundTruth,
+    Knowledge,
+    LocalTraining,
+    ModelSpec,
+    Observation,
+    Reconstruction,
+)
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "convnet": ("convnet", {}),
+    "convnet64": ("convnet", {"depth": 8, "width": 64, "norm": "batch"}),
+    "resnet18-imagenet": ("resnet18", {"stem": "imagenet"}),
+    "resnet18-small": ("resnet18", {"stem": "small"}),
+}
+MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
+
+
+def victim(case: str, batch: int, images: Tensor) -> tuple[Observation, GroundTruth]:
+    """An undefended gradient of `batch` images (in eval mode for a single one), and the truth."""
+    name, parameters = CASES[case]
+    spec = ModelSpec(
+        name=name,
+        parameters=parameters,
+        input_shape=(3, 32, 32),
+        num_classes=10,
+        mean=MEAN,
+        std=STD,
+    )
+    model = build(spec, seed=0)
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    buffers = dict(model.named_buffers())
+    training = LocalTraining(
+        algorithm="fedsgd",
+        steps=1,
+        batch_size=batch,
+        lr=0.1,
+        mode="eval" if batch == 1 else "train",
+    )
+    pixels = images[:: max(1, len(images) // batch)][:batch].float() / 255
+    labels = torch.arange(batch) % 10
+    loss = loss_function(model, {n: b.clone() for n, b in buffers.items()}, training)
+    observation = Observation(
+        id="none/round-0001/client-0000-training",
+        update=gradient(loss, weights, normalize(pixels, spec), labels),
+        buffers_update={},
+        parameters=weights,
+        buffers=buffers,
+        model=spec,
+        training=training,
+        defense=(),
+        vantage="server",
+        round=1,
+        client=0,
+        num_clients=1,
+        trial=0,
+        seed=0,
+    )
+    return observation, GroundTruth(images=pixels, labels=labels)
+
+
+Runner = Callable[[int], Tensor]
+"""iterations -> pixels."""
+
+
+def fedsim_runner(observation: Observation, truth: GroundTruth) -> Runner:
+    def run(iterations: int) -> Tensor:
+        attack = adversary.create("inverting_gradients", {"iterations": iterations})
+        knowledge = Knowledge(labels="known", true_labels=truth.labels)
+        found = adversary.solve(attack, observation, knowledge, seed=0).reconstruction.images
+        assert found is not None
+        return found
+
+    return run
+
+
+def plain_runner(observation: Observation, truth: GroundTruth) -> Runner:
+    def run(iterations: int) -> Tensor:
+        model = adversary.rebuild(observation)
+        loss = loss_function(model, dict(observation.buffers), observation.training)
+        target = list(observation.update.values())
+        images = torch.randn(truth.images.shape, generator=torch.Generator().manual_seed(0))
+        images.requires_grad_()
+        low = normalize(torch.zeros(1, 3, 1, 1), observation.model)
+        high = normalize(torch.ones(1, 3, 1, 1), observation.model)
+        optimizer = torch.optim.Adam([images], lr=0.1)
+        at = [int(iterations * f) for f in (3 / 8, 5 / 8, 7 / 8)]
+        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, at, gamma=0.1)
+        for _ in range(iterations):
+            optimizer.zero_grad()
+            found = gradient(loss, observation.parameters, images, truth.labels, create_graph=True)
+            pairs = list(zip(found.values(), target, strict=True))
+            product = sum((g * t).sum() for g, t in pairs)
+            norms = sum(g.square().sum() for g, _ in pairs) * sum(
+                t.square().sum() for _, t in pairs
+            )
+            down = (images[:, :, 1:] - images[:, :, :-1]).abs().mean()
+            right = (images[..., 1:] - images[..., :-1]).abs().mean()
+            (1 - product / norms.sqrt() + 0.1 * (down + right)).backward(inputs=[images])
+            assert images.grad is not None
+            images.grad.sign_()
+            optimizer.step()
+            schedule.step()
+            with torch.no_grad():
+                images.copy_(torch.minimum(torch.maximum(images, low), high))
+        return denormalize(images.detach(), observation.model).clamp(0, 1)
+
+    return run
+
+
+def breaching_runner(observation: Observation, truth: GroundTruth) -> Runner | None:
+    """The public suite on the same model and gradient; None where it is not installed."""
+    try:
+        import breaching
+        from omegaconf import OmegaConf
+    except ImportError:
+        return None
+    folder = Path(breaching.__file__).parent / "config" / "attack"
+    base = OmegaConf.load(folder / "_default_optimization_attack.yaml")
+    own = OmegaConf.load(folder / "invertinggradients.yaml")
+    del own["defaults"]
+    model = adversary.rebuild(observation)
+    evaluated = observation.training.mode == "eval"
+    metadata = SimpleNamespace(shape=(3, 32, 32), modality="vision", mean=MEAN, std=STD)
+    payload = {
+        "parameters": list(model.parameters()),
+        "buffers": list(model.buffers()) if evaluated else None,
+        "metadata": metadata,
+    }
+    shared = {
+        "gradients": list(observation.update.values()),
+        "buffers": None,
+        "metadata": {
+            "num_data_points": len(truth.labels),
+            "labels": truth.labels,
+            "local_hyperparams": None,
+            "data_key": "inputs",
+        },
+    }
+
+    def run(iterations: int) -> Tensor:
+        config = OmegaConf.merge(base, own)
+        config.optim.max_iterations = iterations
+        attacker = breaching.attacks.OptimizationBasedAttacker(
+            model,
+            torch.nn.CrossEntropyLoss(),
+            config,
+            {"dtype": torch.float, "device": torch.device("cpu")},
+        )
+        torch.manual_seed(0)
+        found, _ = attacker.reconstruct([payload], [shared], server_secrets={})
+        return denormalize(found["data"].detach(), observation.model).clamp(0, 1)
+
+    return run
+
+
+def psnr(pixels: Tensor, truth: GroundTruth) -> float:
+    claim = Reconstruction(images=pixels, loss=0.0, iterations=0)
+    value = scoring.score(claim, truth).psnr
+    assert value is not None
+    return value
+
+
+def floating_point_peak() -> float:
+    """Measured float32 peak of a matrix product here, in GFLOP/s."""
+    a = torch.randn(2048, 2048)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        torch.mm(a, a)
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times) / 1e9
+
+
+def forward_gflop(observation: Observation, truth: GroundTruth) -> float:
+    """Multiplications and additions of one forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = adversary.rebuild(observation).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        F.softmax(model(truth.images), 1)
+    return counter.get_total_flops() / 1e9
+
+
+def profile(run: Runner) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        run(5)
+    return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two cases, batch 1, few repeats")
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--quality", type=int, default=0, metavar="ITERATIONS")
+    parser.add_argument("--images", type=str, help="image folder or zip; default: bundled photos")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(arguments.threads)
+    quick = arguments.quick
+    cases = arguments.case or (["convnet", "resnet18-imagenet"] if quick else list(CASES))
+    source = ImageFolder(path=arguments.images, limit=20) if arguments.images else Photos()
+    images = source.load().train_images
+    rows = []
+    print(f"threads {arguments.threads}, matrix product peak {floating_point_peak():.0f} GFLOP/s")
+    for case in cases:
+        for batch in [1] if quick else arguments.batches:
+            observation, truth = victim(case, batch, images)
+            made = {
+                "fedsim": fedsim_runner(observation, truth),
+                "plain": plain_runner(observation, truth),
+                "breaching": breaching_runner(observation, truth),
+            }
+            runners = {name: runner for name, runner in made.items() if runner}
+            row: dict[str, Any] = {"case": case, "batch": batch}
+            row |= measure(runners, 2 if quick else arguments.repeats)
+            row["gflop_forward"] = forward_gflop(observation, truth)
+            if arguments.quality:
+                row["psnr"] = {n: psnr(r(arguments.quality), truth) for n, r in runners.items()}
+            rows.append(row)
+            print(json.dumps(row))
+            if arguments.profile:
+                print(profile(runners["fedsim"]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+
+
+def measure(runners: dict[str, Runner], repeats: int) -> dict[str, Any]:
+    """Seconds an iteration, by the difference of a long and a short run (no set-up in it)."""
+    short, long = 2, 8
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for run in runners.values():
+        run(short)
+    for _ in range(repeats):
+        for name, run in runners.items():
+            taken = []
+            for iterations in (short, long):
+                start = time.perf_counter()
+                run(iterations)
+                taken.append(time.perf_counter() - start)
+            times[name].append((taken[1] - taken[0]) / (long - short))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {
+        "iterations_per_second": {name: round(1 / value, 2) for name, value in medians.items()},
+        "speed_over": {
+            name: round(value / medians["fedsim"], 2)
+            for name, value in medians.items()
+            if name != "fedsim"
+        },
+        "n": repeats,
+    }
+
+
+if __name__ == "__main__":
+    main()
