@@ -1,8 +1,9 @@
 """The three products of a convolution, each by the kernel that is fastest for its shape.
 
-The usual kernels first bring the weights into a blocked order. Where a large kernel meets few output
-positions, as in the last stage of a ResNet on small images, that takes most of the time, and on a
-CPU a matrix product over the (channels last) weights as they lie in memory is several times faster.
+The usual kernels first bring the weights into a blocked order. Where a large kernel meets few
+output positions, as in the last stage of a ResNet on small images, that takes most of the time,
+and on a CPU a matrix product over the (channels last) weights as they lie in memory is several
+times faster.
 """
 
 from __future__ import annotations

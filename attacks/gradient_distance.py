@@ -17,7 +17,6 @@ from fedsim_attacks.matching import Candidate, Matching, squared_distance
 _CHUNK = 20
 
 
-
 @dataclass(kw_only=True)
 class Descent(AttackState):
     """The candidate and its optimizer."""
@@ -34,8 +33,8 @@ class GradientDistance(Attack[Descent]):
     iterations: Annotated[int, Field(ge=1)] = 300
     """Of L-BFGS; each evaluates the objective once or a few times."""
     initial_std: Annotated[float, Field(gt=0)] = 0.3
-    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1, from
-    where batches take several times as many iterations."""
+    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
+    from where batches take several times as many iterations."""
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:

@@ -1,7 +1,8 @@
 """Inverting Gradients: cosine distance, total variation and signed Adam.
 
 Geiping, Bauermeister, Dröge and Moeller, "Inverting Gradients - How easy is it to break privacy in
-federated learning?", NeurIPS 2020, equation (4) and section 6; step size and decay as in their code.
+federated learning?", NeurIPS 2020, equation (4) and section 6; step size and decay as in their
+code.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class InvertingGradients(Attack[Inversion]):
     iterations: Annotated[int, Field(ge=1)] = 4800
     """Signed steps."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """Of Adam, in units of normalized pixels; divided by 10 at 3/8, 5/8 and 7/8 of the iterations."""
+    """Of Adam, in units of normalized pixels; divided by 10 at 3/8, 5/8 and 7/8 of them."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the total variation, the mean absolute difference of neighbouring pixels."""
 

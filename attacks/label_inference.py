@@ -1,13 +1,13 @@
 """Labels from the gradient of the last layer.
 
-With logits A h + b and cross-entropy, ∂L/∂b_k is the batch's mean of p_k minus the share of class k,
-so the counts are n_k = N (E[p_k] - ∂L/∂b_k), exactly. For one image only its own entry is negative
-(Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020). For more, E[p] has to be
-estimated: row k of ∂L/∂A, divided by ∂L/∂b_k, is close to the mean feature of class k, and p at
-these features gives linear equations for the counts (Ma et al., Instance-wise Batch Label Restoration
-via Gradients in Federated Learning, ICLR 2023). Without a bias, ∂L/∂b_k is read off the leading
-direction of ∂L/∂A, at the features of dummy images (Geng et al., Towards General Deep Leakage in
-Federated Learning, 2021).
+With logits A h + b and cross-entropy, ∂L/∂b_k is the batch's mean of p_k minus the share of class
+k, so the counts are n_k = N (E[p_k] - ∂L/∂b_k), exactly. For one image only its own entry is
+negative (Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020). For more, E[p]
+has to be estimated: row k of ∂L/∂A, divided by ∂L/∂b_k, is close to the mean feature of class k,
+and p at these features gives linear equations for the counts (Ma et al., Instance-wise Batch Label
+Restoration via Gradients in Federated Learning, ICLR 2023). Without a bias, ∂L/∂b_k is read off
+the leading direction of ∂L/∂A, at the features of dummy images (Geng et al., Towards General Deep
+Leakage in Federated Learning, 2021).
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class LabelInference(Attack[Inferred]):
 def infer_labels(observation: Observation) -> Tensor:
     """(N,) int64 labels of the observed batch, on its device.
 
-    The order in a batch cannot be seen. Equal labels are dealt out over the clients and local steps,
-    in which batches of different composition would be less likely.
+    The order in a batch cannot be seen. Equal labels are dealt out over the clients and local
+    steps, in which batches of different composition would be less likely.
 
     Raises:
         AttackFailed: the model's head has no linear layer.

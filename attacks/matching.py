@@ -1,8 +1,8 @@
 """Gradient matching: recompute a client's update from candidate images, and compare.
 
 The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
-the true images and labels the recomputed update is the observed one, for one gradient as for several
-local steps, for one client as for the mean of many.
+the true images and labels the recomputed update is the observed one, for one gradient as for
+several local steps, for one client as for the mean of many.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.second_order import accelerate
 
 Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor], Tensor]]
-"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in the
-update is scale * direction. Closed forms, since autograd would keep a graph over all parameters."""
+"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
+the update is scale * direction. Closed forms: autograd would keep a graph of them."""
 
 
 def cosine_distance(

@@ -7,8 +7,8 @@ channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/�
     gx = r (g - m(g) - x̂ m(g x̂))        gγ = Σ gy x̂        gβ = Σ gy
 
 With fixed statistics (batch norm in eval mode) gx = r g. The second derivative is that of
-s = <vx, gx> + <vγ, gγ> + <vβ, gβ> in gy, x and γ. PyTorch's own is a chain of some forty elementwise
-operations; this one takes five reductions and a few passes.
+s = <vx, gx> + <vγ, gγ> + <vβ, gβ> in gy, x and γ. PyTorch's own is a chain of some forty
+elementwise operations; this one takes five reductions and a few passes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
-"""Marks: `slow` runs with --run-slow, `gpu` where torch has a CUDA device."""
+"""Marks: `slow` runs with --run-slow, `gpu` where torch has a CUDA device.
+
+The suite runs in as many processes as there are cores (at most 4), so each computes on one thread;
+processes that tests start inherit it, since the number of threads decides the last bits of a sum.
+"""
 
 from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
 import pytest
 import torch
