@@ -68,12 +68,12 @@ class GradientDistance(Attack[Descent]):
 
         group = state.optimizer.param_groups[0]
         group["max_iter"] = min(_CHUNK, self.iterations - state.iteration)
-        state.optimizer.step(closure)
+        before = state.optimizer.step(closure)  # type: ignore[no-untyped-call]
         memory = state.optimizer.state[state.candidate.images]
         done = memory["n_iter"] - state.iteration
         state.converged = done < group["max_iter"]
         state.iteration = memory["n_iter"]
-        state.loss = torch.as_tensor(memory["prev_loss"])
+        state.loss = torch.as_tensor(memory.get("prev_loss", before))
         return state
 
     def terminate(self, state: Descent) -> bool:

@@ -93,9 +93,10 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
     images = observation.num_images
     features, chances = _dummy_response(model, layer, observation)
+    slopes = torch.zeros_like(chances)
     if layer.bias is not None:
         slopes = torch.nan_to_num(observation.update[f"{name}.bias"].double() * step)
-    else:
+    if not slopes.any():  # there is no bias, or a defense removed its gradient
         slopes = _bias_slopes(rows, features, chances, images)
     if images == 1:
         counts = torch.zeros_like(slopes)
@@ -103,7 +104,8 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         return _as_labels(counts, observation.training), counts.new_zeros(())
 
     def head(at: Tensor) -> Tensor:
-        return nn.functional.linear(at, *(p.detach().double() for p in layer.parameters()))
+        logits = at @ layer.weight.detach().double().T
+        return logits if layer.bias is None else logits + layer.bias.detach().double()
 
     estimates = _estimate_counts(slopes, rows, features, images, head)
     counts = _round_counts(estimates, slopes, images)
@@ -149,16 +151,16 @@ def _dummy_response(
 def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -> Tensor:
     """(K,) estimate of what the gradient of a bias would be, from that of the weights (K, d)."""
     *_, directions = torch.linalg.svd(rows, full_matrices=False)
-    along = rows @ directions[0]
-    scale = 1 / (features @ directions[0])
+    along: Tensor = rows @ directions[0]
     if images == 1 and len(along) > 2:  # then |p_y - 1| is the largest entry, whatever the features
         return -along * along[along.abs().argmax()].sign()
+    scale = 1 / (features @ directions[0])
     # A class that does not occur has slope E[p_k]: this corrects the scale of the dummy features.
     for _ in range(3):
         absent = images * (chances - scale * along) < 0.5
         if bool(absent.any()) and bool(along[absent].sum() * scale > 0):
             scale = chances[absent].sum() / along[absent].sum()
-    return scale * along
+    return torch.nan_to_num(scale * along, posinf=0, neginf=0)
 
 
 def _estimate_counts(

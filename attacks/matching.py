@@ -106,8 +106,9 @@ class Matching:
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
         bounds = torch.tensor([0.0, 1.0], dtype=dtype, device=self.device).view(2, 1, 1, 1)
         bounds = bounds.expand(2, observation.model.input_shape[0], 1, 1)
-        self.box = normalize(bounds, observation.model).split(1)
-        """Normalized images of the pixels 0 and 1, (1, C, 1, 1) each."""
+        low, high = normalize(bounds, observation.model)
+        self.box = low, high
+        """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
 
     @property
     def device(self) -> torch.device:

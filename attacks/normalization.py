@@ -54,7 +54,7 @@ class _Layer(NamedTuple):
 
     def grouped(self, x: Tensor) -> Tensor:
         """(N, C, H, W), for group norm (N, groups, C / groups, H, W)."""
-        return x if self.groups is None else x.unflatten(1, (self.groups, -1))
+        return x if self.groups is None else torch.unflatten(x, 1, (self.groups, -1))
 
     def local(self, x: Tensor) -> Tensor:
         """Sums over a channel (batch norm) or over a channel of one image (group norm)."""

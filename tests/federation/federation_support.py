@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, RecordDict
 
 from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
@@ -74,9 +74,13 @@ def train(
 
 
 def train_with_fault(
-    wanted: Scenario, out: Path, fault: Fault, stack: str = "none"
+    wanted: Scenario,
+    out: Path,
+    fault: Fault,
+    stack: str = "none",
+    grid: type[local.LocalGrid] = local.LocalGrid,
 ) -> list[RoundRecord]:
-    """Train on the local grid with clients whose answers go through `fault`."""
+    """Train on the local grid, or one like it, with clients whose answers go through `fault`."""
     shared = workload(wanted, stack)
     job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
     honest = client_app.build(job, shared)
@@ -88,12 +92,11 @@ def train_with_fault(
         return fault(client, message, lambda: honest(message, context))
 
     records: list[RoundRecord] = []
-    local.run(
-        server_app.build(shared, out, records.append),
-        faulty,  # type: ignore[arg-type]  # called like an app, and that is all
-        wanted.data.clients,
-        wanted.federation.timeout,
-    )
+    server = server_app.build(shared, out, records.append)
+    context = Context(run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config={})
+    with local.identity():
+        # It is called like an app, and that is all.
+        server(grid(faulty, wanted.data.clients, wanted.federation.timeout), context)  # type: ignore[arg-type]
     return records
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from federation_support import (
+    contents,
     final_model,
     observation,
     results,
@@ -22,10 +24,13 @@ from federation_support import (
 )
 from flwr.app import ArrayRecord, Message, MetricRecord
 
-from fedsim.federation import strategies, wire
+from fedsim.federation import strategies, tap, wire
+from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import RoundRecord
+from fedsim.federation.spool import Spool
 from fedsim.recording import load_truth
 from fedsim.types import FedsimError
+from fedsim.workload import Probe
 
 Honest = Callable[[], Message]
 
@@ -263,6 +268,58 @@ def test_a_failing_probe_costs_a_recording_and_not_an_update(tmp_path: Path) -> 
     assert [record.probe_failures for record in records] == [1, 0, 0]
     assert all(record.aggregated == 4 for record in records)
     assert not any(any(record.failures.values()) for record in records)
+
+
+class Backwards(LocalGrid):
+    """Answers come in the opposite order, from nodes listed in the opposite order."""
+
+    def get_node_ids(self) -> list[int]:
+        return list(super().get_node_ids())[::-1]
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+        return super().pull_messages(list(message_ids)[::-1])
+
+
+@pytest.mark.parametrize("stack", ["none", "secure"])
+def test_the_order_of_answers_and_nodes_leaves_no_trace(stack: str, tmp_path: Path) -> None:
+    wanted = scenario(
+        defenses={"none": [], "secure": [{"name": "aggregate"}]},
+        data__clients=7,
+        federation={"strategy": "FedAdam"},
+        training__local={"steps": 2, "batch_size": 4, "lr": 0.1},
+    )
+    forth = train_with_fault(wanted, tmp_path / "a", _only(-1, _raise), stack)
+    back = train_with_fault(wanted, tmp_path / "b", _only(-1, _raise), stack, grid=Backwards)
+    assert results(forth) == results(back)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("stack", ["none", "secure"])
+def test_a_round_on_disk_is_a_round_in_memory(
+    stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = scenario(defenses={"none": [], "secure": [{"name": "aggregate"}]})
+    train(wanted, tmp_path / "memory", stack)
+    monkeypatch.setattr(tap, "Spool", partial(Spool, budget=0))
+    train(wanted, tmp_path / "disk", stack)
+    assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
+    assert not list((tmp_path / "disk").glob(".spool*"))
+
+
+def test_probes_see_the_model_of_their_round(tmp_path: Path) -> None:
+    """Batch norm's statistics too, though training has by then made new ones."""
+    wanted = scenario(
+        data__source={"name": "digits", "parameters": {"size": 9}},
+        model={"name": "convnet", "parameters": {"width": 2, "norm": "batch"}},
+        observe={"rounds": [2], "clients": [1], "batch_sizes": [3]},
+    )
+    train(wanted, tmp_path)
+    seen = observation(tmp_path, "none/round-0002/client-0001-b3-t0")
+    result = workload(wanted).client_update(
+        1, 2, seen.parameters, seen.buffers, {}, probe=Probe(batch_size=3, trial=0)
+    )
+    assert same(dict(seen.update), dict(result.update.tensors))
+    assert same(dict(seen.buffers_update), dict(result.update.buffers))
 
 
 def test_batch_norm_statistics_are_averaged_whatever_the_strategy(tmp_path: Path) -> None:
