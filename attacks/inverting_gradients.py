@@ -48,7 +48,7 @@ class InvertingGradients(Attack[Inversion]):
     """Signed steps."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
     """Of Adam, in units of normalized pixels; divided by 10 at 3/8, 5/8 and 7/8 of them."""
-    total_variation: Annotated[float, Field(ge=0)] = 0.03
+    total_variation: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the total variation, the mean absolute difference of neighbouring pixels."""
 
     def init(

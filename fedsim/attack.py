@@ -1,3 +1,0 @@
-"""Removed when all have moved."""
-
-from fedsim.adversary import *  # noqa: F403
