@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 from federation_support import scenario
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, Message
 from flwr.serverapp.strategy import FedAvg
 
-from fedsim.federation import check, strategy_state
+from fedsim.federation import check, strategy_state, wire
+from fedsim.federation.local import identity
+from fedsim.federation.screening import is_zero, judge
 from fedsim.federation.spool import Spool, lazy_record
 from fedsim.federation.wire import Answer
 from fedsim.types import FedsimError, Update
@@ -56,6 +59,31 @@ def test_the_mean_loss_weighs_by_examples(tmp_path: Path) -> None:
         spool.put(0, _answer(0, 1, 4.0))
         spool.put(1, _answer(1, 3, 8.0))
         assert spool.mean_loss() == 7.0
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ([3e38, 3e38], None),  # their sum is infinite, they are not
+        ([0.0, 0.0], None),
+        ([math.inf, -math.inf], "non_finite"),
+        ([math.nan, 0.0], "non_finite"),
+    ],
+)
+def test_screening_looks_at_every_entry(values: list[float], reason: str | None) -> None:
+    update = Update(tensors={"w": torch.tensor(values)}, num_examples=1)
+    with identity():
+        reply = Message(wire.answer(update, None), 2, "train")
+    verdict = judge(reply, wire.Shape(update=update.tensors, buffers={}, loss=False))
+    assert verdict.reason == reason and verdict.answer is not None
+    assert is_zero(update.tensors) == (values == [0.0, 0.0])
+
+
+def test_a_single_entry_far_inside_is_not_zero() -> None:
+    late = torch.zeros(1000)
+    late[999] = 1e-30
+    assert not is_zero({"w": torch.zeros(10), "x": late})
+    assert is_zero({"w": torch.zeros(10), "x": torch.zeros(0)})
 
 
 def test_a_lazy_array_is_an_array_whose_reader_may_write() -> None:

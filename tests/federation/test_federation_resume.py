@@ -171,6 +171,37 @@ def test_every_strategy_resumes(name: str, tmp_path: Path) -> None:
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
+def test_recordings_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
+    """So that one recording never mixes what two runs saw."""
+    wanted = scenario(federation={"checkpoint_every": 2}, observe={"rounds": [1, 2, 3]})
+    stopped = tmp_path / "killed"
+
+    def stop(record: RoundRecord) -> None:
+        if record.round == 3:
+            raise Killed
+
+    with pytest.raises(Killed):
+        federate(wanted, "none", stopped, resume=False, on_round=stop)
+    for name in ("observations", "truth"):
+        (later,) = (stopped / name / "none").glob("round-0003")
+        for path in later.rglob("*.safetensors"):
+            path.write_bytes(b"of another run")
+    train(wanted, stopped, resume=True)
+    train(wanted, tmp_path / "whole")
+    assert contents(stopped) == contents(tmp_path / "whole")
+
+
+def test_memory_of_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    wanted = demanding()
+    for client in range(4):
+        stale = tmp_path / "used" / f"client_state/topk/client-000{client}/round-0002.safetensors"
+        recording.write_bytes(stale, b"of another run")
+    assert results(train(wanted, tmp_path / "used", "topk", resume=True)) == results(
+        train(wanted, tmp_path / "new", "topk")
+    )
+    assert contents(tmp_path / "used") == contents(tmp_path / "new")
+
+
 def test_a_complete_run_trains_nothing(tmp_path: Path) -> None:
     wanted = scenario()
     assert len(train(wanted, tmp_path)) == 3

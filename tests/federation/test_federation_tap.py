@@ -251,6 +251,8 @@ def test_probes_are_recorded_and_change_nothing(stack: str, tmp_path: Path) -> N
     for name in names:
         seen = observation(tmp_path / "probed", f"{stack}/round-0002/{name}")
         assert len(load_truth(tmp_path / "probed", seen.id).images) == seen.num_images
+    truths = (tmp_path / "probed" / "truth" / stack).glob("round-*/*")
+    assert {path.name for path in truths} == names
     one, other = (
         observation(tmp_path / "probed", f"{stack}/round-0002/{who[0]}-b1-t{t}") for t in (0, 1)
     )
