@@ -84,8 +84,10 @@ class _Training:
     def _round(self, round: int) -> RoundRecord:
         started = time.perf_counter()
         self._tap.begin(round, self._buffers)
-        parameters = self._train(round)
-        buffers = self._tap.end()
+        try:
+            parameters = self._train(round)
+        finally:
+            buffers = self._tap.end()
         if parameters is not None:
             self._parameters, self._buffers = parameters, buffers
         test_loss, test_accuracy = self._evaluate(round)

@@ -144,9 +144,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 def main() -> None:
     """The child: read the job from stdin, train it, write its rounds to stdout as JSON lines."""
     lines = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(
-        sys.stderr.fileno(), sys.stdout.fileno()
-    )  # whatever a library prints is no line of ours
+    # Whatever a library prints is no line of ours.
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # Unbuffered: a buffered reader that a daemon thread waits on aborts the interpreter's exit.
     orders = os.fdopen(os.dup(sys.stdin.fileno()), "rb", buffering=0)
     start = json.loads(orders.readline())

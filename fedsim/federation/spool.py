@@ -1,7 +1,9 @@
 """A round's updates on their way to the strategy, on disk beyond a budget of memory.
 
 Flower's strategies take a list of replies and read its arrays one by one, so a reply whose arrays
-load themselves when they are read keeps a round of any number of clients out of memory.
+load themselves when they are read keeps a round of any number of clients out of memory. Under an
+aggregation defense the spool stands in for the protocol's insides: what it holds for the length of
+a round is no part of what the server sees, and is never recorded.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -195,6 +195,24 @@ def test_a_client_is_late_by_its_own_time_only() -> None:
         local = grid(answer, timeout=0.2)
         found = dict(exchange(local, messages(RecordDict()), timeout=0.2))
     assert {position for position, reply in found.items() if reply is None} == {1}
+
+
+def test_waiting_for_a_worker_makes_nobody_late() -> None:
+    """One worker, three clients of 0.15 s: the last answers after 0.45 s, on time at 0.3 s."""
+
+    class OneWorker(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
+            return super().pull_messages(list(message_ids)[:1])
+
+    def answer(message: Message, context: Context) -> Message:
+        time.sleep(0.15)
+        return Message(RecordDict(), reply_to=message)
+
+    app = ClientApp()
+    app.train()(answer)
+    with identity():
+        found = list(exchange(OneWorker(app, 3, 60.0), messages(RecordDict()), timeout=0.3))
+    assert len(found) == 3 and all(reply is not None for _, reply in found)
 
 
 def test_silence_makes_an_answer_late() -> None:

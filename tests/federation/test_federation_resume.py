@@ -91,7 +91,10 @@ from pathlib import Path
 from fedsim.federation import federate
 from fedsim.scenario import Scenario
 
+assert "flwr" not in sys.modules  # until something is trained
+
 def say(record):
+    assert "ray" not in sys.modules
     print(record.round, flush=True)
 
 federate(Scenario.model_validate_json(sys.argv[1]), "topk", Path(sys.argv[2]), resume=True,

@@ -23,6 +23,7 @@ from federation_support import (
     workload,
 )
 from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg
 
 from fedsim.federation import strategies, tap, wire
 from fedsim.federation.local import LocalGrid
@@ -296,6 +297,10 @@ def test_the_order_of_answers_and_nodes_leaves_no_trace(stack: str, tmp_path: Pa
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
 
 
+def _fail(*_: object) -> None:
+    raise ZeroDivisionError
+
+
 @pytest.mark.parametrize("stack", ["none", "secure"])
 def test_a_round_on_disk_is_a_round_in_memory(
     stack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -304,6 +309,10 @@ def test_a_round_on_disk_is_a_round_in_memory(
     train(wanted, tmp_path / "memory", stack)
     monkeypatch.setattr(tap, "Spool", partial(Spool, budget=0))
     train(wanted, tmp_path / "disk", stack)
+    with pytest.raises(FedsimError, match="FedAvg failed in round 1 on"):
+        monkeypatch.setattr(FedAvg, "aggregate_train", _fail)
+        train(wanted, tmp_path / "failed", stack)
+    assert not list((tmp_path / "failed").glob(".spool*"))
     assert contents(tmp_path / "disk") == contents(tmp_path / "memory")
     assert not list((tmp_path / "disk").glob(".spool*"))
 

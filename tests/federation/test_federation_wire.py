@@ -91,9 +91,9 @@ def _objects() -> Array:
     return Array("object", (1,), "numpy.ndarray", buffer.getvalue())
 
 
-def _lies(shape: tuple[int, ...]) -> Array:
+def _lies(shape: tuple[int, ...], dtype: str = "<f4") -> Array:
     buffer = io.BytesIO()
-    header = {"descr": "<f4", "fortran_order": False, "shape": shape}
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(buffer, header)
     return Array("float32", shape, "numpy.ndarray", buffer.getvalue() + bytes(8))
 
@@ -118,11 +118,12 @@ def _nested() -> bytes:
         _lies((10**9, 10**9)),
         _lies((-1, -2)),
         _objects(),
+        _lies((1,), "|O"),
         _array(np.zeros((2, 3), np.float32), data=_nested()),
     ],
     ids=[
         *("dtype", "shape", "rank", "empty", "garbage", "stype", "endian", "complex", "trailing"),
-        *("huge", "negative", "object", "nested"),
+        *("huge", "negative", "object", "pointer", "nested"),
     ],
 )
 def test_malformed_arrays_are_refused(array: Array) -> None:
