@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch import nn
 import fedsim.federation  # sets Flower's environment before Flower is imported
 from fedsim.models.base import build, normalize
 from fedsim.scenario import Scenario
+from fedsim.scenario.model import Local
 from fedsim.workload import Workload, as_pixels, load_dataset
 
 CASES: dict[str, dict[str, Any]] = {
@@ -95,20 +97,11 @@ class PlainClient:
 
     def __init__(self, scenario_json: str) -> None:
         self.scenario_json = scenario_json
-        self.ready: tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]] | None = None
-
-    def __reduce__(self) -> Any:
-        return PlainClient, (self.scenario_json,)
 
     def train(self, message: Any, context: Any) -> Any:
         from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-        local = Scenario.model_validate_json(self.scenario_json).training.local
-        if self.ready is None:
-            self.ready = _model_and_data(
-                Workload(Scenario.model_validate_json(self.scenario_json), "none")
-            )
-        model, data = self.ready
+        local, model, data = _prepared(self.scenario_json)
         images, labels = data[int(context.node_config["partition-id"])]
         model.load_state_dict(message.content["arrays"].to_torch_state_dict())
         model.train()
@@ -118,23 +111,27 @@ class PlainClient:
             chosen = torch.randperm(len(labels))[: local.batch_size]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images[chosen]), labels[chosen])
-            loss.backward()
+            torch.autograd.backward(loss)
             optimizer.step()
             running += loss.item()
-        metrics = {
-            "train_loss": running / local.steps,
-            "num-examples": local.steps * local.batch_size,
-        }
-        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord(metrics)}
-        return Message(RecordDict(content), reply_to=message)
+        metrics = MetricRecord(
+            {"train_loss": running / local.steps, "num-examples": local.steps * local.batch_size}
+        )
+        content = RecordDict({"arrays": ArrayRecord(model.state_dict()), "metrics": metrics})
+        return Message(content, reply_to=message)
 
 
-def _model_and_data(
-    workload: Workload,
-) -> tuple[nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+@lru_cache(maxsize=1)
+def _prepared(
+    scenario_json: str,
+) -> tuple[Local, nn.Module, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Local training, a model, and each client's normalized data: once per process."""
+    wanted = Scenario.model_validate_json(scenario_json)
+    workload = Workload(wanted, "none")
     pixels = as_pixels(workload.dataset.train_images)
     images, labels = normalize(pixels, workload.spec), workload.dataset.train_labels
-    return build(workload.spec, 0), [(images[part], labels[part]) for part in workload.parts]
+    data = [(images[part], labels[part]) for part in workload.parts]
+    return wanted.training.local, build(workload.spec, 0), data
 
 
 def run_plain(wanted: Scenario, workload: Workload) -> Speed:
@@ -145,7 +142,7 @@ def run_plain(wanted: Scenario, workload: Workload) -> Speed:
 
     from fedsim.federation import local
 
-    model, _ = _model_and_data(workload)
+    model = build(workload.spec, 0)
     test = normalize(as_pixels(workload.dataset.test_images), workload.spec)
     clock = Clock()
 
@@ -153,7 +150,7 @@ def run_plain(wanted: Scenario, workload: Workload) -> Speed:
         model.load_state_dict(arrays.to_torch_state_dict())
         model.eval()
         with torch.no_grad():
-            logits = torch.cat([model(chunk) for chunk in test.split(256)])
+            logits = torch.cat([model(chunk) for chunk in torch.split(test, 256)])
         target = workload.dataset.test_labels
         loss = F.cross_entropy(logits, target).item()
         accuracy = (logits.argmax(1) == target).float().mean().item()
@@ -177,7 +174,7 @@ def run_plain(wanted: Scenario, workload: Workload) -> Speed:
         )
 
     if wanted.federation.engine == "local":
-        shared.ready = _model_and_data(workload)
+        _prepared(shared.scenario_json)
         local.run(server, client, wanted.data.clients, 600.0)
     else:
         from flwr.simulation import run_simulation
@@ -240,4 +237,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    import federation  # by name, so that Ray's workers import it too and keep its cache
+
+    federation.main()

@@ -220,7 +220,8 @@ def test_attack_refuses_what_is_no_recording(finished: Path, tmp_path: Path) -> 
         assert str(wrong) in result.stderr
 
 
-def test_leaderboard_in_three_formats(finished: Path) -> None:
+def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     shown = invoke("leaderboard", finished)
     assert shown.exit_code == 0, shown.output
     assert "inverting_gradients" in shown.stdout

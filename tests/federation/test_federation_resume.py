@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -54,7 +55,7 @@ class Killed(BaseException):
 def count_writes(monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> list[int]:
     """Count every file that is committed; die before the commit of number `kill_at`."""
     counted = [0]
-    replace = recording.os.replace
+    replace = os.replace
 
     def counting(source: str, target: str) -> None:
         if counted[0] == kill_at:
@@ -62,7 +63,7 @@ def count_writes(monkeypatch: pytest.MonkeyPatch, kill_at: int | None) -> list[i
         counted[0] += 1
         replace(source, target)
 
-    monkeypatch.setattr(recording.os, "replace", counting)
+    monkeypatch.setattr(os, "replace", counting)
     return counted
 
 

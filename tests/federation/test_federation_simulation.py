@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from federation_support import contents, results, scenario, train
 
-from fedsim.federation import RoundRecord, check, federate, simulation
+from fedsim.federation import RoundRecord, check, federate
 from fedsim.federation.client_state import ClientState
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError
@@ -36,7 +36,7 @@ def demanding(engine: str, **changes: Any) -> Scenario:
 
 
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FedsimError, match=r"pip install 'fedsim\[simulation\]'"):
         check(demanding("simulation"))
     check(demanding("local"))
@@ -93,7 +93,7 @@ def test_a_child_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     def instead(command: list[str], **options: Any) -> Any:
         return started([command[0], *silent], **options)
 
-    monkeypatch.setattr(simulation.subprocess, "Popen", instead)
+    monkeypatch.setattr(subprocess, "Popen", instead)
     with pytest.raises(FedsimError, match=r"ended with status 1 .*no memory left"):
         train(demanding("simulation"), tmp_path, "topk")
 

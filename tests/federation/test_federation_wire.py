@@ -144,15 +144,15 @@ def test_no_damage_to_an_array_raises_anything_but_malformed() -> None:
             if damaged:
                 damaged[stream.integers(0, len(damaged))] = stream.integers(0, 256)
         content = answer()
-        content[wire.ARRAYS]["w"] = _array(np.zeros(1), data=bytes(damaged))  # type: ignore[index,call-overload]
+        content.array_records[wire.ARRAYS]["w"] = _array(np.zeros(1), data=bytes(damaged))
         with suppress(wire.MalformedError):
             wire.read_answer(content, EXPECTED)
 
 
 def test_names_that_are_not_the_models_are_refused() -> None:
     extra, missing = answer(), answer()
-    extra[wire.ARRAYS]["../x"] = _array(np.zeros(1))  # type: ignore[index,call-overload]
-    del missing[wire.BUFFERS]["mean"]  # type: ignore[attr-defined]
+    extra.array_records[wire.ARRAYS]["../x"] = _array(np.zeros(1))
+    del missing.array_records[wire.BUFFERS]["mean"]
     for content in (extra, missing):
         with pytest.raises(wire.MalformedError, match="wrong names"):
             wire.read_answer(content, EXPECTED)
@@ -169,8 +169,8 @@ def test_a_wrong_number_of_examples_is_refused(count: object) -> None:
 def test_what_was_not_asked_for_is_refused() -> None:
     more_records, more_metrics, no_loss = answer(), answer(), answer()
     more_records["more"] = ConfigRecord({"x": 1})
-    more_metrics[wire.METRICS]["accuracy"] = 1.0  # type: ignore[index,call-overload]
-    del no_loss[wire.METRICS][wire.LOSS]  # type: ignore[attr-defined]
+    more_metrics.metric_records[wire.METRICS]["accuracy"] = 1.0
+    del no_loss.metric_records[wire.METRICS][wire.LOSS]
     for content in (more_records, more_metrics, no_loss, RecordDict()):
         with pytest.raises(wire.MalformedError):
             wire.read_answer(content, EXPECTED)
