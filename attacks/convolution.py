@@ -8,6 +8,7 @@ times faster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,44 @@ class Geometry(NamedTuple):
         if module.padding_mode != "zeros" or isinstance(module.padding, str):
             return None
         return Geometry(module.stride, module.padding, module.dilation, module.groups)
+
+    def positions(self, size: Sequence[int], kernel: Sequence[int]) -> list[int]:
+        """(H', W') from images of `size` (H, W)."""
+        return [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(
+                size, kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+
+    def live_window(
+        self, size: Sequence[int], kernel: Sequence[int]
+    ) -> tuple[Geometry, slice, slice] | None:
+        """The rows and columns of a kernel that ever meet an image of `size`, and their geometry.
+
+        None if all do, or if no even padding moves the rest as the whole moved.
+        """
+        windows, padding = [], []
+        for count, n, k, s, p, d in zip(
+            self.positions(size, kernel),
+            size,
+            kernel,
+            self.stride,
+            self.padding,
+            self.dilation,
+            strict=True,
+        ):
+            live = [i for i in range(k) if any(0 <= o * s + i * d - p < n for o in range(count))]
+            if not live:
+                return None
+            windows.append(slice(live[0], live[-1] + 1))
+            padding.append(p - live[0] * d)
+        rest = [w.stop - w.start for w in windows]
+        less = self._replace(padding=tuple(padding))
+        same = less.positions(size, rest) == self.positions(size, kernel)
+        if rest == list(kernel) or min(padding) < 0 or not same:
+            return None
+        return less, windows[0], windows[1]
 
 
 def output(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry) -> Tensor:
@@ -74,16 +113,8 @@ def weight_gradient(gy: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Ten
 def _is_small(x: Tensor, w: Tensor, geometry: Geometry) -> bool:
     if x.device.type != "cpu" or geometry.groups != 1:
         return False
-    h, v = _positions(x.shape[2], x.shape[3], w, geometry)
+    h, v = geometry.positions(x.shape[2:], w.shape[2:])
     return x.shape[0] * h * v * _WEIGHTS_PER_POSITION <= w.numel()
-
-
-def _positions(height: int, width: int, w: Tensor, geometry: Geometry) -> tuple[int, int]:
-    (s0, s1), (p0, p1), (d0, d1), _ = geometry
-    return (
-        (height + 2 * p0 - d0 * (w.shape[2] - 1) - 1) // s0 + 1,
-        (width + 2 * p1 - d1 * (w.shape[3] - 1) - 1) // s1 + 1,
-    )
 
 
 def _patches(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
@@ -91,7 +122,8 @@ def _patches(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
     (s0, s1), (p0, p1), (d0, d1), _ = geometry
     padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, p1, p1, p0, p0)).contiguous()
     n, rows, columns = padded.stride()[:3]
-    shape = (len(x), *_positions(x.shape[2], x.shape[3], w, geometry), *w.shape[2:], x.shape[1])
+    positions = geometry.positions(x.shape[2:], w.shape[2:])
+    shape = (len(x), *positions, *w.shape[2:], x.shape[1])
     strides = (n, s0 * rows, s1 * columns, d0 * rows, d1 * columns, 1)
     return padded.as_strided(shape, strides).contiguous()
 

@@ -19,32 +19,43 @@ from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
 from fedsim_attacks.label_inference import infer_labels
-from fedsim_attacks.second_order import accelerate
+from fedsim_attacks.second_order import accelerate, drop_dead_weights
 
-Distance = Callable[[Sequence[Tensor], Sequence[Tensor]], tuple[Tensor, list[Tensor], Tensor]]
+@dataclass(frozen=True)
+class Target:
+    """The observed update, in the parts that candidates can reach."""
+
+    tensors: list[Tensor]
+    square: Tensor
+    """|t|² of the whole update (0-d)."""
+    outside: Tensor
+    """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
+
+
+Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
 """(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
 the update is scale * direction. Closed forms: autograd would keep a graph of them."""
 
 
 def cosine_distance(
-    update: Sequence[Tensor], target: Sequence[Tensor]
+    update: Sequence[Tensor], target: Target
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """1 - <u, t> / (|u| |t|) over all parameters together (Geiping et al. 2020, equation 4)."""
-    product, square = _dots(update, target), _dots(update, update)
-    norms = square.sqrt() * _dots(target, target).sqrt()
+    product, square = _dots(update, target.tensors), _dots(update, update)
+    norms = square.sqrt() * target.square.sqrt()
     similarity = product / norms
     pull = -product / square
-    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target, strict=True)]
+    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target.tensors, strict=True)]
     return 1 - similarity, direction, -1 / norms
 
 
 def squared_distance(
-    update: Sequence[Tensor], target: Sequence[Tensor]
+    update: Sequence[Tensor], target: Target
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """|u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
-    direction = [u - t for u, t in zip(update, target, strict=True)]
-    scale = 1 / _dots(target, target)
-    return _dots(direction, direction) * scale, direction, 2 * scale
+    direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
+    distance = (_dots(direction, direction) + target.outside) / target.square
+    return distance, direction, 2 / target.square
 
 
 def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
@@ -95,12 +106,12 @@ class Matching:
         self._dtype = dtype
         model = rebuild(observation).to(dtype)
         accelerate(model)
+        self._windows = drop_dead_weights(model, observation.model.input_shape)
         # The mask of a client's dropout is unknown: its mean is simulated.
         self._training = replace(observation.training, dropout=0.0)
         self._loss = loss_function(model, _cast(observation.buffers, dtype), self._training)
-        self._parameters = {n: self._lay(t) for n, t in observation.parameters.items()}
-        self.target = [self._lay(observation.update[name]) for name in self._parameters]
-        """The observed update, in the order of the parameters."""
+        self._parameters = {n: self._live(n, t) for n, t in observation.parameters.items()}
+        self._target = self._make_target()
         self._groups = observation.num_clients
         if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
@@ -118,6 +129,25 @@ class Matching:
     def _lay(self, tensor: Tensor) -> Tensor:
         """A detached copy in the precision and the memory order that are used here."""
         return tensor.detach().to(self._dtype).clone(memory_format=_layout(tensor))
+
+    def _live(self, name: str, tensor: Tensor) -> Tensor:
+        """The entries of a parameter, or of its update, that meet anything but padding."""
+        window = self._windows.get(name)
+        return self._lay(tensor if window is None else tensor[window])
+
+    def _make_target(self) -> Target:
+        update = [(n, self._observation.update[n].to(self._dtype)) for n in self._parameters]
+        outside = []
+        for name, window in self._windows.items():
+            dead = self._observation.update[name].to(self._dtype, copy=True)
+            dead[window] = 0
+            outside.append(dead.square().sum())
+        zero = torch.zeros((), dtype=self._dtype, device=self.device)
+        return Target(
+            tensors=[self._live(name, tensor) for name, tensor in update],
+            square=_dots(*[[tensor for _, tensor in update]] * 2),
+            outside=torch.stack([zero, *outside]).sum(),
+        )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
         """A candidate that starts at normalized `images`; of labels and logits one is None."""
@@ -144,10 +174,9 @@ class Matching:
         Differentiable in the images and, if they are probabilities, in the labels. Images are those
         of the first client's first step, then of its second step, and so on.
         """
-        images = images.contiguous(memory_format=_layout(images))
         updates = [
             local_update(self._direction, self._parameters, self._batches(x, y), self._training)
-            for x, y in zip(images.chunk(self._groups), labels.chunk(self._groups), strict=True)
+            for x, y in _chunks(images, labels, self._groups)
         ]
         if len(updates) == 1:
             return list(updates[0].values())
@@ -157,10 +186,11 @@ class Matching:
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Distance from the observed update (0-d, detached) and its gradients in the variables."""
-        update = self.update(candidate.images, candidate.targets())
+        images = self._lay(candidate.images).requires_grad_()
+        update = self.update(images, candidate.targets())
         with torch.no_grad():
-            loss, direction, scale = distance([u.detach() for u in update], self.target)
-        slopes = torch.autograd.grad(update, candidate.variables, direction)
+            loss, direction, scale = distance([u.detach() for u in update], self._target)
+        slopes = torch.autograd.grad(update, [images, *candidate.variables[1:]], direction)
         return loss, tuple(slope.mul_(scale).contiguous() for slope in slopes)
 
     def pixels(self, images: Tensor) -> Tensor:
@@ -176,7 +206,7 @@ class Matching:
         steps = self._training.steps
         if self._training.batches == "same":
             return [(images, labels)] * steps
-        return list(zip(images.chunk(steps), labels.chunk(steps), strict=True))
+        return _chunks(images, labels, steps)
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
@@ -185,6 +215,12 @@ def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | N
         assert knowledge.true_labels is not None
         return knowledge.true_labels
     return infer_labels(observation) if knowledge.labels == "inferred" else None
+
+
+def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    if count == 1:  # as they are: the layers know a leaf when they see one
+        return [(images, labels)]
+    return list(zip(images.chunk(count), labels.chunk(count), strict=True))
 
 
 def _layout(tensor: Tensor) -> torch.memory_format:

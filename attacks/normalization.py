@@ -62,7 +62,7 @@ class _Layer(NamedTuple):
 
     def group(self, local: Tensor) -> Tensor:
         """Sums over groups, from sums over channels."""
-        return local if self.groups is None else local.sum(2, keepdim=True)
+        return local if self.groups is None else local.sum(-3, keepdim=True)
 
     def channel(self, local: Tensor) -> Tensor:
         """Sums over channels (C,), from local sums."""
@@ -147,24 +147,26 @@ class _NormalizationGradient(torch.autograd.Function):
         if layer.fixed is not None:
             to_gy = torch.addcmul(vbeta, scaled, vx).addcmul_(vgamma, hat)
             to_x = gy * (r * vgamma)
-            to_gamma = r * sum_vg
+            to_gamma = r * sum_vg if wants_gamma else None
         else:
             count = x.numel() / r.numel()
             sum_g, sum_ghat = layer.local(gy), layer.local(gy * hat)
-            a, p = (layer.group(layer.local(t)) / count for t in (vx, vx * hat))
-            b, q, k = (layer.group(gamma * t) / count for t in (sum_g, sum_ghat, sum_vg))
+            sums = [layer.local(vx), layer.local(vx * hat), sum_g, sum_ghat, sum_vg, sum_g, sum_ghat]
+            one = torch.ones_like(gamma)
+            weights = torch.stack([one, one, gamma, gamma, gamma, vgamma, vgamma])
+            # Means over groups: m(vx), m(vx x̂), m(g), m(g x̂), m(vx g), m(vγ gy), m(vγ gy x̂).
+            a, p, b, q, k, e, f = layer.group(torch.stack(sums) * weights).div_(count)
             of_hat = vgamma - scaled * p
             to_gy = torch.addcmul(vbeta - scaled * a, scaled, vx).addcmul_(of_hat, hat)
             # h = ∂s/∂x̂ at fixed r; what follows is the chain rule through x̂(x), and then through r.
-            mean_h = layer.group(vgamma * sum_g) / count - r * (q * a + p * b)
-            mean_hhat = layer.group(vgamma * sum_ghat) / count - 2 * r * p * q
-            of_r = k - a * b - p * q
+            mean_h = e - r * (q * a + p * b)
+            mean_hhat = f - r * p * q * 2 + r * (k - a * b - p * q)
             to_x = torch.addcmul(-r * mean_h, -r.square() * q, vx)
-            to_x.addcmul_(r * of_hat, gy).addcmul_(-r * (mean_hhat + r * of_r), hat)
-            to_gamma = r * (sum_vg - a * sum_g - p * sum_ghat)
+            to_x.addcmul_(r * of_hat, gy).addcmul_(-r * mean_hhat, hat)
+            to_gamma = r * (sum_vg - a * sum_g - p * sum_ghat) if wants_gamma else None
         return (
             to_gy.view_as(ctx.saved_tensors[0]),
             to_x.view_as(ctx.saved_tensors[1]),
-            layer.channel(to_gamma) if wants_gamma else None,
+            None if to_gamma is None else layer.channel(to_gamma),
             *(None,) * 4,
         )

@@ -6,6 +6,14 @@ import torch
 from torch import Tensor
 
 
+def is_wanted_of_input(images: Tensor) -> bool:
+    """Whether anything will read a layer's gradient in its input.
+
+    The first differentiation is in the parameters: of the images themselves it is not needed.
+    """
+    return images.requires_grad and not (images.is_leaf and torch.is_grad_enabled())
+
+
 def is_wanted(parameter: Tensor | None) -> bool:
     """Whether anything will read the gradient of `parameter`.
 

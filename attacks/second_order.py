@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from fedsim_attacks import convolution
 from fedsim_attacks.convolution import Geometry
 from fedsim_attacks.normalization import batch_norm, group_norm
-from fedsim_attacks.pruned import is_wanted
+from fedsim_attacks.pruned import is_wanted, is_wanted_of_input
 
 _WORTHWHILE = 16384
 """Weights of the largest kernel from which the closed forms are faster on a CPU core (measured
@@ -46,6 +46,42 @@ def accelerate(model: nn.Module) -> None:
             module.forward = partial(group_norm, module)  # type: ignore[method-assign]
 
 
+def drop_dead_weights(
+    model: nn.Module, input_shape: tuple[int, int, int]
+) -> dict[str, tuple[slice, ...]]:
+    """Let the accelerated convolutions of `model` do without weights that only ever meet padding.
+
+    On a map of one pixel that are eight ninths of a 3x3 kernel; their gradient is zero whatever the
+    images. Returns the part that is left of each kernel that has any: for images (C, H, W) the
+    model is from here on to be called with those parts as its parameters.
+    """
+    shapes: dict[nn.Conv2d, set[torch.Size]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, inputs: shapes.setdefault(module, set()).add(inputs[0].shape[2:])
+        )
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and "forward" in vars(module)
+    ]
+    if not hooks:
+        return {}
+    like = next(model.parameters())
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
+    for hook in hooks:
+        hook.remove()
+    windows = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and len(shapes.get(module, ())) == 1:
+            geometry, (size,) = Geometry.of(module), shapes[module]
+            found = geometry and geometry.live_window(size, module.weight.shape[2:])
+            if found:
+                less, rows, columns = found
+                module.forward = partial(_convolve, module, less)  # type: ignore[method-assign]
+                windows[f"{name}.weight"] = (slice(None), slice(None), rows, columns)
+    return windows
+
+
 def _convolve(module: nn.Conv2d, geometry: Geometry, x: Tensor) -> Tensor:
     y: Tensor = _Convolution.apply(x, module.weight, module.bias, geometry)
     return y
@@ -63,7 +99,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
         x, w, b = ctx.saved_tensors
-        wants = ctx.needs_input_grad[0], is_wanted(w), is_wanted(b)
+        wants = is_wanted_of_input(x), is_wanted(w), is_wanted(b)
         return *_ConvolutionGradient.apply(gy, x, w, ctx.geometry, wants), None
 
 

@@ -17,6 +17,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import federation  # by name, so that Ray's workers import it too and keep its cache
-
-    federation.main()
+    # By name, so that Ray's workers import this module too and keep its cache.
+    import_module("federation").main()
