@@ -21,6 +21,7 @@ from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
 
+
 @dataclass(frozen=True)
 class Target:
     """The observed update, in the parts that candidates can reach."""

@@ -151,7 +151,15 @@ class _NormalizationGradient(torch.autograd.Function):
         else:
             count = x.numel() / r.numel()
             sum_g, sum_ghat = layer.local(gy), layer.local(gy * hat)
-            sums = [layer.local(vx), layer.local(vx * hat), sum_g, sum_ghat, sum_vg, sum_g, sum_ghat]
+            sums = [
+                layer.local(vx),
+                layer.local(vx * hat),
+                sum_g,
+                sum_ghat,
+                sum_vg,
+                sum_g,
+                sum_ghat,
+            ]
             one = torch.ones_like(gamma)
             weights = torch.stack([one, one, gamma, gamma, gamma, vgamma, vgamma])
             # Means over groups: m(vx), m(vx x̂), m(g), m(g x̂), m(vx g), m(vγ gy), m(vγ gy x̂).
