@@ -1,23 +1,24 @@
-"""The three products of a convolution, each by the kernel that is fastest for its shape.
+"""The three products of a convolution, each by the algorithm that is fastest for its shape.
 
-The usual kernels first bring the weights into a blocked order. Where a large kernel meets few
-output positions, as in the last stage of a ResNet on small images, that takes most of the time,
-and on a CPU a matrix product over the (channels last) weights as they lie in memory is several
-times faster.
+An algorithm brings images, weights and output gradients into a form of its own once, and takes each
+product of those forms: a gradient-matching iteration uses every one of them in two or three of its
+seven products.
 """
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 _WEIGHTS_PER_POSITION = 8192
-"""Weights per output position (over the batch) from which the matrix product is faster, measured on
-kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
+"""Weights per output position (over the batch) from which `Patches` are faster on a CPU, measured
+on kernels of 3x3x128x128 to 3x3x512x512 at 4 to 400 positions."""
 
 
 class Geometry(NamedTuple):
@@ -74,75 +75,149 @@ class Geometry(NamedTuple):
         return less, windows[0], windows[1]
 
 
-def output(x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry) -> Tensor:
-    """(N, O, H', W') from images (N, C, H, W), weights (O, C / groups, k, l) and bias (O,)."""
-    if not _is_small(x, w, geometry):
-        return F.conv2d(x, w, b, *geometry)
-    patches = _patches(x, w, geometry)
-    rows = patches.flatten(0, 2).flatten(1)
-    y = rows @ _matrix(w).t() if b is None else torch.addmm(b, rows, _matrix(w).t())
-    return y.view(*patches.shape[:3], -1).permute(0, 3, 1, 2)
+class Problem(NamedTuple):
+    """Shapes of one convolution."""
+
+    images: torch.Size
+    """(N, C, H, W)."""
+    weights: torch.Size
+    """(O, C / groups, k, l)."""
+    geometry: Geometry
+
+    @property
+    def outputs(self) -> tuple[int, int]:
+        """(H', W')."""
+        height, width = self.geometry.positions(self.images[2:], self.weights[2:])
+        return height, width
 
 
-def input_gradient(gy: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """<gy, output(x, w)> differentiated in x; of x only the shape and the device count."""
-    if not _is_small(x, w, geometry):
-        return _backward(gy, x, w, geometry, [True, False, False])[0]
-    (s0, s1), (p0, p1), (d0, d1), _ = geometry
-    n, _, h, v = gy.shape
-    _, c, height, width = x.shape
-    taps = (_rows(gy) @ _matrix(w)).view(n, h, v, *w.shape[2:], c)
-    padded = gy.new_zeros(n, height + 2 * p0, width + 2 * p1, c)
-    for i in range(w.shape[2]):
-        rows = slice(i * d0, i * d0 + s0 * (h - 1) + 1, s0)
-        for j in range(w.shape[3]):
-            columns = slice(j * d1, j * d1 + s1 * (v - 1) + 1, s1)
-            padded[:, rows, columns] += taps[:, :, :, i, j]
-    return padded[:, p0 : p0 + height, p1 : p1 + width].permute(0, 3, 1, 2)
+class Algorithm(ABC):
+    """The products of images (N, C, H, W), weights (O, C, k, l), output gradients (N, O, H', W').
+
+    They are those of PyTorch up to rounding. What `images`, `weights` and `gradients` return is for
+    the products of the same algorithm only.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """For these shapes."""
+        self.problem = problem
+
+    @abstractmethod
+    def images(self, x: Tensor) -> Tensor:
+        """Images in this algorithm's form."""
+
+    @abstractmethod
+    def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
+        """Weights in this algorithm's form; the next call may overwrite them if not to `keep`."""
+
+    @abstractmethod
+    def gradients(self, gy: Tensor) -> Tensor:
+        """Output gradients in this algorithm's form."""
+
+    @abstractmethod
+    def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        """(N, O, H', W'), in fresh memory."""
+
+    @abstractmethod
+    def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """<gy, output> differentiated in the images, whose values do not count: (N, C, H, W)."""
+
+    @abstractmethod
+    def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """<gy, output> differentiated in the weights, whose values do not count: (O, C, k, l)."""
 
 
-def weight_gradient(gy: Tensor, x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """<gy, output(x, w)> differentiated in w; of w only the shape counts."""
-    if not _is_small(x, w, geometry):
-        return _backward(gy, x, w, geometry, [False, True, False])[1]
-    patches = _patches(x, w, geometry)
-    product = _rows(gy).t() @ patches.flatten(0, 2).flatten(1)
-    return product.view(-1, *patches.shape[3:]).permute(0, 3, 1, 2)
+@final
+class Direct(Algorithm):
+    """PyTorch's own kernels."""
+
+    def images(self, x: Tensor) -> Tensor:
+        """As they are."""
+        return x
+
+    def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
+        """As they are."""
+        return w
+
+    def gradients(self, gy: Tensor) -> Tensor:
+        """As they are."""
+        return gy
+
+    def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        """F.conv2d."""
+        return F.conv2d(images, weights, bias, *self.problem.geometry)
+
+    def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """aten::convolution_backward."""
+        return self._backward(gradients, images, weights, [True, False, False])[0]
+
+    def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """aten::convolution_backward."""
+        return self._backward(gradients, images, weights, [False, True, False])[1]
+
+    def _backward(self, gy: Tensor, x: Tensor, w: Tensor, wants: list[bool]) -> tuple[Tensor, ...]:
+        stride, padding, dilation, groups = self.problem.geometry
+        gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
+            gy, x, w, None, stride, padding, dilation, False, [0, 0], groups, wants
+        )
+        return gradients
 
 
-def _is_small(x: Tensor, w: Tensor, geometry: Geometry) -> bool:
-    if x.device.type != "cpu" or geometry.groups != 1:
-        return False
-    h, v = geometry.positions(x.shape[2:], w.shape[2:])
-    return x.shape[0] * h * v * _WEIGHTS_PER_POSITION <= w.numel()
+@final
+class Patches(Algorithm):
+    """A matrix product over what the kernel sees at each output position.
 
+    The usual kernels first bring the weights into a blocked order. Where a large kernel meets few
+    positions, as in the last stage of a ResNet on small images, that takes most of their time; here
+    channels-last weights are used as they lie in memory.
+    """
 
-def _patches(x: Tensor, w: Tensor, geometry: Geometry) -> Tensor:
-    """(N, H', W', k, l, C), contiguous: what the kernel sees at each output position."""
-    (s0, s1), (p0, p1), (d0, d1), _ = geometry
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, p1, p1, p0, p0)).contiguous()
-    n, rows, columns = padded.stride()[:3]
-    positions = geometry.positions(x.shape[2:], w.shape[2:])
-    shape = (len(x), *positions, *w.shape[2:], x.shape[1])
-    strides = (n, s0 * rows, s1 * columns, d0 * rows, d1 * columns, 1)
-    return padded.as_strided(shape, strides).contiguous()
+    @staticmethod
+    def pays(problem: Problem) -> bool:
+        """Where weights are many and positions few; not for grouped convolutions."""
+        h, v = problem.outputs
+        many = problem.images[0] * h * v * _WEIGHTS_PER_POSITION
+        return problem.geometry.groups == 1 and many <= problem.weights.numel()
 
+    def images(self, x: Tensor) -> Tensor:
+        """(N H' W', k l C)."""
+        (s0, s1), (p0, p1), (d0, d1), _ = self.problem.geometry
+        padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, p1, p1, p0, p0)).contiguous()
+        n, rows, columns = padded.stride()[:3]
+        shape = (len(x), *self.problem.outputs, *self.problem.weights[2:], x.shape[1])
+        strides = (n, s0 * rows, s1 * columns, d0 * rows, d1 * columns, 1)
+        return padded.as_strided(shape, strides).reshape(
+            len(x) * math.prod(self.problem.outputs), -1
+        )
 
-def _rows(y: Tensor) -> Tensor:
-    """(N, O, H', W') -> (N H' W', O)."""
-    return y.permute(0, 2, 3, 1).flatten(0, 2)
+    def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
+        """(O, k l C); without a copy if they are channels last."""
+        return w.permute(0, 2, 3, 1).flatten(1)
 
+    def gradients(self, gy: Tensor) -> Tensor:
+        """(N H' W', O)."""
+        return gy.permute(0, 2, 3, 1).flatten(0, 2)
 
-def _matrix(w: Tensor) -> Tensor:
-    """(O, C, k, l) -> (O, k l C); without a copy if `w` is channels last."""
-    return w.permute(0, 2, 3, 1).flatten(1)
+    def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Patches times weights."""
+        y = images @ weights.t() if bias is None else torch.addmm(bias, images, weights.t())
+        return y.view(self.problem.images[0], *self.problem.outputs, -1).permute(0, 3, 1, 2)
 
+    def input_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """Gradients times weights, each tap added where it came from."""
+        (s0, s1), (p0, p1), (d0, d1), _ = self.problem.geometry
+        n, c, height, width = self.problem.images
+        h, v = self.problem.outputs
+        taps = (gradients @ weights).view(n, h, v, *self.problem.weights[2:], c)
+        padded = taps.new_zeros(n, height + 2 * p0, width + 2 * p1, c)
+        for i in range(taps.shape[3]):
+            rows = slice(i * d0, i * d0 + s0 * (h - 1) + 1, s0)
+            for j in range(taps.shape[4]):
+                columns = slice(j * d1, j * d1 + s1 * (v - 1) + 1, s1)
+                padded[:, rows, columns] += taps[:, :, :, i, j]
+        return padded[:, p0 : p0 + height, p1 : p1 + width].permute(0, 3, 1, 2)
 
-def _backward(
-    gy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wants: list[bool]
-) -> tuple[Tensor, ...]:
-    stride, padding, dilation, groups = geometry
-    gradients: tuple[Tensor, ...] = torch.ops.aten.convolution_backward(
-        gy, x, w, None, stride, padding, dilation, False, [0, 0], groups, wants
-    )
-    return gradients
+    def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
+        """Gradients times patches."""
+        o, c, *kernel = self.problem.weights
+        return (gradients.t() @ images).view(o, *kernel, c).permute(0, 3, 1, 2)

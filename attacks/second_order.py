@@ -8,17 +8,17 @@ Multiplication by the Hessian, Neural Computation 1994. Results are PyTorch's, u
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fedsim_attacks import convolution
-from fedsim_attacks.convolution import Geometry
+from fedsim_attacks.convolution import Algorithm, Direct, Geometry, Patches, Problem
 from fedsim_attacks.normalization import batch_norm, group_norm
 from fedsim_attacks.pruned import is_wanted, is_wanted_of_input
+from fedsim_attacks.winograd import Winograd
 
 _WORTHWHILE = 16384
 """Weights of the largest kernel from which the closed forms are faster on a CPU core (measured
@@ -39,7 +39,7 @@ def accelerate(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             if geometry := Geometry.of(module):
-                module.forward = partial(_convolve, module, geometry)  # type: ignore[method-assign]
+                module.forward = _Layer(module, geometry)  # type: ignore[method-assign]
         elif isinstance(module, nn.BatchNorm2d) and module.affine:
             module.forward = partial(batch_norm, module)  # type: ignore[method-assign]
         elif isinstance(module, nn.GroupNorm) and module.affine:
@@ -77,45 +77,89 @@ def drop_dead_weights(
             found = geometry and geometry.live_window(size, module.weight.shape[2:])
             if found:
                 less, rows, columns = found
-                module.forward = partial(_convolve, module, less)  # type: ignore[method-assign]
+                module.forward = _Layer(module, less)  # type: ignore[method-assign]
                 windows[f"{name}.weight"] = (slice(None), slice(None), rows, columns)
     return windows
 
 
-def _convolve(module: nn.Conv2d, geometry: Geometry, x: Tensor) -> Tensor:
-    y: Tensor = _Convolution.apply(x, module.weight, module.bias, geometry)
-    return y
+class _Layer:
+    """The forward function of an accelerated convolution."""
+
+    def __init__(self, module: nn.Conv2d, geometry: Geometry) -> None:
+        self._module, self._geometry = module, geometry
+        self._form: tuple[Algorithm, Tensor, int, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        w, b = self._module.weight, self._module.bias
+        algorithm = _fastest(Problem(x.shape, w.shape, self._geometry), x.device.type)
+        y: Tensor = _Convolution.apply(
+            x, w, b, self._weights(algorithm, w.detach(), w.is_leaf), algorithm
+        )
+        return y
+
+    def _weights(self, algorithm: Algorithm, w: Tensor, fixed: bool) -> Tensor:
+        """In the algorithm's form: weights before a local step stay over all iterations."""
+        if not fixed:
+            return algorithm.weights(w)
+        if self._form is not None:
+            of, source, version, form = self._form  # `source` keeps its memory from being reused
+            if of is algorithm and source.data_ptr() == w.data_ptr() and version == w._version:
+                return form
+        self._form = algorithm, w, w._version, algorithm.weights(w)
+        return self._form[-1]
+
+
+@lru_cache(maxsize=256)
+def _fastest(problem: Problem, device: str) -> Algorithm:
+    if device == "cpu":  # accelerators' own kernels choose among algorithms like these
+        if Patches.pays(problem):
+            return Patches(problem)
+        if Winograd.applies(problem) and Winograd.pays(problem):
+            return Winograd(problem)
+    return Direct(problem)
 
 
 class _Convolution(torch.autograd.Function):
-    """y = x * w + b."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, geometry: Geometry) -> Tensor:
-        ctx.save_for_backward(x, w, b)
-        ctx.geometry = geometry
-        return convolution.output(x, w, b, geometry)
-
-    @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
-        x, w, b = ctx.saved_tensors
-        wants = is_wanted_of_input(x), is_wanted(w), is_wanted(b)
-        return *_ConvolutionGradient.apply(gy, x, w, ctx.geometry, wants), None
-
-
-class _ConvolutionGradient(torch.autograd.Function):
-    """(gx, gw, gb) of the convolution, as a function of (gy, x, w)."""
+    """y = x * w + b; `weights` are w in the algorithm's form."""
 
     @staticmethod
     def forward(
-        ctx: Any, gy: Tensor, x: Tensor, w: Tensor, geometry: Geometry, wants: tuple[bool, ...]
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, weights: Tensor, algorithm: Algorithm
+    ) -> Tensor:
+        images = algorithm.images(x)
+        ctx.save_for_backward(x, w, b, images, weights)
+        ctx.algorithm = algorithm
+        return algorithm.output(images, weights, b)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, images, weights = ctx.saved_tensors
+        wants = is_wanted_of_input(x), is_wanted(w), is_wanted(b)
+        given = gy, x, w, images, weights, ctx.algorithm, wants
+        return *_ConvolutionGradient.apply(*given), None, None
+
+
+class _ConvolutionGradient(torch.autograd.Function):
+    """(gx, gw, gb) of the convolution, as a function of (gy, x, w); x and w in both forms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gy: Tensor,
+        x: Tensor,
+        w: Tensor,
+        images: Tensor,
+        weights: Tensor,
+        algorithm: Algorithm,
+        wants: tuple[bool, bool, bool],
     ) -> tuple[Tensor | None, ...]:
-        ctx.save_for_backward(gy, x, w)
+        gradients = algorithm.gradients(gy)
+        ctx.save_for_backward(gy, w, images, weights, gradients)
         ctx.set_materialize_grads(False)
-        ctx.geometry = geometry
+        ctx.algorithm = algorithm
         return (
-            convolution.input_gradient(gy, x, w, geometry) if wants[0] else None,
-            convolution.weight_gradient(gy, x, w, geometry) if wants[1] else None,
+            algorithm.input_gradient(gradients, images, weights) if wants[0] else None,
+            algorithm.weight_gradient(gradients, images, weights) if wants[1] else None,
             gy.sum((0, 2, 3)) if wants[2] else None,
         )
 
@@ -124,16 +168,19 @@ class _ConvolutionGradient(torch.autograd.Function):
     def backward(
         ctx: Any, vx: Tensor | None, vw: Tensor | None, vb: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        gy, x, w = ctx.saved_tensors
+        gy, w, images, weights, gradients = ctx.saved_tensors
+        algorithm: Algorithm = ctx.algorithm
         to_gy = None if vb is None else vb.view(1, -1, 1, 1).expand_as(gy)
         to_x, to_w = None, None
         if vw is not None:
-            to_gy = convolution.output(x, vw, vb, ctx.geometry)
+            toward = algorithm.weights(vw, keep=False)
+            to_gy = algorithm.output(images, toward, vb)
             if ctx.needs_input_grad[1]:
-                to_x = convolution.input_gradient(gy, x, vw, ctx.geometry)
+                to_x = algorithm.input_gradient(gradients, images, toward)
         if vx is not None:
-            moved = convolution.output(vx, w, None, ctx.geometry)
+            toward = algorithm.images(vx)
+            moved = algorithm.output(toward, weights)
             to_gy = moved if to_gy is None else moved.add_(to_gy)
             if is_wanted(w):
-                to_w = convolution.weight_gradient(gy, vx, w, ctx.geometry)
-        return to_gy, to_x, to_w, None, None
+                to_w = algorithm.weight_gradient(gradients, toward, weights)
+        return to_gy, to_x, to_w, *(None,) * 4

@@ -267,10 +267,14 @@ def main() -> None:
 
 def measure(runners: dict[str, Runner], repeats: int) -> dict[str, Any]:
     """Seconds an iteration, by the difference of a long and a short run (no set-up in it)."""
-    short, long = 2, 8
+    short = 2
     times: dict[str, list[float]] = {name: [] for name in runners}
     for run in runners.values():
         run(short)
+    start = time.perf_counter()
+    runners["fedsim"](short)
+    # Some three seconds a run: set-up and noise are then small beside the difference.
+    long = short + max(6, round(3 * short / (time.perf_counter() - start)))
     for _ in range(repeats):
         for name, run in runners.items():
             taken = []
@@ -288,6 +292,7 @@ def measure(runners: dict[str, Runner], repeats: int) -> dict[str, Any]:
             if name != "fedsim"
         },
         "n": repeats,
+        "iterations": long - short,
     }
 
 

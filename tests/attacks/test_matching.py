@@ -18,8 +18,10 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks import second_order
+from fedsim_attacks.convolution import Patches
 from fedsim_attacks.matching import Distance, Matching, cosine_distance, squared_distance
 from fedsim_attacks.second_order import accelerate
+from fedsim_attacks.winograd import Winograd
 
 over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
 
@@ -182,22 +184,31 @@ def second_derivative(model: nn.Module, images: Tensor, toward: int) -> Tensor:
     return torch.autograd.grad(grads, images, v)[0]
 
 
-@pytest.mark.parametrize("size", [6, 15], ids=["few positions", "many positions"])
+def force(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions use `algorithm` wherever it applies, however small they are."""
+    monkeypatch.setattr(second_order, "_WORTHWHILE", 0)
+    monkeypatch.setattr(
+        Patches, "pays", lambda problem: algorithm == "patches" and problem.geometry.groups == 1
+    )
+    monkeypatch.setattr(Winograd, "pays", lambda problem: algorithm == "winograd")
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "patches", "winograd"])
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
 def test_accelerated_layers_are_pytorchs(
     layers: Callable[[], list[nn.Module]],
     training: bool,
-    size: int,
+    algorithm: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(second_order, "_WORTHWHILE", 0)
+    force(algorithm, monkeypatch)
     plain = network(layers()).train(training)
     fast = deepcopy(plain)
     accelerate(fast)
     assert "forward" in vars(fast[0])  # type: ignore[index]
     images = torch.randn(
-        3, 2, size, size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+        3, 2, 7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     torch.testing.assert_close(fast(images), plain(images), rtol=1e-10, atol=1e-10)
     expected = second_derivative(plain, images, toward=2)
