@@ -23,6 +23,7 @@ from torch.func import functional_call
 from fedsim import rng as streams
 from fedsim.adversary import Attack, AttackFailed, AttackState, Needs, rebuild
 from fedsim.models.base import Classifier
+from fedsim.models.local import mean_gradient_factor
 from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32
@@ -89,7 +90,7 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     name = _last_linear(model)
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
-    step = _mean_gradient_factor(observation.training)
+    step = mean_gradient_factor(observation.training)
     rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
     images = observation.num_images
     features, chances = _dummy_response(model, layer, observation)
@@ -120,15 +121,6 @@ def _last_linear(model: Classifier) -> str:
             "known labels"
         )
     return f"head.{names[-1]}".rstrip(".")
-
-
-def _mean_gradient_factor(training: LocalTraining) -> float:
-    """What makes the mean gradient over the local steps of an update."""
-    if training.algorithm == "fedsgd":
-        return 1.0
-    # Step s (of T) enters the update -lr (1 + μ + ... + μ^(T - s)) times.
-    total = sum(training.momentum**j for s in range(training.steps) for j in range(s + 1))
-    return -1 / (training.lr * total)
 
 
 def _dummy_response(

@@ -52,17 +52,26 @@ class _Layer(NamedTuple):
     fixed: tuple[Tensor, Tensor] | None
     """Mean and variance (C,) that do not depend on x."""
 
-    def grouped(self, x: Tensor) -> Tensor:
-        """(N, C, H, W), for group norm (N, groups, C / groups, H, W)."""
-        return x if self.groups is None else torch.unflatten(x, 1, (self.groups, -1))
-
     def local(self, x: Tensor) -> Tensor:
-        """Sums over a channel (batch norm) or over a channel of one image (group norm)."""
-        return x.sum((0, 2, 3) if self.groups is None else (3, 4), keepdim=True)
+        """Sums over a channel (1, C, 1, 1) or, for group norm, over that of one image (N, C, 1, 1).
+
+        All that is broadcast has one of these shapes: memory is then walked once, in its order.
+        """
+        return x.sum((0, 2, 3) if self.groups is None else (2, 3), keepdim=True)
 
     def group(self, local: Tensor) -> Tensor:
-        """Sums over groups, from sums over channels."""
-        return local if self.groups is None else local.sum(-3, keepdim=True)
+        """Sums over groups, at each of their channels, from local sums (..., C, 1, 1)."""
+        if self.groups is None:
+            return local
+        parts = local.unflatten(-3, (self.groups, -1))
+        return parts.sum(-3, keepdim=True).expand_as(parts).flatten(-4, -3)
+
+    def spread(self, statistic: Tensor, channels: int) -> Tensor:
+        """A statistic of each group, at each of its channels: as `local` has them."""
+        if self.groups is None:
+            return statistic.view(1, -1, 1, 1)
+        each = statistic.view(-1, self.groups).repeat_interleave(channels // self.groups, 1)
+        return each.view(-1, channels, 1, 1)
 
     def channel(self, local: Tensor) -> Tensor:
         """Sums over channels (C,), from local sums."""
@@ -137,10 +146,9 @@ class _NormalizationGradient(torch.autograd.Function):
         gy, x, gamma, mean, r = ctx.saved_tensors
         layer: _Layer = ctx.layer
         wants_gamma = is_wanted(gamma)
-        gy, x, vx = layer.grouped(gy), layer.grouped(x), layer.grouped(vx)
-        gamma, vgamma, vbeta = (layer.grouped(t.view(1, -1, 1, 1)) for t in (gamma, vgamma, vbeta))
-        size = (1, -1, 1, 1) if layer.groups is None else (-1, layer.groups, 1, 1, 1)
-        mean, r = mean.view(size), r.view(size)
+        gamma, vgamma, vbeta = (t.view(1, -1, 1, 1) for t in (gamma, vgamma, vbeta))
+        count = x.numel() / r.numel()
+        mean, r = (layer.spread(statistic, x.shape[1]) for statistic in (mean, r))
         hat = torch.addcmul(-mean * r, x, r)
         sum_vg = layer.local(vx * gy)
         scaled = gamma * r
@@ -149,7 +157,6 @@ class _NormalizationGradient(torch.autograd.Function):
             to_x = gy * (r * vgamma)
             to_gamma = r * sum_vg if wants_gamma else None
         else:
-            count = x.numel() / r.numel()
             sum_g, sum_ghat = layer.local(gy), layer.local(gy * hat)
             sums = [
                 layer.local(vx),
@@ -163,7 +170,7 @@ class _NormalizationGradient(torch.autograd.Function):
             one = torch.ones_like(gamma)
             weights = torch.stack([one, one, gamma, gamma, gamma, vgamma, vgamma])
             # Means over groups: m(vx), m(vx x̂), m(g), m(g x̂), m(vx g), m(vγ gy), m(vγ gy x̂).
-            a, p, b, q, k, e, f = layer.group(torch.stack(sums) * weights).div_(count)
+            a, p, b, q, k, e, f = layer.group(torch.stack(sums) * weights) / count
             of_hat = vgamma - scaled * p
             to_gy = torch.addcmul(vbeta - scaled * a, scaled, vx).addcmul_(of_hat, hat)
             # h = ∂s/∂x̂ at fixed r; what follows is the chain rule through x̂(x), and then through r.
@@ -173,8 +180,8 @@ class _NormalizationGradient(torch.autograd.Function):
             to_x.addcmul_(r * of_hat, gy).addcmul_(-r * mean_hhat, hat)
             to_gamma = r * (sum_vg - a * sum_g - p * sum_ghat) if wants_gamma else None
         return (
-            to_gy.view_as(ctx.saved_tensors[0]),
-            to_x.view_as(ctx.saved_tensors[1]),
+            to_gy,
+            to_x,
             None if to_gamma is None else layer.channel(to_gamma),
             *(None,) * 4,
         )

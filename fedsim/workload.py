@@ -23,6 +23,7 @@ from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
+from fedsim.models.local import features_of
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack, declared_training, plugin_class
@@ -212,7 +213,7 @@ class Workload:
                 num_examples=training.num_images,
                 buffers={name: value.cpu() for name, value in trained.buffers.items()},
             ),
-            truth=_truth(pixels, labels, training),
+            truth=self._truth(round, batches, pixels, labels, parameters, buffers, training),
             state=after if probe is None else state,
             loss=trained.loss,
         )
@@ -323,6 +324,30 @@ class Workload:
         repeat = training.steps // distinct
         return pixels * repeat, labels * repeat
 
+    def _truth(
+        self,
+        round: int,
+        batches: list[tuple[Tensor, Tensor]],
+        pixels: list[Tensor],
+        labels: list[Tensor],
+        parameters: Tensors,
+        buffers: Tensors,
+        training: LocalTraining,
+    ) -> GroundTruth:
+        distinct = training.num_images // training.batch_size
+        features = None
+        if self.is_observed(round):  # nobody will ask for those of other rounds
+            parts = [
+                features_of(self.model, parameters, buffers, images, training)
+                for images, _ in batches[:distinct]
+            ]
+            features = torch.cat(parts).cpu()
+        return GroundTruth(
+            images=torch.cat(pixels[:distinct]),
+            labels=torch.cat(labels[:distinct]),
+            features=features,
+        )
+
 
 def load_dataset(scenario: Scenario) -> Dataset:
     """Load the scenario's data source.
@@ -349,8 +374,3 @@ def blaming(key: str) -> Iterator[None]:
 def as_pixels(images: Tensor) -> Tensor:
     """uint8 images -> float32 pixels in [0, 1]."""
     return images.float() / 255
-
-
-def _truth(pixels: list[Tensor], labels: list[Tensor], training: LocalTraining) -> GroundTruth:
-    distinct = training.num_images // training.batch_size
-    return GroundTruth(images=torch.cat(pixels[:distinct]), labels=torch.cat(labels[:distinct]))

@@ -6,7 +6,7 @@ The split is what feature attacks work on: `forward(x) = head(features(x))` alwa
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,15 @@ class HeadConfig(BaseModel):
     width: Annotated[int, Field(gt=0, le=1 << 20)] = 16384
     """Hidden neurons."""
     planted: Annotated[int, Field(ge=0)] = 0
-    """How many of them (the last ones) the server plants: rows of W ~ N(0, I), constant A."""
+    """How many of them (the last ones) the server plants: Gaussian W, constant rows of A."""
+    planted_std: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Standard deviation of the planted W. One over the norm of the features is what unit features
+    meet in the paper's N(0, I)."""
+    planted_rows: Literal["graded", "two_groups", "equal"] = "graded"
+    """Row k = 1..K of A on the planted neurons, v of them: `graded` k / v; `two_groups` 1 / v for
+    the first half of the classes and -1 / v for the others; `equal` 1 / v."""
+    planted_gain: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Factor of the planted rows of A."""
     activation: Activation = "relu"
     """σ."""
 

@@ -14,12 +14,14 @@ from fedsim.models.layers import activation
 class TwoLayerHead(nn.Module):
     """f(x) = A σ(W x + b), from features (B, d) to logits (B, K).
 
-    The last `planted` of the `width` hidden neurons are the server's: rows of W are drawn from
-    N(0, I), their b is 0, and row i = 1..K of A is the constant i / planted on them. The others
-    are ordinary neurons with PyTorch's initialization.
+    The last `planted` of the `width` hidden neurons are the server's: W is drawn from
+    N(0, planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The
+    others are ordinary neurons with PyTorch's initialization.
 
     Source: Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic
-    Evaluation, section 2.1 ("weight initialization"), where `planted` is v, and Appendix B.
+    Evaluation, section 2.1 ("weight initialization": `graded` rows, `planted` is v), and Appendix B
+    (`two_groups`: rows of A in two groups make r_i = p_1i + p_2i - y_1i - y_2i, for a class of each
+    group, independent of the images; `equal` for two or three classes).
     """
 
     def __init__(self, config: HeadConfig, in_features: int, num_classes: int) -> None:
@@ -27,11 +29,12 @@ class TwoLayerHead(nn.Module):
         self.hidden = nn.Linear(in_features, config.width)
         """W (width, d) and b (width,)."""
         self.activation = activation(config.activation)
+        self.config = config
         self.dropout = Dropout()
         self.output = nn.Linear(config.width, num_classes, bias=False)
         """A (K, width)."""
         if config.planted:
-            self._plant(config.planted)
+            self.plant()
 
     def forward(self, features: Tensor) -> Tensor:
         """(B, d) -> (B, K) logits."""
@@ -40,12 +43,18 @@ class TwoLayerHead(nn.Module):
         return logits
 
     @torch.no_grad()
-    def _plant(self, planted: int) -> None:
-        first = self.hidden.out_features - planted
-        self.hidden.weight[first:].normal_()
+    def plant(self) -> None:
+        """Draw the server's neurons anew, from torch's global stream."""
+        config, classes = self.config, self.output.out_features
+        first = self.hidden.out_features - config.planted
+        self.hidden.weight[first:].normal_(std=config.planted_std)
         self.hidden.bias[first:].zero_()
-        rows = torch.arange(1, self.output.out_features + 1, dtype=self.output.weight.dtype)
-        self.output.weight[:, first:] = rows[:, None] / planted
+        rows = torch.ones(classes)
+        if config.planted_rows == "graded":
+            rows = torch.arange(1.0, classes + 1)
+        elif config.planted_rows == "two_groups":
+            rows[(classes + 1) // 2 :] = -1
+        self.output.weight[:, first:] = config.planted_gain * rows[:, None] / config.planted
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:

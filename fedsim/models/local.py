@@ -51,6 +51,25 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
     return loss
 
 
+def features_of(
+    model: Classifier,
+    parameters: Tensors,
+    buffers: Tensors,
+    images: Tensor,
+    training: LocalTraining,
+) -> Tensor:
+    """(B, d) inputs of the head, detached, as the client's first step computes them of this batch.
+
+    `images` (B, C, H, W) are normalized. `buffers` stay as they are.
+    """
+    state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
+    body = {n.removeprefix("body."): t for n, t in state.items() if n.startswith("body.")}
+    model.train(training.mode == "train")
+    with torch.no_grad():
+        features: Tensor = functional_call(model.body, body, (images,))
+    return features.flatten(1)
+
+
 def gradient(
     loss: LossFn,
     parameters: Tensors,
@@ -98,3 +117,12 @@ def local_update(
             velocity[name] = grad if previous is None else training.momentum * previous + grad
             current[name] = torch.sub(current[name], velocity[name], alpha=training.lr)
     return {name: current[name] - parameters[name] for name in parameters}
+
+
+def mean_gradient_factor(training: LocalTraining) -> float:
+    """What makes the mean gradient over the local steps of an update."""
+    if training.algorithm == "fedsgd":
+        return 1.0
+    # Step s (of T) enters the update -lr (1 + μ + ... + μ^(T - s)) times.
+    total = sum(training.momentum**j for s in range(training.steps) for j in range(s + 1))
+    return -1 / (training.lr * total)

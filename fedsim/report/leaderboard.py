@@ -23,14 +23,21 @@ from fedsim.report.runs import (
 from fedsim.scoring import Summary, summarize
 
 Aggregated = Literal[
-    "psnr", "ssim", "rmse", "lpips", "label_accuracy", "feature_error", "feature_cosine"
+    "psnr",
+    "ssim",
+    "rmse",
+    "lpips",
+    "label_accuracy",
+    "feature_error",
+    "feature_cosine",
+    "subspace_error",
 ]
 AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
 
-_LESS_IS_WORSE = ("rmse", "lpips", "feature_error")
+_LESS_IS_WORSE = ("rmse", "lpips", "feature_error", "subspace_error")
 """For the client: a small error is a large leak."""
 
-_GUESSED_FEATURES = {"feature_error": 1.0, "feature_cosine": 0.0}
+_GUESSED_FEATURES = {"feature_error": 1.0, "feature_cosine": 0.0, "subspace_error": 1.0}
 """What guessing zero features achieves, whatever the data."""
 
 
@@ -91,10 +98,13 @@ class LeaderboardRow:
         return (self.scenario, self.variant, self.dataset, self.model)
 
     @property
-    def strength(self) -> tuple[float, float]:
-        """By what attacks are ranked: gain in dB, then label accuracy above guessing."""
+    def strength(self) -> tuple[float, float, float]:
+        """By what attacks are ranked: gain in dB, then share of the features' span recovered, then
+        label accuracy above guessing."""
+        span = self.metrics["subspace_error"]
         return (
             self.gain.mean if self.gain else -math.inf,
+            1 - span.mean if span else -math.inf,
             self.label_gain.mean if self.label_gain else -math.inf,
         )
 
@@ -125,20 +135,19 @@ def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     Comparisons keep the order in which they were read.
     """
     order = {key: i for i, key in enumerate(dict.fromkeys(line.comparison for line in lines))}
-    leak: dict[tuple[object, ...], tuple[float, float]] = {}
+    leak: dict[tuple[object, ...], tuple[float, ...]] = {}
     for line in lines:
         key = (*line.comparison, line.defense)
         leak[key] = max(leak.get(key, line.strength), line.strength)
 
     def rank(line: LeaderboardRow) -> tuple[object, ...]:
-        gain, labels = leak[(*line.comparison, line.defense)]
-        own_gain, own_labels = line.strength
+        leaked = leak[(*line.comparison, line.defense)]
         return (
             order[line.comparison],
             not line.undefended,
-            (-gain, -labels),
+            tuple(-value for value in leaked),
             line.defense,
-            (-own_gain, -own_labels),
+            tuple(-value for value in line.strength),
             line.attack,
             line.batch_size,
             line.round,

@@ -131,13 +131,14 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("SSIM", lambda row: _mean(row.metrics["ssim"], 2)),
     ("LPIPS", lambda row: _mean(row.metrics["lpips"], 2)),
     ("feat", lambda row: _mean(row.metrics["feature_cosine"], 2)),
+    ("span", lambda row: _mean(row.metrics["subspace_error"], 3)),
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
     ("acc", lambda row: format_percent(row.test_accuracy)),
     ("ε", lambda row: format_epsilon(row.epsilon)),
     ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
-_EXPENDABLE = ("sec", "feat", "max", "other", "LPIPS", "SSIM", "acc", "ε", "label", "gain")
+_EXPENDABLE = ("sec", "max", "other", "LPIPS", "SSIM", "acc", "ε", "label", "gain", "feat", "span")
 """Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
 
 _LEGEND = (

@@ -35,6 +35,7 @@ class Metrics(_Part):
     lpips: float | None = None
     feature_error: float | None = None
     feature_cosine: float | None = None
+    subspace_error: float | None = None
     label_accuracy: float | None = None
 
 

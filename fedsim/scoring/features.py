@@ -8,6 +8,9 @@ from torch import Tensor
 
 from fedsim.scoring.outcome import ScoringError, Unavailable
 
+_DEPENDENT = 1e-12
+"""Singular value of unit vectors below which a direction is rounding."""
+
 
 def check_features(features: Tensor, what: str) -> None:
     """Refuse what is not a batch of features.
@@ -36,3 +39,27 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
     error = torch.linalg.vector_norm(reconstruction.double() - truth.double(), dim=1)
     relative: Tensor = error / norm
     return relative
+
+
+def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Share of each true feature outside the span of the reconstructed ones, (N,) in [0, 1].
+
+    The norm of the projection of the unit feature onto the orthogonal complement of the span of at
+    most N reconstructed features, which have no order, sign or scale here. Source: Liu et al., Data
+    Reconstruction Attacks and Defenses, section 4.1, who report its mean. Guessing zero has 1.
+    """
+    truth = truth.double()
+    norm = torch.linalg.vector_norm(truth, dim=1, keepdim=True)
+    if not bool(norm.all()):
+        return Unavailable("a true feature vector is zero, so it has no direction")
+    claimed = reconstruction[: len(truth)].double()
+    scale = torch.linalg.vector_norm(claimed, dim=1, keepdim=True)
+    claimed = claimed / torch.where(scale > 0, scale, torch.ones_like(scale))
+    _, values, basis = torch.linalg.svd(claimed, full_matrices=False)
+    basis = basis[values > _DEPENDENT]
+    unit = truth / norm
+    # Twice is enough (Kahan and Parlett): the second pass removes what rounding left of the first.
+    for _ in range(2):
+        unit = unit - (unit @ basis.T) @ basis
+    outside: Tensor = torch.linalg.vector_norm(unit, dim=1).clamp(max=1)
+    return outside

@@ -7,10 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.scoring import image
-from fedsim.scoring.features import check_features, feature_cosine, feature_error
+from fedsim.scoring.features import (
+    check_features,
+    feature_cosine,
+    feature_error,
+    subspace_error,
+)
 from fedsim.scoring.labels import check_labels, label_overlap, matched_labels
 from fedsim.scoring.matching import align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
@@ -24,6 +30,7 @@ Metric = Literal[
     "lpips",
     "feature_error",
     "feature_cosine",
+    "subspace_error",
     "label_accuracy",
     "attack_loss",
 ]
@@ -44,6 +51,7 @@ class Scores:
     lpips: float | None = None
     feature_error: float | None = None
     feature_cosine: float | None = None
+    subspace_error: float | None = None
     label_accuracy: float | None = None
     attack_loss: float | None = None
     """The attack's own objective; of no meaning across attacks."""
@@ -73,9 +81,10 @@ def score(
     """Score `reconstruction` against `truth`.
 
     One assignment serves all metrics: it is made by the mean squared error of the images, or of the
-    features where there are no images. Labels that come with images or features are those of the
-    matched ones; labels alone are compared as multisets. A truth without a reconstruction counts as
-    `guess` ((C, H, W) pixels; default mid-gray), as zero features, and as a wrong label.
+    directions of the features where there are no images. Labels that come with images or features
+    are those of the matched ones; labels alone are compared as multisets. A truth without a
+    reconstruction counts as `guess` ((C, H, W) pixels; default mid-gray), as zero features, and as
+    a wrong label.
 
     Raises:
         ScoringError: images, features or labels are not what `Reconstruction` promises (pixels
@@ -138,12 +147,13 @@ def _feature_metrics(
 ) -> dict[Metric, Tensor | Unavailable]:
     if truth.features is None:
         missing = Unavailable("the true features were not recorded")
-        return {"feature_error": missing, "feature_cosine": missing}
+        return {"feature_error": missing, "feature_cosine": missing, "subspace_error": missing}
     wanted = truth.features.detach().cpu()
     features = align(claimed, assignment, torch.zeros_like(wanted[0]))
     return {
         "feature_error": feature_error(features, wanted),
         "feature_cosine": feature_cosine(features, wanted),
+        "subspace_error": subspace_error(claimed, wanted),
     }
 
 
@@ -162,8 +172,10 @@ def _perceptual(
 def _assignment(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
     if reconstruction.images is not None:
         return match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
-    if reconstruction.features is not None and truth.features is not None:
-        return match(reconstruction.features.detach().cpu(), truth.features.detach().cpu())
+    pair = (reconstruction.features, truth.features)
+    if pair[0] is not None and pair[1] is not None:
+        # By direction: an attack need not know the norms.
+        return match(*(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in pair))
     return []
 
 

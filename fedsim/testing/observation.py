@@ -12,6 +12,7 @@ from fedsim import rng
 from fedsim.defense import AggregationDefense, TrainingDefense, UpdateDefense, chain
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
+from fedsim.models.local import features_of
 from fedsim.plugins import load
 from fedsim.recording import observation_id
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
@@ -73,12 +74,13 @@ def make_observation(
     network = build(spec, rng.derive(seed, "model"))
     parameters = {name: value.detach().clone() for name, value in network.named_parameters()}
     buffers = {name: value.clone() for name, value in network.named_buffers()}
-    updates = []
+    updates, features = [], []
     for client, (x, y) in enumerate(
         zip(images.chunk(num_clients), labels.chunk(num_clients), strict=True)
     ):
         distinct = training.num_images // training.batch_size
         batches = list(zip(normalize(x, spec).chunk(distinct), y.chunk(distinct), strict=True))
+        features += [features_of(network, parameters, buffers, b, training) for b, _ in batches]
         batches *= training.steps // distinct
         stream = rng.generator(seed, "defense", client)
         trained = train(network, parameters, buffers, batches, training, stack, stream)
@@ -108,7 +110,8 @@ def make_observation(
         trial=0,
         seed=seed,
     )
-    return observation, GroundTruth(images=images.clone(), labels=labels.clone())
+    truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
+    return observation, truth
 
 
 def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 from fedsim.plugins import names
 from fedsim.testing import AttackContract
+from fedsim_attacks.activation_features import ActivationFeatures
+from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
+from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
 from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
+from fedsim_attacks.spectral_features import SpectralFeatures
+from fedsim_attacks.tensor_features import TensorFeatures
 
 
 class TestDeepLeakage(AttackContract):
@@ -30,6 +37,39 @@ class TestInvertingGradientsOnConvolutions(AttackContract):
 
     def make(self) -> InvertingGradients:
         return InvertingGradients(iterations=3)
+
+
+class OfATwoLayerHead(AttackContract):
+    model = "mlp"
+    model_parameters: ClassVar[dict[str, Any]] = {
+        "hidden": [12],
+        "head": {"width": 640, "planted": 512},
+    }
+
+
+class TestSpectralFeatures(OfATwoLayerHead):
+    def make(self) -> SpectralFeatures:
+        return SpectralFeatures()
+
+
+class TestActivationFeatures(OfATwoLayerHead):
+    def make(self) -> ActivationFeatures:
+        return ActivationFeatures()
+
+
+class TestTensorFeatures(OfATwoLayerHead):
+    def make(self) -> TensorFeatures:
+        return TensorFeatures()
+
+
+class TestHeadFit(OfATwoLayerHead):
+    def make(self) -> HeadFit:
+        return HeadFit(iterations=40, starts=2)
+
+
+class TestBestFeatures(OfATwoLayerHead):
+    def make(self) -> BestFeatures:
+        return BestFeatures(iterations=40, starts=2)
 
 
 class TestLabelInference(AttackContract):

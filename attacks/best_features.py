@@ -1,0 +1,108 @@
+"""The strongest feature attack for what was observed, chosen by the attacker's own consistency.
+
+What the attacker can check is whether features reproduce the observed ∂L/∂A. Exact rows are peeled
+(`activation_features`); what that leaves open, or a defense has disturbed, is fitted (`head_fit`)
+from the features that peeling did find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+
+from fedsim.adversary import Attack, AttackState
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks import activation_features, head_fit
+from fedsim_attacks.activation_features import Peeling
+from fedsim_attacks.head_fit import Fit
+from fedsim_attacks.head_gradient import HeadGradient
+
+_EXACT = 1e-3
+_TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
+"""(equal rows, one image's ∂L/∂A): of exact gradients, and of several small steps."""
+
+
+@dataclass(kw_only=True)
+class Best(AttackState):
+    """The peeling, and the fit that follows unless it explains everything."""
+
+    peeling: Peeling | None
+    fit: Fit | None
+    rng: torch.Generator
+
+
+@final
+class BestFeatures(Attack[Best]):
+    """Peels off what is exact, fits the rest, and keeps what reproduces the observation best."""
+
+    paper: ClassVar[str] = "fedsim: activation_features and head_fit, chosen by consistency"
+
+    iterations: Annotated[int, Field(ge=20)] = 200
+    """Of the fit."""
+    starts: Annotated[int, Field(ge=1)] = 4
+    """Of the fit."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
+        """Peel, where rows can be exact.
+
+        Raises:
+            AttackFailed: the model has no two-layer head.
+        """
+        seen = HeadGradient.of(observation)
+        exact = seen.config.planted and seen.config.activation == "relu"
+        peeling = None
+        if exact and not seen.noisy and not seen.pruned:
+            peeling = self._peel(seen)
+        loss = torch.full((), torch.inf) if peeling is None else peeling.loss
+        state = Best(loss=loss, peeling=peeling, fit=None, rng=rng)
+        if peeling is None or float(loss) ** 2 > _EXACT**2:
+            starts = list(head_fit.random_starts(seen, self.starts, rng))
+            if peeling is not None and len(peeling.shares):
+                known = activation_features.features(peeling.shares).to(starts[0].dtype)
+                starts = [torch.cat([known, start[len(known) :]]) for start in starts]
+            state.fit = head_fit.begin(seen, starts)
+        return state
+
+    def step(self, state: Best) -> Best:
+        """20 iterations of the fit."""
+        assert state.fit is not None
+        state.fit = head_fit.improve(state.fit)
+        state.iteration, state.loss = state.fit.iteration, state.fit.loss.sqrt()
+        return state
+
+    def terminate(self, state: Best) -> bool:
+        """Peeling explains everything, or the fit is done."""
+        fit = state.fit
+        if fit is None:
+            return True
+        return not fit.waiting and (fit.settled or fit.iteration >= self.total())
+
+    def postprocess(self, state: Best) -> Reconstruction:
+        """Of both, the features that leave less of ∂L/∂A unexplained: that share is the loss."""
+        peeling, fit = state.peeling, state.fit
+        fitted = float("inf") if fit is None else float(fit.loss) ** 0.5
+        if fit is None or (peeling is not None and float(peeling.loss) <= fitted):
+            assert peeling is not None
+            found, loss = activation_features.filled_up(peeling), float(peeling.loss)
+        else:
+            found, loss = head_fit.scaled(fit), fitted
+        return Reconstruction(features=found.float(), loss=loss, iterations=state.iteration)
+
+    def total(self) -> int:
+        """Of the fit."""
+        return self.iterations + 20 * (self.starts - 1)
+
+    def _peel(self, seen: HeadGradient) -> Peeling:
+        """With the tolerance that finds most."""
+        tried = []
+        for tolerance, consistency in _TOLERANCES:
+            peeling = activation_features.start(seen)
+            while not peeling.stuck and len(peeling.shares) < seen.num_images:
+                peeling = activation_features.peel(peeling, tolerance, consistency)
+            tried.append(peeling)
+            if float(peeling.loss) < _EXACT:
+                break
+        return min(tried, key=lambda peeling: float(peeling.loss))

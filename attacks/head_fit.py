@@ -1,0 +1,220 @@
+"""Features by fitting the observed ∂L/∂A = D σ(X W' + b) of a two-layer head.
+
+For fixed features X the best D is a linear least-squares solution, which leaves a nonlinear problem
+in X alone (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). With Gaussian W
+it is a teacher-student problem with N hidden units and far more equations (K m) than unknowns
+(N d), so noise averages out. Entries that a defense has set to zero are known to be small: they
+take the model's own prediction as long as it is, and else the threshold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.adversary import Attack, AttackFailed, AttackState
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.spectral_features import span
+
+_CHUNK = 20
+_RIDGE = 1e-9
+_SPREAD = 1.0
+"""Of the starting features around their common direction, in units of it."""
+
+
+@dataclass(kw_only=True)
+class Fit(AttackState):
+    """The features of the best start so far; while `waiting`, of those tried out."""
+
+    seen: HeadGradient
+    target: Tensor
+    """(K, m): the observed ∂L/∂A, with entries that were removed filled in."""
+    features: Tensor
+    """(N, d)."""
+    waiting: list[Tensor] = field(default_factory=list)
+    """Starts that have not been tried."""
+    settled: bool = False
+
+
+@final
+class HeadFit(Attack[Fit]):
+    """Fits ∂L/∂A of a two-layer head by variable projection: L-BFGS over the features.
+
+    It works under noise, pruning and clipping, for any activation. Signs and, through the
+    probabilities that the features imply, norms are recovered.
+    """
+
+    paper: ClassVar[str] = (
+        "Variable projection (Golub and Pereyra, 1973) on the gradient of Liu et al., Data "
+        "Reconstruction Attacks and Defenses, section 2.1"
+    )
+
+    iterations: Annotated[int, Field(ge=_CHUNK)] = 200
+    """Of L-BFGS, for the best start."""
+    starts: Annotated[int, Field(ge=1)] = 4
+    """Random starts that are tried for 20 iterations."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Fit:
+        """Random features around the direction that all have in common.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂A.
+        """
+        seen = HeadGradient.of(observation)
+        return begin(seen, list(random_starts(seen, self.starts, rng)))
+
+    def step(self, state: Fit) -> Fit:
+        """20 iterations of a start, or of the best one."""
+        return improve(state)
+
+    def terminate(self, state: Fit) -> bool:
+        """After `iterations` of the best start, or where no step improves it."""
+        return not state.waiting and (state.settled or state.iteration >= self.total())
+
+    def postprocess(self, state: Fit) -> Reconstruction:
+        """The features at their norms. The loss is the share of ∂L/∂A that they do not explain."""
+        return Reconstruction(
+            features=scaled(state).float(), loss=float(state.loss), iterations=state.iteration
+        )
+
+    def total(self) -> int:
+        """`iterations`, and those of the other starts."""
+        return self.iterations + _CHUNK * (self.starts - 1)
+
+
+def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
+    """The state before any of `starts` (N, d) was tried.
+
+    Raises:
+        AttackFailed: nothing is left of ∂L/∂A.
+    """
+    if not seen.grad_output.any():
+        raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
+    return Fit(
+        seen=seen,
+        target=seen.grad_output.clone(),
+        features=starts[0],
+        waiting=starts,
+        loss=torch.full((), torch.inf, device=seen.hidden.device),
+    )
+
+
+def improve(state: Fit) -> Fit:
+    """20 more iterations of L-BFGS: of the next start, or of the best."""
+    trying = bool(state.waiting)
+    before = state.loss
+    features, loss = _descend(state, state.waiting.pop(0) if trying else state.features)
+    if loss < state.loss:
+        state.features, state.loss = features, loss
+    if not trying:
+        state.settled = not bool(loss < before * (1 - 1e-4))
+        if state.seen.pruned:
+            state.target = _filled_in(state)
+            state.loss = _evaluate(state.seen, state.target, state.features)[0]
+    state.iteration += _CHUNK
+    return state
+
+
+def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
+    """`count` starts (N, d): the common direction plus a random one in the features' likely span.
+
+    By Stein's lemma the mean of ∂L/∂A_kj w_j over the planted neurons is in proportion to
+    Σ_i D_ki x_i, a sum with one sign for a class that is not in the batch.
+    """
+    weights, outer = seen.hidden[seen.server], seen.grad_output[:, seen.server]
+    moments = outer @ weights / len(weights) * outer.sum(1, keepdim=True).sign()
+    likely = torch.linalg.svd(moments, full_matrices=False)[2][: min(seen.rank, len(moments) - 1)]
+    if len(likely) < seen.rank:
+        more = span(seen.rows, seen.rank)[0].to(likely.dtype)
+        more = more - (more @ likely.T) @ likely
+        extra = torch.linalg.svd(more, full_matrices=False)[2][: seen.rank - len(likely)]
+        likely = torch.cat([likely, extra])
+    common = F.normalize(moments.sum(0), dim=0)
+    unit = 1 / weights.std()
+    for _ in range(count):
+        mix = torch.randn(seen.num_images, len(likely), generator=rng).to(likely)
+        yield unit * F.normalize(common + _SPREAD * F.normalize(mix @ likely, dim=1), dim=1)
+
+
+def scaled(state: Fit) -> Tensor:
+    """The features (N, d) at the norms at which they explain their own error signals.
+
+    Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each
+    norm is where that holds best.
+    """
+    seen, features = state.seen, state.features
+    _, _, errors = _evaluate(seen, state.target, features)
+    preactivation = features @ seen.hidden.T
+    label = errors.argmin(0)
+    wanted = seen.num_images * errors.T
+    factors = torch.logspace(-3, 3, 241, dtype=features.dtype, device=features.device)
+    costs = []
+    for factor in factors:
+        hidden = seen.activation(factor * preactivation + seen.bias)
+        implied = (hidden @ seen.output.T).softmax(1) - F.one_hot(label, len(errors))
+        # In the units of the implied error, which a far too small or large norm cannot shrink.
+        costs.append((wanted / factor - implied).square().sum(1) / implied.square().sum(1))
+    best = factors[torch.stack(costs).argmin(0)]
+    if seen.config.activation not in ("relu", "leaky_relu"):
+        best = torch.ones_like(best)  # other activations are not homogeneous: the fit has the norm
+    return features * best[:, None]
+
+
+def _descend(state: Fit, start: Tensor) -> tuple[Tensor, Tensor]:
+    """20 iterations of L-BFGS from `start`: features and loss."""
+    unit = torch.linalg.vector_norm(start, dim=1).mean()
+    variable = (start / unit).requires_grad_()
+    optimizer = torch.optim.LBFGS(
+        [variable],
+        max_iter=_CHUNK,
+        max_eval=2 * _CHUNK,
+        history_size=_CHUNK,
+        tolerance_grad=1e-12,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        with torch.no_grad():
+            loss, slope, _ = _evaluate(state.seen, state.target, variable * unit)
+            variable.grad = slope * unit
+        return loss
+
+    optimizer.step(closure)  # type: ignore[no-untyped-call]
+    found = variable.detach() * unit
+    return found, _evaluate(state.seen, state.target, found)[0]
+
+
+def _evaluate(
+    seen: HeadGradient, target: Tensor, features: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Share of `target` that `features` leave unexplained, its gradient in them, and D (K, N)."""
+    with torch.enable_grad():
+        preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
+        hidden = seen.activation(preactivation)
+    values = hidden.detach()
+    gram = (values @ values.T).double()
+    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
+    errors = torch.linalg.solve(gram + ridge, (values @ target.T).double()).T.to(target.dtype)
+    left = target - errors @ values
+    energy = target.square().sum()
+    # At the best D the loss depends on the features through the hidden values alone.
+    (slope,) = torch.autograd.grad(hidden, preactivation, -2 / energy * (errors.T @ left))
+    return left.square().sum() / energy, slope @ seen.hidden, errors
+
+
+def _filled_in(state: Fit) -> Tensor:
+    """The observed ∂L/∂A; removed entries as predicted, but no larger than the smallest kept."""
+    seen = state.seen
+    kept = seen.grad_output != 0
+    threshold = seen.grad_output[kept].abs().min()
+    _, _, errors = _evaluate(seen, state.target, state.features)
+    predicted = errors @ seen.activation(state.features @ seen.hidden.T + seen.bias)
+    return torch.where(kept, seen.grad_output, predicted.clamp(-threshold, threshold))

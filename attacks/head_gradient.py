@@ -1,0 +1,120 @@
+"""What the gradient of a two-layer head f(x) = A σ(W x + b) shows of the features x of its batch.
+
+With the mean cross-entropy over N images, D_ki = (p_ki - y_ki) / N and s_ij = Σ_k D_ki A_kj,
+
+    ∂L/∂A_kj = Σ_i D_ki σ(w_j'x_i + b_j)
+    ∂L/∂w_j  = Σ_i s_ij σ'(w_j'x_i + b_j) x_i        ∂L/∂b_j the same without x_i
+
+(Liu et al., Data Reconstruction Attacks and Defenses, section 2.1 and Appendix B; their head has no
+bias and a factor 1/m, which scales everything alike.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim.adversary import AttackFailed, rebuild
+from fedsim.models.base import HeadConfig
+from fedsim.models.head import TwoLayerHead
+from fedsim.models.local import mean_gradient_factor
+from fedsim.types import Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGradient:
+    """The head's weights and the observed mean gradient of its parameters.
+
+    m hidden neurons, the last `config.planted` of them the server's; d features; K classes; N
+    images.
+    """
+
+    hidden: Tensor
+    """W (m, d), float32."""
+    bias: Tensor
+    """b (m,)."""
+    output: Tensor
+    """A (K, m)."""
+    activation: Callable[[Tensor], Tensor]
+    """σ, element-wise."""
+    config: HeadConfig
+    """How the head was built; public."""
+    grad_hidden: Tensor
+    """∂L/∂W (m, d), zero where a defense removed an entry."""
+    grad_bias: Tensor
+    """∂L/∂b (m,)."""
+    grad_output: Tensor
+    """∂L/∂A (K, m)."""
+    num_images: int
+    pruned: bool
+    """Whether the declared defenses set entries to zero."""
+    noisy: bool
+    """Whether they add noise."""
+
+    @staticmethod
+    def of(observation: Observation) -> HeadGradient:
+        """Read it off an observation.
+
+        A fedavg update is taken as the mean gradient of its steps, which is exact for one step and
+        near for a small learning rate; an aggregate, as the gradient of all clients' images.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing of its update is left.
+        """
+        model = rebuild(observation)
+        if not isinstance(model.head, TwoLayerHead):
+            raise AttackFailed(
+                "features are recovered from a two-layer head: give the model one (`head: {width: "
+                "..., planted: ...}`)"
+            )
+        factor = mean_gradient_factor(observation.training)
+        seen = {
+            name: observation.update[f"head.{name}"].detach() * factor
+            for name in ("hidden.weight", "hidden.bias", "output.weight")
+        }
+        if not any(bool(part.any()) for part in seen.values()):
+            raise AttackFailed("nothing is left of the update of the head")
+        head = model.head
+        declared = {str(member["name"]) for member in observation.defense}
+        return HeadGradient(
+            hidden=head.hidden.weight.detach(),
+            bias=head.hidden.bias.detach(),
+            output=head.output.weight.detach(),
+            activation=head.activation,
+            config=head.config,
+            grad_hidden=seen["hidden.weight"],
+            grad_bias=seen["hidden.bias"],
+            grad_output=seen["output.weight"],
+            num_images=observation.num_images,
+            pruned=bool(declared & {"gradient_pruning", "top_k"}),
+            noisy=bool(declared & {"gaussian_noise", "dp_sgd"}),
+        )
+
+    @cached_property
+    def server(self) -> slice:
+        """The planted neurons; all, if none are."""
+        planted = self.config.planted
+        return slice(self.hidden.shape[0] - planted if planted else 0, None)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of ∂L/∂W whose span is the features', (rows, d); none if nothing is left.
+
+        Without noise a short row is as exact as a long one, and an image whose loss is nearly zero
+        shows only in short rows, those of the neurons that no other image activates: then they are
+        brought to unit length. Under noise their length is their evidence.
+        """
+        if self.noisy:
+            return self.grad_hidden
+        length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
+        seen = length[:, 0] > 0
+        return self.grad_hidden[seen] / length[seen].to(self.grad_hidden.dtype)
+
+    @property
+    def rank(self) -> int:
+        """How many directions N images can span."""
+        return min(self.num_images, self.hidden.shape[1])

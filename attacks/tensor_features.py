@@ -1,0 +1,225 @@
+"""The tensor-decomposition attack on the two-layer head, as its paper states it.
+
+Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section
+2.1 and Appendices A and B, after Wang, Lee and Lei, Reconstructing Training Data from Model
+Gradient, Provably, AISTATS 2023. From g(w_j) = Σ_k c_k ∂L/∂a_kj = Σ_i r_i σ(w_j'x_i) the matrix
+P̂ = Σ_j g(w_j) H_2(w_j) ≈ Σ_i r_i ν x_i x_i' gives the span V of the features, and the tensor
+T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.adversary import Attack, AttackFailed, AttackState
+from fedsim.models.layers import activation
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks import hermite
+from fedsim_attacks.head_gradient import HeadGradient
+
+_NEGLIGIBLE = 1e-3
+
+
+@dataclass(kw_only=True)
+class Decomposed(AttackState):
+    """What was found."""
+
+    features: Tensor
+    """(N, d) unit vectors."""
+
+
+@final
+class TensorFeatures(Attack[Decomposed]):
+    """Moments of ∂L/∂A with Hermite functions of the planted weights, and their decomposition.
+
+    Recovers directions, not norms. `variance_reduction` departs from the paper: it subtracts from g
+    its constant and linear part, which have zero expected moments but most of the variance.
+    """
+
+    paper: ClassVar[str] = (
+        "Liu et al., Data Reconstruction Attacks and Defenses, section 2.1, Appendices A and B"
+    )
+
+    variance_reduction: bool = False
+    """Subtract the constant and linear part of g before taking moments."""
+    iterations: Annotated[int, Field(ge=1)] = 100
+    """Of the power method for the span."""
+    contraction: Literal["auto", "second", "third"] = "auto"
+    """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Decomposed:
+        """Everything happens here.
+
+        Raises:
+            AttackFailed: there is no two-layer head, or none of its neurons are planted.
+        """
+        seen = HeadGradient.of(observation)
+        found, left = decompose(
+            seen,
+            variance_reduction=self.variance_reduction,
+            iterations=self.iterations,
+            contraction=self.contraction,
+            rng=rng,
+        )
+        return Decomposed(loss=left, features=found)
+
+    def step(self, state: Decomposed) -> Decomposed:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Decomposed) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Decomposed) -> Reconstruction:
+        """Unit features. The loss is the share of the tensor that they do not explain."""
+        return Reconstruction(features=state.features.float(), loss=float(state.loss), iterations=0)
+
+    def total(self) -> int:
+        """None."""
+        return 0
+
+
+def decompose(
+    seen: HeadGradient,
+    *,
+    variance_reduction: bool,
+    iterations: int,
+    contraction: Literal["auto", "second", "third"],
+    rng: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Unit features (N, d) float64, and the share of the projected tensor left unexplained.
+
+    Raises:
+        AttackFailed: none of the head's neurons are planted.
+    """
+    if not seen.config.planted:
+        raise AttackFailed(
+            "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
+            "planted: ...}`)"
+        )
+    w = seen.hidden[seen.server].double() / seen.config.planted_std
+    g = combine(seen).double()
+    if variance_reduction:
+        design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
+        g = g - design @ torch.linalg.lstsq(design, g[:, None]).solution[:, 0]
+    moments = derivative_moments(seen.config.activation)
+    by_second = abs(moments[2]) > _NEGLIGIBLE
+    if contraction != "auto":
+        by_second = contraction == "second"
+    a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=torch.float64), dim=0).to(w)
+    matrix = hermite.second(g, w) if by_second else hermite.third_along(g, w, a)
+    basis = power_method(matrix, seen.rank, iterations, rng)
+    if seen.rank == 1:
+        return _signed(basis.T, seen), torch.zeros(())
+    y = w @ basis
+    inside = F.normalize(torch.randn(seen.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
+    by_third = abs(moments[3]) > _NEGLIGIBLE
+    tensor = hermite.third(g, y) if by_third else hermite.fourth_along(g, y, inside)
+    directions, left = components(tensor, rng)
+    return _signed(directions @ basis.T, seen), left
+
+
+def combine(seen: HeadGradient) -> Tensor:
+    """g (v,) = Σ_k c_k ∂L/∂a_kj, with r_i = Σ_k c_k (p_ki - y_ki) as constant as the rows allow.
+
+    Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
+    p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
+    equal, or two or three classes, c is one class and r_i = 1 / K - y_1i (Remark B.3).
+    """
+    outer = seen.grad_output[:, seen.server]
+    classes = len(outer)
+    if classes <= 3 or seen.config.planted_rows == "equal":
+        return outer[0]
+    return outer[0] + outer[(classes + 1) // 2]
+
+
+def derivative_moments(name: str) -> dict[int, float]:
+    """p -> E[σ^(p)(z)] = E[σ(z) He_p(z)] for standard normal z and p = 2, 3, 4 (quadrature)."""
+    z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
+    density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
+    value = activation(name)(z)  # type: ignore[arg-type]
+    polynomials = {2: z**2 - 1, 3: z**3 - 3 * z, 4: z**4 - 6 * z**2 + 3}
+    return {p: float(torch.trapezoid(value * h * density, z)) for p, h in polynomials.items()}
+
+
+def power_method(matrix: Tensor, rank: int, iterations: int, rng: torch.Generator) -> Tensor:
+    """(d, rank) orthonormal: the span of the eigenvectors of largest magnitude (Zhong et al. 2017,
+    Algorithm 3; squared, so that eigenvalues of both signs count)."""
+    start = torch.randn(len(matrix), rank, generator=rng, dtype=torch.float64).to(matrix)
+    basis = torch.linalg.qr(start)[0]
+    for _ in range(iterations):
+        basis = torch.linalg.qr(matrix @ (matrix @ basis))[0]
+    return basis
+
+
+def components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Unit u_i with tensor ≈ Σ_i λ_i u_i⊗³ (r, r), and the share left unexplained.
+
+    By simultaneous diagonalization of random contractions (Kuleshov, Chaganty and Liang, Tensor
+    Factorization via Matrix Factorization, AISTATS 2015, for components that need not be
+    orthogonal), then refined by alternating least squares.
+    """
+    rank = len(tensor)
+    candidates = []
+    for _ in range(10):
+        one, two = (
+            torch.einsum(
+                "ijk,k->ij", tensor, torch.randn(rank, generator=rng, dtype=tensor.dtype).to(tensor)
+            )
+            for _ in range(2)
+        )
+        vectors = torch.linalg.eig(one @ torch.linalg.pinv(two))[1].real.T
+        candidates.append(_alternate(tensor, F.normalize(vectors, dim=1)))
+    return min(candidates, key=lambda found: float(found[1]))
+
+
+def _alternate(tensor: Tensor, u: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
+    flat = tensor.flatten(1)
+    for _ in range(rounds):
+        pairs = torch.einsum("ia,ib->iab", u, u).flatten(1)  # (r, r²)
+        factor = flat @ torch.linalg.pinv(pairs)  # (r, components)
+        u = F.normalize(factor.T, dim=1)
+    pairs = torch.einsum("ia,ib->iab", u, u).flatten(1)
+    cubes = torch.einsum("ia,ib->iab", u, pairs).flatten(1)
+    weight = torch.linalg.lstsq(cubes.T, tensor.flatten()[:, None]).solution[:, 0]
+    left = torch.linalg.vector_norm(tensor.flatten() - weight @ cubes)
+    return u, left / torch.linalg.vector_norm(tensor)
+
+
+def _signed(directions: Tensor, seen: HeadGradient) -> Tensor:
+    """Directions (N, d) with the signs under which they explain ∂L/∂A best.
+
+    The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
+    them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
+    """
+    w, b = seen.hidden[seen.server].double(), seen.bias[seen.server].double()
+    outer = seen.grad_output[:, seen.server].double()
+    norm = 1 / seen.config.planted_std
+    signs = directions.new_ones(len(directions))
+
+    def left(signs: Tensor) -> float:
+        hidden = seen.activation(norm * (signs[:, None] * directions) @ w.T + b)
+        fit = torch.linalg.lstsq(hidden.T, outer.T).solution
+        return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
+
+    best = left(signs)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(signs)):
+            signs[i] = -signs[i]
+            value = left(signs)
+            if value < best * (1 - 1e-12):
+                best, improved = value, True
+            else:
+                signs[i] = -signs[i]
+    return signs[:, None] * directions

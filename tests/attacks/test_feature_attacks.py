@@ -1,0 +1,184 @@
+"""Attacks on the two-layer head: known features come out, and defenses change what they should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.adversary import Attack, AttackFailed, create, solve
+from fedsim.scoring import Scores, score
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+
+HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
+
+
+def observe(
+    count: int, head: dict[str, Any] | None = None, **case: Any
+) -> tuple[Observation, GroundTruth]:
+    """The features are the normalized images themselves: d = 36, their norm is about 7."""
+    images = torch.rand(count, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    labels = (3 * torch.arange(count)) % 10
+    parameters = {"hidden": [], "head": {**HEAD, **(head or {})}}
+    return make_observation(images, labels, model="mlp", model_parameters=parameters, **case)
+
+
+def attack(name: str, observation: Observation, truth: GroundTruth, **parameters: Any) -> Scores:
+    made: Attack[Any] = create(name, parameters)
+    found = solve(made, observation, Knowledge(), seed=1).reconstruction
+    return score(found, truth)
+
+
+def test_the_truth_is_what_the_head_gets() -> None:
+    _, truth = observe(3)
+    assert truth.features is not None
+    torch.testing.assert_close(truth.features, ((truth.images - 0.4) / 0.25).flatten(1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 16])
+@pytest.mark.parametrize("name", ["activation_features", "best_features"])
+def test_features_come_out_with_sign_and_norm(name: str, count: int) -> None:
+    scores = attack(name, *observe(count))
+    assert scores.feature_error is not None
+    assert max(scores.per_image["feature_error"]) < 1e-4
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6
+
+
+def test_rows_of_several_images_are_peeled() -> None:
+    observation, truth = observe(30)
+    made = create("activation_features")
+    solution = solve(made, observation, Knowledge(), seed=1).reconstruction
+    assert solution.iterations > 1
+    cosines = torch.tensor(score(solution, truth).per_image["feature_cosine"])
+    assert float((cosines > 0.999).double().mean()) >= 0.95
+
+
+def test_an_image_whose_loss_nearly_vanishes_is_found() -> None:
+    """The model is certain of class 9: in all but the rows of its own its image is rounded away."""
+    images = torch.rand(4, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    observation, truth = make_observation(
+        images,
+        torch.tensor([9, 1, 2, 3]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": {**HEAD, "planted_gain": 50.0}},
+    )
+    shares = observation.update["head.hidden.bias"].abs()
+    assert float(shares[shares > 0].min() / shares.max()) < 1e-4
+    for name in ("activation_features", "spectral_features", "best_features"):
+        assert max(attack(name, observation, truth).per_image["subspace_error"]) < 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_the_span_is_the_row_space(count: int) -> None:
+    scores = attack("spectral_features", *observe(count))
+    assert scores.subspace_error is not None
+    assert max(scores.per_image["subspace_error"]) < 1e-4
+    assert scores.feature_error is not None
+    if count > 1:
+        assert scores.feature_error > 0.1  # the span, not single features
+
+
+def test_clipping_changes_nothing() -> None:
+    for name in ("activation_features", "spectral_features", "best_features"):
+        scores = attack(name, *observe(4, defense=[{"name": "clip", "norm": 0.001}]))
+        assert max(scores.per_image["subspace_error"]) < 1e-4
+
+
+def test_the_order_of_the_batch_does_not_matter() -> None:
+    images = torch.rand(5, 1, 6, 6, generator=rng.generator(0, "order"))
+    labels = torch.arange(5)
+    parameters = {"hidden": [], "head": HEAD}
+    errors = []
+    for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
+        case = make_observation(
+            images[order], labels[order], model="mlp", model_parameters=parameters
+        )
+        errors.append(sorted(attack("activation_features", *case).per_image["feature_cosine"]))
+    torch.testing.assert_close(torch.tensor(errors[0]), torch.tensor(errors[1]))
+    assert min(errors[0]) > 1 - 1e-6
+
+
+@pytest.mark.parametrize("std", [0.001, 0.01])
+def test_a_fit_sees_through_noise(std: float) -> None:
+    noisy = observe(4, defense=[{"name": "gaussian_noise", "std": std}])
+    fitted = attack("head_fit", *noisy).subspace_error
+    spectral = attack("spectral_features", *noisy).subspace_error
+    best = attack("best_features", *noisy).subspace_error
+    assert fitted is not None
+    assert spectral is not None
+    assert best is not None
+    assert fitted < 20 * std
+    assert fitted < spectral / 3
+    assert best < 20 * std
+
+
+def test_without_noise_a_fit_is_exact_and_finds_norms() -> None:
+    scores = attack("head_fit", *observe(3), iterations=400)
+    assert max(scores.per_image["subspace_error"]) < 5e-3
+    assert max(scores.per_image["feature_error"]) < 0.1  # norms are found on a grid
+
+
+@pytest.mark.parametrize("activation", ["tanh", "softplus"])
+def test_a_fit_takes_any_activation(activation: str) -> None:
+    scores = attack("head_fit", *observe(2, {"activation": activation}), iterations=300)
+    assert max(scores.per_image["subspace_error"]) < 0.02
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_pruning_hides_little(ratio: float) -> None:
+    pruned = observe(4, defense=[{"name": "gradient_pruning", "ratio": ratio}])
+    error = attack("best_features", *pruned).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_several_local_steps_hide_little() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=0.05, batches="same")
+    error = attack("best_features", *observe(4, training=training)).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_several_clients_batches_come_out_of_their_sum() -> None:
+    scores = attack("best_features", *observe(6, defense=[{"name": "aggregate"}], num_clients=2))
+    assert max(scores.per_image["feature_error"]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "message"),
+    [
+        ("activation_features", {"planted": 0}, "planted"),
+        ("tensor_features", {"planted": 0}, "planted"),
+        ("activation_features", {"activation": "tanh"}, "relu"),
+    ],
+)
+def test_what_cannot_work_says_what_would(name: str, head: dict[str, Any], message: str) -> None:
+    with pytest.raises(AttackFailed, match=message):
+        attack(name, *observe(2, head))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["spectral_features", "activation_features", "tensor_features", "head_fit", "best_features"],
+)
+def test_a_model_without_the_head_is_refused(name: str) -> None:
+    images, labels = torch.rand(2, 1, 6, 6), torch.tensor([1, 2])
+    case = make_observation(images, labels, model="mlp")
+    with pytest.raises(AttackFailed, match="two-layer head"):
+        attack(name, *case)
+
+
+def test_a_head_whose_update_was_removed_is_refused() -> None:
+    observation, truth = observe(2)
+    update: dict[str, Tensor] = {
+        name: torch.zeros_like(value) if name.startswith("head.") else torch.ones_like(value)
+        for name, value in observation.update.items()
+    }
+    update["head.hidden.bias"] += 1
+    stripped = Observation(**{**vars(observation), "update": update})
+    with pytest.raises(AttackFailed, match="nothing is left"):
+        attack("best_features", stripped, truth)

@@ -1,0 +1,144 @@
+"""The tensor attack's formulas against their definitions, and its rate."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.adversary import create, solve
+from fedsim.scoring import score
+from fedsim.testing import make_observation
+from fedsim.types import Knowledge
+from fedsim_attacks import hermite
+from fedsim_attacks.tensor_features import components, derivative_moments, power_method
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=rng.generator(seed, "tensor"), dtype=torch.float64)
+
+
+def tensors_of(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """H_2, H_3, H_4 of each point, every entry."""
+    eye = torch.eye(w.shape[1], dtype=w.dtype)
+    two = torch.einsum("ma,mb->mab", w, w)
+    three = torch.einsum("mab,mc->mabc", two, w)
+    four = torch.einsum("mabc,md->mabcd", three, w)
+    for one, pair in (("a", "bc"), ("b", "ac"), ("c", "ab")):
+        three = three - torch.einsum(f"m{one},{pair}->mabc", w, eye)
+    for pair, other in (("ab", "cd"), ("ac", "bd"), ("ad", "bc")):
+        four = four - torch.einsum(f"m{pair},{other}->mabcd", two, eye)
+        four = four - torch.einsum(f"m{other},{pair}->mabcd", two, eye)
+        four = four + torch.einsum(f"{pair},{other}->abcd", eye, eye)
+    return two - eye, three, four
+
+
+def test_contracted_moments_are_those_of_the_full_tensors() -> None:
+    w, g = normal(40, 4), normal(40, seed=1)
+    a = F.normalize(normal(4, seed=2), dim=0)
+    two, three, four = tensors_of(w)
+    mean = g / len(g)
+    torch.testing.assert_close(hermite.second(g, w), torch.einsum("m,mab->ab", mean, two))
+    torch.testing.assert_close(hermite.third(g, w), torch.einsum("m,mabc->abc", mean, three))
+    torch.testing.assert_close(
+        hermite.third_along(g, w, a), torch.einsum("m,mabc,c->ab", mean, three, a)
+    )
+    torch.testing.assert_close(
+        hermite.fourth_along(g, w, a), torch.einsum("m,mabcd,d->abc", mean, four, a)
+    )
+
+
+def test_steins_lemma() -> None:
+    """E[σ(w'x) H_p(w)] = E[σ^(p)] x⊗p for unit x: by Monte-Carlo, within its error."""
+    x = F.normalize(normal(3, seed=3), dim=0)
+    w = normal(400_000, 3, seed=4)
+    moments = derivative_moments("softplus")
+    g = F.softplus(w @ x)
+    torch.testing.assert_close(
+        hermite.second(g, w), moments[2] * torch.outer(x, x), rtol=0, atol=0.01
+    )
+    a = F.normalize(normal(3, seed=5), dim=0)
+    expected = moments[4] * torch.einsum("i,j,k->ijk", x, x, x) * (x @ a)
+    torch.testing.assert_close(hermite.fourth_along(g, w, a), expected, rtol=0, atol=0.05)
+
+
+def test_moments_of_the_activations_derivatives() -> None:
+    relu, tanh = derivative_moments("relu"), derivative_moments("tanh")
+    peak = 1 / math.sqrt(2 * math.pi)
+    assert relu[2] == pytest.approx(peak, abs=1e-6)
+    assert relu[3] == pytest.approx(0, abs=1e-9)  # so k_3 = 4
+    assert relu[4] == pytest.approx(-peak, abs=1e-6)
+    assert tanh[2] == pytest.approx(0, abs=1e-9)  # so k_2 = 3
+    assert tanh[3] < -0.1
+
+
+def test_the_power_method_finds_eigenvalues_of_both_signs() -> None:
+    axes = torch.linalg.qr(normal(6, 6))[0]
+    matrix = axes @ torch.diag(torch.tensor([5.0, -4, 1, 0.5, 0.1, 0]).double()) @ axes.T
+    basis = power_method(matrix, 2, 200, rng.generator(0, "power"))
+    torch.testing.assert_close(basis @ basis.T, axes[:, :2] @ axes[:, :2].T)
+
+
+def test_components_of_an_exact_tensor() -> None:
+    """Not orthogonal, weights of both signs."""
+    u = F.normalize(normal(4, 4, seed=6) + 0.5, dim=1)
+    tensor = torch.einsum("c,ci,cj,ck->ijk", torch.tensor([1.0, -0.7, 0.5, 2]).double(), u, u, u)
+    found, left = components(tensor, rng.generator(0, "components"))
+    assert float(left) < 1e-8
+    assert float((found @ u.T).abs().max(0).values.min()) > 1 - 1e-8
+
+
+@pytest.mark.parametrize(
+    ("activation", "count"), [("relu", 1), ("relu", 2), ("tanh", 1), ("softplus", 1)]
+)
+def test_the_error_falls_with_the_root_of_the_width(activation: str, count: int) -> None:
+    widths, errors = [2**k for k in (11, 13, 15)], []
+    for width in widths:
+        found = []
+        for trial in range(4):
+            images = torch.rand(count, 1, 4, 4, generator=rng.generator(trial, "rate"))
+            head = {
+                "width": width,
+                "planted": width,
+                "planted_std": 0.2,
+                "planted_rows": "two_groups",
+                "planted_gain": 0.01,
+                "activation": activation,
+            }
+            parameters = {"hidden": [], "head": head}
+            observation, truth = make_observation(
+                images,
+                torch.tensor([0, 7])[:count],
+                model="mlp",
+                model_parameters=parameters,
+                seed=trial,
+            )
+            attack = create("tensor_features")
+            result = solve(attack, observation, Knowledge(), seed=trial).reconstruction
+            error = score(result, truth).subspace_error
+            assert error is not None
+            found.append(error)
+        errors.append(sum(found) / len(found))
+    slope = math.log(errors[-1] / errors[0]) / math.log(widths[-1] / widths[0])
+    assert -0.75 < slope < -0.3, errors
+
+
+def test_variance_reduction_helps() -> None:
+    images = torch.rand(2, 1, 6, 6, generator=rng.generator(0, "variance"))
+    head = {"width": 4096, "planted": 4096, "planted_std": 0.1, "planted_rows": "two_groups"}
+    observation, truth = make_observation(
+        images,
+        torch.tensor([0, 7]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": head},
+    )
+    errors = {}
+    for reduced in (False, True):
+        attack = create("tensor_features", {"variance_reduction": reduced})
+        result = solve(attack, observation, Knowledge(), seed=1).reconstruction
+        errors[reduced] = score(result, truth).subspace_error or 0.0
+    assert errors[True] < 0.8 * errors[False]
