@@ -91,7 +91,7 @@ def start(seen: HeadGradient) -> Peeling:
     """The state in which nothing is known.
 
     Raises:
-        AttackFailed: as `ActivationFeatures.init`.
+        AttackFailed: as `ActivationFeatures.init`, or nothing is left of the gradient.
     """
     if not seen.config.planted:
         raise AttackFailed(
@@ -103,6 +103,8 @@ def start(seen: HeadGradient) -> Peeling:
             f"neurons of {seen.config.activation} are active for every image: only relu's tell "
             "which images they see (head.activation: relu)"
         )
+    if not seen.grad_output[:, seen.server].any() or not seen.grad_bias[seen.server].any():
+        raise AttackFailed("nothing is left of the planted neurons' gradient")
     rows = torch.cat([seen.grad_hidden[seen.server], seen.grad_bias[seen.server, None]], 1)
     outer = seen.grad_output[:, seen.server].double().clone()
     return Peeling(

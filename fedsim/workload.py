@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng
@@ -23,6 +24,7 @@ from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
+from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import features_of
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
@@ -59,6 +61,7 @@ class ClientResult:
 
     update: Update
     truth: GroundTruth
+    """With features in a round that is observed."""
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
     loss: float
@@ -112,7 +115,12 @@ class Workload:
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) before the first round; the same for every stack."""
-        fresh = build(self.spec, rng.derive(self.scenario.seed, "model"))
+        spec = self.spec
+        if self.scenario.observe.plant and _plants(self.model.head):
+            # The server trains honestly and plants when it probes.
+            honest = {**spec.parameters["head"], "planted": 0}
+            spec = replace(spec, parameters={**spec.parameters, "head": honest})
+        fresh = build(spec, rng.derive(self.scenario.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
 
@@ -122,6 +130,22 @@ class Workload:
         return self.training.mode == "train" and any(
             buffer.is_floating_point() for buffer in self.model.buffers()
         )
+
+    def probed(self, parameters: Tensors, round: int) -> Tensors:
+        """The weights at which the probes of `round` are computed, for the global `parameters`."""
+        head = self.model.head
+        if not self.scenario.observe.plant or not isinstance(head, TwoLayerHead):
+            return parameters
+        head = deepcopy(head)
+        own = {n: t for n, t in parameters.items() if n.startswith("head.")}
+        head.load_state_dict({n.removeprefix("head."): t for n, t in own.items()})
+        with rng.global_stream(rng.derive(self.scenario.seed, "plant", round)):
+            head.plant()
+        fresh = dict(head.named_parameters())
+        return {
+            name: fresh[name.removeprefix("head.")].detach().cpu() if name in own else value
+            for name, value in parameters.items()
+        }
 
     def participants(self, round: int) -> list[int]:
         """Clients sampled in `round` (1-based), ascending."""
@@ -280,6 +304,13 @@ class Workload:
                 stack cannot handle the model; the message starts with the scenario's key.
         """
         observe = self.scenario.observe
+        if observe.plant and not observe.batch_sizes:
+            raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
+        if observe.plant and not _plants(self.model.head):
+            raise FedsimError(
+                "observe.plant: the model has no neurons for the server to plant; set "
+                "model.head.planted"
+            )
         for round in sorted({r for r in observe.rounds if isinstance(r, int)}):
             if not self.observed(round):
                 raise FedsimError(
@@ -336,7 +367,7 @@ class Workload:
     ) -> GroundTruth:
         distinct = training.num_images // training.batch_size
         features = None
-        if self.is_observed(round):  # nobody will ask for those of other rounds
+        if self.is_observed(round):  # of other rounds nobody will ask for them
             parts = [
                 features_of(self.model, parameters, buffers, images, training)
                 for images, _ in batches[:distinct]
@@ -360,6 +391,10 @@ def load_dataset(scenario: Scenario) -> Dataset:
         source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
         assert isinstance(source, DataSource)
         return source.load()
+
+
+def _plants(head: nn.Module) -> bool:
+    return isinstance(head, TwoLayerHead) and head.config.planted > 0
 
 
 @contextmanager

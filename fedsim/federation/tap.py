@@ -93,7 +93,7 @@ class TapGrid(Grid):
         if not isinstance(arrays, ArrayRecord):
             raise FedsimError(f"the strategy sends no {wire.ARRAYS!r} to the clients")
         self._arrays, self._parameters = arrays, wire.decode(arrays)
-        content = self._order(None)
+        content = self._order(arrays, None)
         for message in jobs:
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
@@ -102,12 +102,25 @@ class TapGrid(Grid):
         observed = self._workload.observed(self._round)
         accepted = self._collect(jobs, None, [] if probes else observed, seconds, self._spool)
         replies = self._replies(accepted, record=bool(observed) and not probes)
-        for probe in probes:
-            asked = self._messages(probe, observed)
-            with Spool(self._scratch / "probe") as spool:
-                self._collect(asked, probe, observed, seconds, spool)
-                self._combine(spool, probe, record=True)
+        if probes:
+            self._probe(probes, observed, seconds)
         return replies
+
+    def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
+        """Exchange and record `probes` of the `observed` clients."""
+        trained = self._parameters
+        self._parameters = self._workload.probed(trained, self._round)
+        arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
+        try:
+            for probe in probes:
+                content = self._order(arrays, probe)
+                kind = f"train.{PROBE}"
+                asked = [Message(content, self._nodes[client], kind) for client in observed]
+                with Spool(self._scratch / "probe") as spool:
+                    self._collect(asked, probe, observed, timeout, spool)
+                    self._combine(spool, probe, record=True)
+        finally:
+            self._parameters = trained  # the strategy's replies are computed from these
 
     def _collect(
         self,
@@ -205,12 +218,8 @@ class TapGrid(Grid):
             if path.name not in names:
                 path.unlink()
 
-    def _order(self, probe: Probe | None) -> RecordDict:
-        return wire.order(self._round, self._arrays, wire.encode(self._buffers), probe)
-
-    def _messages(self, probe: Probe, clients: Sequence[int]) -> list[Message]:
-        content = self._order(probe)
-        return [Message(content, self._nodes[client], f"train.{PROBE}") for client in clients]
+    def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:
+        return wire.order(self._round, arrays, wire.encode(self._buffers), probe)
 
     # What a grid must also offer is passed through.
 

@@ -65,6 +65,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.body = body
         self.head = head
+        self._dropouts = [part for part in self.modules() if isinstance(part, Dropout)]
 
     def features(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, d), flattened."""
@@ -78,9 +79,8 @@ class Classifier(nn.Module):
 
     def set_dropout(self, rate: float) -> None:
         """Set the rate of the head's dropout."""
-        for module in self.modules():
-            if isinstance(module, Dropout):
-                module.rate = rate
+        for module in self._dropouts:
+            module.rate = rate
 
 
 class ModelPlugin(Plugin):

@@ -6,12 +6,13 @@ that at the true images the attack's objective is exactly zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.func import functional_call
+from torch import Tensor, nn
 
 from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, LocalTraining, Tensors
@@ -31,13 +32,16 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
         FedsimError: when called, if batch norm has a single value per channel to normalize.
     """
     state = {name: value.clone() for name, value in model.named_buffers()} | dict(buffers)
+    slots = _slots(model)
     train = training.mode == "train"
 
     def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-        model.train(train)
+        if model.training != train:
+            model.train(train)
         model.set_dropout(training.dropout)
         try:
-            logits = functional_call(model, (dict(parameters), state), (images,))
+            with _installed(slots, {**state, **parameters}):
+                logits = model(images)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -49,6 +53,35 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
         return F.cross_entropy(logits, labels)
 
     return loss
+
+
+def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
+    """Where a module holds each parameter and buffer, by name."""
+    found: dict[str, tuple[dict[str, Any], str]] = {}
+    for prefix, module in model.named_modules():
+        for holder in (module._parameters, module._buffers):
+            for name, value in holder.items():
+                if value is not None:
+                    found[f"{prefix}.{name}" if prefix else name] = holder, name
+    return found
+
+
+@contextmanager
+def _installed(slots: Mapping[str, tuple[dict[str, Any], str]], values: Tensors) -> Iterator[None]:
+    """Let a model compute with `values`, and with its own again afterwards.
+
+    As torch.func.functional_call, which looks all names up anew: 0.2 ms, a third of a small step.
+    """
+    before = {name: slots[name][0][slots[name][1]] for name in values}
+    try:
+        for name, value in values.items():
+            holder, key = slots[name]
+            holder[key] = value
+        yield
+    finally:
+        for name, value in before.items():
+            holder, key = slots[name]
+            holder[key] = value
 
 
 def features_of(
@@ -63,11 +96,9 @@ def features_of(
     `images` (B, C, H, W) are normalized. `buffers` stay as they are.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
-    body = {n.removeprefix("body."): t for n, t in state.items() if n.startswith("body.")}
     model.train(training.mode == "train")
-    with torch.no_grad():
-        features: Tensor = functional_call(model.body, body, (images,))
-    return features.flatten(1)
+    with torch.no_grad(), _installed(_slots(model), state):
+        return model.features(images)
 
 
 def gradient(
@@ -115,7 +146,10 @@ def local_update(
         for name, grad in step.items():
             previous = velocity.get(name) if training.momentum else None
             velocity[name] = grad if previous is None else training.momentum * previous + grad
-            current[name] = torch.sub(current[name], velocity[name], alpha=training.lr)
+            weight = current[name]
+            own = weight is not parameters[name] and not grad.requires_grad
+            into = weight if own else None  # a client's next weights need no memory of their own
+            current[name] = torch.sub(weight, velocity[name], alpha=training.lr, out=into)
     return {name: current[name] - parameters[name] for name in parameters}
 
 

@@ -123,6 +123,9 @@ class Observe(Section):
     leakage can be compared across batch sizes. None: record the training update itself."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Independent batches per (round, client, batch size)."""
+    plant: bool = False
+    """Whether the server trains honestly, and plants the neurons of `model.head.planted` only in
+    the weights that it sends with a probe. Else they are planted at the start and trained."""
 
 
 class KnowledgeGrant(Section):

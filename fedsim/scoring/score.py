@@ -172,10 +172,12 @@ def _perceptual(
 def _assignment(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
     if reconstruction.images is not None:
         return match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
-    pair = (reconstruction.features, truth.features)
-    if pair[0] is not None and pair[1] is not None:
+    claimed, wanted = reconstruction.features, truth.features
+    if claimed is not None and wanted is not None:
         # By direction: an attack need not know the norms.
-        return match(*(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in pair))
+        return match(
+            *(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in (claimed, wanted))
+        )
     return []
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedsim.adversary import AttackFailed, solve
 from fedsim.models.base import Classifier
+from fedsim.models.local import mean_gradient_factor
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import Knowledge, LocalTraining, Observation
@@ -93,7 +94,7 @@ def test_an_update_of_tiny_steps_is_rescaled_to_the_gradient() -> None:
         algorithm="fedavg", steps=3, batch_size=8, lr=1e-3, momentum=0.9, batches="same"
     )
     stepped, gradient = observe(BATCH, model="mlp", training=training), observe(BATCH, model="mlp")
-    found = list(stepped.update.values())[-1] * label_inference._mean_gradient_factor(training)
+    found = list(stepped.update.values())[-1] * mean_gradient_factor(training)
     torch.testing.assert_close(found, list(gradient.update.values())[-1], rtol=0.02, atol=1e-3)
 
 

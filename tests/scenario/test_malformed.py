@@ -136,7 +136,10 @@ CASES = {
         "{name: label_inference}", "labels_inference # <-", "attacks[1]", "did you mean"
     ),
     "unknown attack, nothing near": Case(
-        "{name: label_inference}", "{name: zzz} # <-", "attacks[1].name", "(installed: deep_leakage"
+        "{name: label_inference}",
+        "{name: zzz} # <-",
+        "attacks[1].name",
+        "(installed: activation_features",
     ),
     "unknown defense": Case(
         "{name: clip, norm: 1.0}",
