@@ -235,6 +235,10 @@ def _save(
         tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guess)
     if found.labels is not None:
         tensors["labels"] = found.labels
+    if found.features is not None and truth.features is not None:
+        nothing = torch.zeros_like(truth.features[0])
+        tensors["features"] = scoring.align(found.features, assignment, nothing)
+        tensors["truth_features"] = truth.features
     write_tensors(path, tensors)
 
 

@@ -156,11 +156,16 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
             row["control"]["other_update"] = scoring.score(
                 Reconstruction(
                     images=foreign.get("reconstruction"),
+                    features=foreign.get("features"),
                     labels=foreign.get("labels"),
                     loss=math.nan,
                     iterations=0,
                 ),
-                GroundTruth(images=own["truth"], labels=own["truth_labels"]),
+                GroundTruth(
+                    images=own["truth"],
+                    labels=own["truth_labels"],
+                    features=own.get("truth_features"),
+                ),
             ).metrics()
 
 

@@ -11,6 +11,8 @@ from fedsim.report.leaderboard import LeaderboardRow
 
 REQUIRED_GAIN = 3.0
 """dB above the zero-information guess that the undefended stack must leak."""
+REQUIRED_SPAN = 0.5
+"""Where only features are attacked: the span error that the undefended stack may leave at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,13 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
     size = min(row.batch_size for row in undefended)
     attacked = [row for row in undefended if row.batch_size == size and row.gain]
     if not attacked:
+        spans = [
+            (span.mean, row.attack)
+            for row in undefended
+            if row.batch_size == size and (span := row.metrics["subspace_error"])
+        ]
+        if spans:
+            return _feature_control(comparison, *min(spans), size)
         return Control(
             comparison=comparison,
             status="failed",
@@ -86,4 +95,19 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
         if passed
         else f"{measured}, where {REQUIRED_GAIN:g} dB are required: attacks that fail without a "
         "defense say nothing about defenses",
+    )
+
+
+def _feature_control(
+    comparison: tuple[str, str, str, str], error: float, attack: str, size: int
+) -> Control:
+    measured = f"undefended, at batch size {size}, {attack} leaves a span error of {error:.3f}"
+    passed = error <= REQUIRED_SPAN
+    return Control(
+        comparison=comparison,
+        status="passed" if passed else "failed",
+        reason=measured
+        if passed
+        else f"{measured}, where at most {REQUIRED_SPAN:g} is required: attacks that fail without "
+        "a defense say nothing about defenses",
     )

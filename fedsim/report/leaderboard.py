@@ -125,7 +125,11 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
     groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         groups.setdefault(row.cell, []).append(row)
-    lines = [_aggregate(group, confidence) for group in groups.values()]
+    yielded = _yielded(rows)
+    lines = [
+        _aggregate(group, confidence, yielded.get(group[0].attack.name, AGGREGATED))
+        for group in groups.values()
+    ]
     return _mark_strongest(_sorted(lines))
 
 
@@ -166,13 +170,26 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     return marked
 
 
-def _aggregate(rows: list[ResultRow], confidence: float) -> LeaderboardRow:
+def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[Aggregated, ...]]:
+    """What each attack was seen to recover anywhere: a failure counts as guessing just that."""
+    found: dict[str, tuple[Aggregated, ...]] = {}
+    for row in rows:
+        if row.ok:
+            own = tuple(name for name in AGGREGATED if _of(row.metrics, name) is not None)
+            known = found.get(row.attack.name, ())
+            found[row.attack.name] = tuple(n for n in AGGREGATED if n in known or n in own)
+    return found
+
+
+def _aggregate(
+    rows: list[ResultRow], confidence: float, yielded: Sequence[Aggregated]
+) -> LeaderboardRow:
     first = rows[0]
 
     def summary(values: list[float] | None) -> Summary | None:
         return summarize(values or [], confidence=confidence)
 
-    values = {name: _counted(rows, name) for name in AGGREGATED}
+    values = {name: _counted(rows, name) if name in yielded else None for name in AGGREGATED}
     ok = [row for row in rows if row.ok]
     # Two runs' claims would only differ if they were not the same; then the weaker one stands.
     weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)

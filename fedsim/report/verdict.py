@@ -7,16 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fedsim.report.control import REQUIRED_GAIN, Control
+from fedsim.report.control import REQUIRED_GAIN, REQUIRED_SPAN, Control
 from fedsim.report.figures import format_epsilon, format_signed
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.scoring import Summary
 
-Level = Literal["leak", "partial", "labels", "unseen", "unknown", "invalid"]
+Level = Literal["leak", "partial", "features", "labels", "unseen", "unknown", "invalid"]
 
 HEADLINES: dict[Level, str] = {
     "leak": "Images leak",
     "partial": "Some leakage",
+    "features": "Features leak",
     "labels": "Labels leak",
     "unseen": "No gain measured",
     "unknown": "Images not attacked",
@@ -82,7 +83,11 @@ def _verdict(
 def _level(row: LeaderboardRow) -> Level:
     """By the lower end of the interval; a gain that the prior alone explains is no leak."""
     if row.gain is None:
-        return "unknown"
+        span = row.metrics["subspace_error"]
+        if span is None:
+            return "unknown"
+        most = span.mean if span.high is None else span.high
+        return "features" if most <= REQUIRED_SPAN else "unseen"
     certain = _certain(row.gain)
     if row.over_other is not None:
         certain = min(certain, _certain(row.over_other))
@@ -104,11 +109,17 @@ def _leaks_labels(row: LeaderboardRow) -> bool:
 
 
 def _sentence(row: LeaderboardRow, level: Level) -> str:
-    if row.gain is None:
-        return "No attack on images was run against this defense."
     if level == "invalid":
         return "The positive control did not pass, so what these attacks achieve here says nothing."
     where = f"at batch size {row.batch_size}, round {row.round}"
+    if row.gain is None:
+        span = row.metrics["subspace_error"]
+        if span is None:
+            return "No attack on images was run against this defense."
+        return (
+            f"{row.attack} leaves a span error of {span.mean:.3f} of the features {where} (0: all "
+            "of their span is recovered; 1: nothing is)."
+        )
     if level in ("unseen", "labels"):
         finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
         if row.gain.low is not None and row.gain.low > 0:

@@ -2,7 +2,7 @@
 
 from fedsim.scoring.guess import baseline, majority_label, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
-from fedsim.scoring.matching import MISSING, match
+from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
@@ -19,6 +19,7 @@ __all__ = [
     "ScoringError",
     "Summary",
     "Unavailable",
+    "align",
     "baseline",
     "bootstrap_interval",
     "check_pixels",

@@ -180,7 +180,11 @@ def test_a_model_without_the_head_is_refused(name: str) -> None:
 
 
 def test_a_head_whose_update_was_removed_is_refused() -> None:
-    observation, truth = observe(2)
+    images = torch.rand(2, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    parameters = {"hidden": [12], "head": HEAD}
+    observation, truth = make_observation(
+        images, torch.tensor([1, 2]), model="mlp", model_parameters=parameters
+    )
     update: dict[str, Tensor] = {
         name: torch.zeros_like(value) if name.startswith("head.") else torch.ones_like(value)
         for name, value in observation.update.items()

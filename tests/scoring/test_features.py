@@ -1,0 +1,76 @@
+"""The span metric of recovered features: known answers and what it must not depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.scoring import ScoringError, Unavailable, score
+from fedsim.scoring.features import subspace_error
+from fedsim.types import GroundTruth, Reconstruction
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def error(found: Tensor, truth: Tensor) -> Tensor:
+    value = subspace_error(found, truth)
+    assert isinstance(value, Tensor)
+    return value
+
+
+def test_known_answers() -> None:
+    truth = torch.tensor([[3.0, 0, 0], [1, 1, 0], [0, 0, 2]])
+    found = torch.tensor([[5.0, 0, 0], [0, 0, 0], [-9, 0, 0]])
+    expected = torch.tensor([0, 0.5**0.5, 1], dtype=torch.float64)
+    torch.testing.assert_close(error(found, truth), expected)
+
+
+def test_exact_to_rounding() -> None:
+    """The direct formula 1 - cos² would bottom out at 1e-8."""
+    truth = normal(6, 40)
+    assert float(error(normal(6, 6, seed=1) @ truth, truth).max()) < 1e-13
+
+
+def test_order_sign_scale_and_mixing_do_not_matter() -> None:
+    truth, found = normal(4, 20), normal(4, 20, seed=1)
+    expected = error(found, truth)
+    for other in (found.flip(0), -found, 1e-9 * found, normal(4, 4, seed=2) @ found):
+        torch.testing.assert_close(error(other, truth), expected)
+    torch.testing.assert_close(error(found, -7 * truth), expected)
+
+
+def test_guessing_nothing_and_guessing_more_than_there_is() -> None:
+    truth = normal(3, 20)
+    ones = torch.ones(3, dtype=torch.float64)
+    torch.testing.assert_close(error(torch.zeros(3, 20), truth), ones)
+    many = torch.cat([torch.zeros(3, 20), normal(20, 20, seed=1)])
+    torch.testing.assert_close(error(many, truth), ones)  # only as many as there are count
+
+
+def test_a_true_feature_of_zero_has_no_direction() -> None:
+    assert isinstance(subspace_error(normal(2, 5), torch.zeros(2, 5)), Unavailable)
+
+
+def test_features_are_matched_by_direction() -> None:
+    """An attack that knows no norms: nearest in distance would be the wrong one."""
+    truth = torch.tensor([[10.0, 0.0], [0.6, 0.8]])
+    found = Reconstruction(
+        features=torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double(), loss=0.0, iterations=0
+    )
+    labels = torch.tensor([0, 1])
+    pixels = torch.zeros(2, 1, 8, 8)
+    scores = score(found, GroundTruth(images=pixels, labels=labels, features=truth.double()))
+    assert scores.assignment == [1, 0]
+    assert scores.per_image["feature_cosine"] == pytest.approx([1.0, 0.8])
+
+
+def test_other_dimensions_are_refused() -> None:
+    found = Reconstruction(features=normal(2, 5), loss=0.0, iterations=0)
+    truth = GroundTruth(
+        images=torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]), features=normal(2, 6)
+    )
+    with pytest.raises(ScoringError, match="features"):
+        score(found, truth)

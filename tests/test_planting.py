@@ -1,0 +1,88 @@
+"""A server that plants neurons only in the weights that it sends with a probe, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.recording import load_observation, load_truth
+from fedsim.report.control import positive_controls
+from fedsim.report.leaderboard import leaderboard_rows
+from fedsim.report.verdict import verdicts
+from fedsim.scenario.resolve import resolve
+from fedsim.types import FedsimError
+from fedsim.workload import Workload
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.1}
+TINY: dict[str, Any] = {
+    "name": "planted",
+    "seed": 3,
+    "data": {"source": "digits", "clients": 2},
+    "model": {"name": "mlp", "hidden": [24], "head": HEAD},
+    "training": {"rounds": 2, "local": {"batch_size": 6, "lr": 0.1}},
+    "defenses": {"none": [], "noise": [{"name": "gaussian_noise", "std": 0.001}]},
+    "attacks": ["activation_features", {"name": "best_features", "iterations": 100}],
+    "observe": {"rounds": ["last"], "clients": [0], "batch_sizes": [2], "trials": 2, "plant": True},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("planted") / "out"
+    fedsim.run(resolve(TINY), out=out)
+    return out
+
+
+def test_probes_see_planted_neurons_and_training_does_not(finished: Path) -> None:
+    workload = Workload(resolve(TINY), "none")
+    start, _ = workload.initial()
+    rows = start["head.output.weight"][:, -512:]
+    assert float(rows.std(1).min()) > 0  # trained like all others, from an ordinary start
+    seen = load_observation(next((finished / "observations").rglob("*-b2-t0.json")))
+    planted = seen.parameters["head.output.weight"][:, -512:]
+    expected = torch.arange(1.0, 11)[:, None].expand(10, 512) / 512
+    torch.testing.assert_close(planted, expected)
+    assert float(seen.parameters["head.hidden.weight"][-512:].std()) == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_truth_holds_the_heads_inputs(finished: Path) -> None:
+    path = next((finished / "observations").rglob("*-b2-t0.json"))
+    seen = load_observation(path)
+    truth = load_truth(finished, seen.id)
+    assert truth.features is not None
+    flat = (truth.images.flatten(2) - torch.tensor(seen.model.mean)[:, None]) / torch.tensor(
+        seen.model.std
+    )[:, None]
+    weights = seen.parameters
+    expected = torch.relu(flat.flatten(1) @ weights["body.1.weight"].T + weights["body.1.bias"])
+    torch.testing.assert_close(truth.features, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path) -> None:
+    rows = leaderboard_rows([finished])
+    (control,) = positive_controls(rows)
+    assert control.status == "passed" and "span error" in control.reason
+    by_name = {verdict.strongest.defense: verdict for verdict in verdicts(rows, control)}
+    assert by_name["none"].level == "features"
+    assert by_name["noise"].strongest.attack == "best_features"
+    assert "span error" in by_name["none"].sentence
+    lines = (finished / "results.jsonl").read_text().splitlines()
+    controls = [json.loads(line)["control"]["other_update"] for line in lines]
+    assert all(control["subspace_error"] > 0.05 for control in controls)  # others' features
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"name": "mlp"}}, "model.head.planted"),
+        ({"observe": {"clients": [0], "plant": True}}, "set observe.batch_sizes"),
+    ],
+)
+def test_nothing_to_plant_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FedsimError, match=message):
+        Workload(resolve({**TINY, **changes}), "none").check()
