@@ -71,6 +71,8 @@ def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path
     assert by_name["none"].level == "features"
     assert by_name["noise"].strongest.attack == "best_features"
     assert "span error" in by_name["none"].sentence
+    report = (finished / "report.html").read_text()
+    assert "512 hidden neurons of the head are of its own choice" in report
     lines = (finished / "results.jsonl").read_text().splitlines()
     controls = [json.loads(line)["control"]["other_update"] for line in lines]
     assert all(control["subspace_error"] > 0.05 for control in controls)  # others' features

@@ -54,8 +54,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         (
             "Knows",
             "The model’s code, the global weights that the client started from, the declared "
-            "training settings, the batch size, and the declared defenses. It follows the "
-            "protocol.",
+            f"training settings, the batch size, and the declared defenses. {_conduct(rows)}",
         ),
         ("Is granted", _sentence(granted)),
         (
@@ -64,6 +63,17 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
             "their likeness to the truth.",
         ),
     ]
+
+
+def _conduct(rows: Sequence[ResultRow]) -> str:
+    heads = [row.model.parameters.get("head") or {} for row in rows]
+    planted = max(int(head.get("planted") or 0) for head in heads)
+    if not planted:
+        return "It follows the protocol."
+    return (
+        f"It follows the protocol, but the weights of {planted:,} hidden neurons of the head are "
+        "of its own choice (planted)."
+    )
 
 
 def _sentence(parts: Sequence[str]) -> str:
