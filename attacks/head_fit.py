@@ -5,6 +5,11 @@ in X alone (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 197
 it is a teacher-student problem with N hidden units and far more equations (K m) than unknowns
 (N d), so noise averages out. Entries that a defense has set to zero are known to be small: they
 take the model's own prediction as long as it is, and else the threshold.
+
+Images of one label have nearly the same column of D, and where their features are alike too, the
+fit can end with two of its features between two true ones. From there it is freed by merging the
+two and splitting them again along the direction in which the residual bends (the merge and split of
+Ueda et al., SMEM Algorithm for Mixture Models, NeurIPS 1998).
 """
 
 from __future__ import annotations
@@ -25,8 +30,15 @@ from fedsim_attacks.spectral_features import span
 
 _CHUNK = 20
 _RIDGE = 1e-9
-_SPREAD = 1.0
+_SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""
+_LITTLE, _POLISH = 0.03, 1e-4
+"""Relative gains in 20 iterations below which a split is tried, and below which the fit ends."""
+_ALIKE = 0.8
+"""Cosine of two columns of D from which their features may have been confused."""
+_NEAR = 0.3
+"""Share of neurons, those nearest to their threshold, that show whether one feature stands for
+two."""
 
 
 @dataclass(kw_only=True)
@@ -41,6 +53,9 @@ class Fit(AttackState):
     waiting: list[Tensor] = field(default_factory=list)
     """Starts that have not been tried."""
     settled: bool = False
+    """The last iterations gained little."""
+    whole: bool = False
+    """No split gains anything: what is left is to polish."""
 
 
 @final
@@ -56,8 +71,8 @@ class HeadFit(Attack[Fit]):
         "Reconstruction Attacks and Defenses, section 2.1"
     )
 
-    iterations: Annotated[int, Field(ge=_CHUNK)] = 200
-    """Of L-BFGS, for the best start."""
+    iterations: Annotated[int, Field(ge=_CHUNK)] = 1500
+    """Of L-BFGS, for the best start and its splits; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
     """Random starts that are tried for 20 iterations."""
 
@@ -71,12 +86,12 @@ class HeadFit(Attack[Fit]):
         return begin(seen, list(random_starts(seen, self.starts, rng)))
 
     def step(self, state: Fit) -> Fit:
-        """20 iterations of a start, or of the best one."""
-        return improve(state)
+        """20 iterations of a start or of the best one, or a split of the best one."""
+        return improve(state, self.total() - state.iteration)
 
     def terminate(self, state: Fit) -> bool:
-        """After `iterations` of the best start, or where no step improves it."""
-        return not state.waiting and (state.settled or state.iteration >= self.total())
+        """After `iterations` of the best start, or where neither step nor split improves it."""
+        return finished(state, self.total())
 
     def postprocess(self, state: Fit) -> Reconstruction:
         """The features at their norms. The loss is the share of ∂L/∂A that they do not explain."""
@@ -106,20 +121,76 @@ def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
     )
 
 
-def improve(state: Fit) -> Fit:
-    """20 more iterations of L-BFGS: of the next start, or of the best."""
+def finished(state: Fit, most: int) -> bool:
+    """Whether nothing more is to be gained, or `most` iterations are spent."""
+    gained = state.whole and state.settled
+    return not state.waiting and (gained or state.iteration + _CHUNK > most)
+
+
+def improve(state: Fit, left: int) -> Fit:
+    """20 more iterations of the next start or of the best, or splits within `left` iterations."""
+    if state.settled and not state.whole and not state.waiting:
+        return _try_splits(state, left)
     trying = bool(state.waiting)
     before = state.loss
     features, loss = _descend(state, state.waiting.pop(0) if trying else state.features)
     if loss < state.loss:
         state.features, state.loss = features, loss
     if not trying:
-        state.settled = not bool(loss < before * (1 - 1e-4))
+        state.settled = not bool(loss < before * (1 - (_POLISH if state.whole else _LITTLE)))
         if state.seen.pruned:
             state.target = _filled_in(state)
             state.loss = _evaluate(state.seen, state.target, state.features)[0]
     state.iteration += _CHUNK
     return state
+
+
+def _try_splits(state: Fit, left: int) -> Fit:
+    """Split pairs until one split gains; if none does, polish."""
+    state.whole, state.settled = True, False
+    for proposal in _splits(state):
+        if left < _CHUNK:
+            break
+        features, loss = _descend(state, proposal)
+        left -= _CHUNK
+        state.iteration += _CHUNK
+        if loss < state.loss * (1 - 1e-3):
+            state.features, state.loss = features, loss
+            state.whole = False
+            break
+    return state
+
+
+def _splits(state: Fit) -> Iterator[Tensor]:
+    """(N, d) with one pair of confusable features merged and split again, likeliest pair first."""
+    seen, features = state.seen, state.features
+    _, _, errors = _evaluate(seen, state.target, features)
+    weights = seen.hidden[seen.server]
+    size = torch.linalg.vector_norm(errors, dim=0)
+    alike = F.normalize(errors, dim=0)
+    alike = alike.T @ alike
+    pairs = [(float(alike[i, k]), i, k) for i in range(len(features)) for k in range(i)]
+    for _, i, k in sorted((pair for pair in pairs if pair[0] > _ALIKE), reverse=True):
+        middle = (size[i] * features[i] + size[k] * features[k]) / (size[i] + size[k])
+        others = [n for n in range(len(features)) if n not in (i, k)]
+        merged = torch.cat([features[others], middle[None]])
+        _, _, fit = _evaluate(seen, state.target, merged)
+        residual = state.target - fit @ seen.activation(merged @ seen.hidden.T + seen.bias)
+        # σ(w'(m + δ)) + σ(w'(m - δ)) - 2 σ(w'm) is largest where w'm is near 0 and w'δ is not.
+        bend = F.normalize(fit[:, -1], dim=0) @ residual[:, seen.server]
+        distance = (weights @ middle).abs()
+        near = distance < distance.quantile(_NEAR)
+        spread = weights[near].T @ (bend[near, None] * weights[near])
+        unit = F.normalize(middle, dim=0)
+        across = torch.eye(len(unit)).to(unit) - torch.outer(unit, unit)
+        axis = torch.linalg.eigh(across @ spread @ across)[1][:, -1]
+        candidates = []
+        for angle in (0.15, 0.3, 0.5):
+            candidate = features.clone()
+            step = angle * torch.linalg.vector_norm(middle) * axis
+            candidate[i], candidate[k] = middle + step, middle - step
+            candidates.append(candidate)
+        yield min(candidates, key=lambda c: float(_evaluate(seen, state.target, c)[0]))
 
 
 def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
