@@ -13,6 +13,7 @@ from fedsim.adversary import Attack, AttackFailed, create, solve
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim_attacks import head_fit
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
 
@@ -192,3 +193,26 @@ def test_a_head_whose_update_was_removed_is_refused() -> None:
     stripped = Observation(**{**vars(observation), "update": update})
     with pytest.raises(AttackFailed, match="nothing is left"):
         attack("best_features", stripped, truth)
+
+
+def test_confused_features_of_one_label_are_split() -> None:
+    """Alike features with nearly the same error signal: without splits the fit stays between."""
+    base = torch.rand(2, 1, 6, 6, generator=rng.generator(1, "alike"))
+    shift = torch.rand(6, 1, 6, 6, generator=rng.generator(2, "alike"))
+    images = (0.75 * base.repeat_interleave(3, 0) + 0.25 * shift).clamp(0, 1)
+    parameters = {"hidden": [], "head": {**HEAD, "planted_gain": 0.01}}
+    case = make_observation(
+        images,
+        torch.tensor([1, 1, 1, 4, 4, 4]),
+        model="mlp",
+        model_parameters=parameters,
+        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
+    )
+    errors = {}
+    for splits in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if not splits:
+                patch.setattr(head_fit, "_splits", lambda state: iter(()))
+            errors[splits] = attack("head_fit", *case).subspace_error or 0.0
+    assert errors[True] < 0.02
+    assert errors[True] < errors[False] / 2
