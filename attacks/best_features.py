@@ -13,7 +13,7 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.adversary import Attack, AttackState
+from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import activation_features, head_fit
 from fedsim_attacks.activation_features import Peeling
@@ -21,6 +21,7 @@ from fedsim_attacks.head_fit import Fit
 from fedsim_attacks.head_gradient import HeadGradient
 
 _EXACT = 1e-3
+"""Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""
 _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 """(equal rows, one image's ∂L/∂A): of exact gradients, and of several small steps."""
 
@@ -31,7 +32,6 @@ class Best(AttackState):
 
     peeling: Peeling | None
     fit: Fit | None
-    rng: torch.Generator
 
 
 @final
@@ -53,12 +53,10 @@ class BestFeatures(Attack[Best]):
         """
         seen = HeadGradient.of(observation)
         exact = seen.config.planted and seen.config.activation == "relu"
-        peeling = None
-        if exact and not seen.noisy and not seen.pruned:
-            peeling = self._peel(seen)
+        peeling = self._peel(seen) if exact and not seen.noisy and not seen.pruned else None
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
-        state = Best(loss=loss, peeling=peeling, fit=None, rng=rng)
-        if peeling is None or float(loss) ** 2 > _EXACT**2:
+        state = Best(loss=loss, peeling=peeling, fit=None)
+        if peeling is None or float(loss) > _EXACT:
             starts = list(head_fit.random_starts(seen, self.starts, rng))
             if peeling is not None and len(peeling.shares):
                 known = activation_features.features(peeling.shares).to(starts[0].dtype)
@@ -90,13 +88,16 @@ class BestFeatures(Attack[Best]):
 
     def total(self) -> int:
         """Of the fit."""
-        return self.iterations + 20 * (self.starts - 1)
+        return head_fit.budget(self.iterations, self.starts)
 
-    def _peel(self, seen: HeadGradient) -> Peeling:
-        """With the tolerance that finds most."""
+    def _peel(self, seen: HeadGradient) -> Peeling | None:
+        """With the tolerance that explains most; None if a defense has left nothing to peel."""
         tried = []
         for tolerance, consistency in _TOLERANCES:
-            peeling = activation_features.start(seen)
+            try:
+                peeling = activation_features.start(seen)
+            except AttackFailed:
+                return None
             while not peeling.stuck and len(peeling.shares) < seen.num_images:
                 peeling = activation_features.peel(peeling, tolerance, consistency)
             tried.append(peeling)

@@ -101,7 +101,12 @@ class HeadFit(Attack[Fit]):
 
     def total(self) -> int:
         """`iterations`, and those of the other starts."""
-        return self.iterations + _CHUNK * (self.starts - 1)
+        return budget(self.iterations, self.starts)
+
+
+def budget(iterations: int, starts: int) -> int:
+    """`iterations` of the best of `starts`, and those of the others."""
+    return iterations + _CHUNK * (starts - 1)
 
 
 def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
