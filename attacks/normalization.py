@@ -70,8 +70,8 @@ class _Layer(NamedTuple):
         """A statistic of each group, at each of its channels: as `local` has them."""
         if self.groups is None:
             return statistic.view(1, -1, 1, 1)
-        each = statistic.view(-1, self.groups).repeat_interleave(channels // self.groups, 1)
-        return each.view(-1, channels, 1, 1)
+        each = statistic.view(-1, self.groups, 1).expand(-1, -1, channels // self.groups)
+        return each.reshape(-1, channels, 1, 1)
 
     def channel(self, local: Tensor) -> Tensor:
         """Sums over channels (C,), from local sums."""
@@ -171,13 +171,17 @@ class _NormalizationGradient(torch.autograd.Function):
             weights = torch.stack([one, one, gamma, gamma, gamma, vgamma, vgamma])
             # Means over groups: m(vx), m(vx x̂), m(g), m(g x̂), m(vx g), m(vγ gy), m(vγ gy x̂).
             a, p, b, q, k, e, f = layer.group(torch.stack(sums) * weights) / count
-            of_hat = vgamma - scaled * p
-            to_gy = torch.addcmul(vbeta - scaled * a, scaled, vx).addcmul_(of_hat, hat)
-            # h = ∂s/∂x̂ at fixed r; what follows is the chain rule through x̂(x), and then through r.
-            mean_h = e - r * (q * a + p * b)
-            mean_hhat = f - r * p * q * 2 + r * (k - a * b - p * q)
-            to_x = torch.addcmul(-r * mean_h, -r.square() * q, vx)
-            to_x.addcmul_(r * of_hat, gy).addcmul_(-r * mean_hhat, hat)
+            of_hat = torch.addcmul(vgamma, scaled, p, value=-1)
+            constant = torch.addcmul(vbeta, scaled, a, value=-1)
+            to_gy = torch.addcmul(constant, scaled, vx).addcmul_(of_hat, hat)
+            # h = ∂s/∂x̂ at fixed r; what follows is the chain rule through x̂(x), and then through r:
+            # m(h) = e - r (q a + p b); m(h x̂), and what comes through r: f + r (k - a b - 3 p q).
+            minus, pq = -r, p * q
+            mean_h = torch.addcmul(e, minus, torch.addcmul(q * a, p, b))
+            through = torch.addcmul(k, a, b, value=-1).sub_(pq, alpha=3)
+            mean_hhat = torch.addcmul(f, r, through)
+            to_x = torch.addcmul(minus * mean_h, minus * r * q, vx)
+            to_x.addcmul_(r * of_hat, gy).addcmul_(minus * mean_hhat, hat)
             to_gamma = r * (sum_vg - a * sum_g - p * sum_ghat) if wants_gamma else None
         return (
             to_gy,

@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from fedsim_attacks.convolution import Algorithm, Direct, Geometry, Patches, Problem
 from fedsim_attacks.normalization import batch_norm, group_norm
+from fedsim_attacks.piecewise import max_pool, relu
 from fedsim_attacks.pruned import is_wanted, is_wanted_of_input
 from fedsim_attacks.winograd import Winograd
 
@@ -28,8 +29,9 @@ between LeNet's 3,600, where they take 1.7 times as long, and ConvNet's 73,728 a
 def accelerate(model: nn.Module) -> None:
     """Make `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
 
-    Its convolutions, batch norms and group norms get closed-form second derivatives. Names,
-    parameters and buffers stay, but batch norm no longer updates its running statistics. Fit for
+    Its convolutions, batch norms and group norms get closed-form second derivatives, and ReLU and
+    max pooling none of their zeros. Names, parameters and buffers stay, but batch norm no longer
+    updates its running statistics. Fit for
     that use only: gradients of leaf parameters are computed only while a graph is being created.
     A model of small kernels is left alone: there, calling Python costs more than it saves.
     """
@@ -44,6 +46,10 @@ def accelerate(model: nn.Module) -> None:
             module.forward = partial(batch_norm, module)  # type: ignore[method-assign]
         elif isinstance(module, nn.GroupNorm) and module.affine:
             module.forward = partial(group_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.ReLU):
+            module.forward = relu  # type: ignore[method-assign]
+        elif isinstance(module, nn.MaxPool2d) and not module.return_indices:
+            module.forward = partial(max_pool, module)  # type: ignore[method-assign]
 
 
 def drop_dead_weights(

@@ -1,13 +1,14 @@
 """Iterations per second of `inverting_gradients`, against peers on the same gradient in one run.
 
-Peers, in turns with fedsim so that a busy machine slows all of them alike:
+Peers, each in a process of its own, in turns with fedsim so that a busy machine slows all alike:
 - `plain`: the same method written straight down in PyTorch (autograd through the cosine distance);
 - `breaching`: the public suite's `invertinggradients`, where the package is importable.
-The figure is the ratio of the median times of one iteration. With --quality all run the same number
-of iterations from starts of their own on the same victims, and their PSNR is compared.
+The figure is the ratio of the median times of one iteration. With --quality, instead, fedsim and
+breaching run the same number of iterations from starts of their own on the same victims, and their
+PSNR is compared.
 
-    python benchmarks/attack.py [--quick] [--case NAME] [--batches 1 4 8] [--quality N]
-                                [--images FILE_OR_FOLDER] [--profile] [--json FILE]
+    python benchmarks/attack.py [--quick] [--case NAME] [--batches 1 4 8] [--profile]
+                                [--quality N [--victims N]] [--images FILE_OR_FOLDER] [--json FILE]
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import multiprocessing
 import statistics
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +53,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 
-def victim(case: str, batch: int, images: Tensor) -> tuple[Observation, GroundTruth]:
+def victim(
+    case: str, batch: int, images: Tensor, index: int = 0
+) -> tuple[Observation, GroundTruth]:
     """An undefended gradient of `batch` images (in eval mode for a single one), and the truth."""
     name, parameters = CASES[case]
     spec = ModelSpec(
@@ -71,8 +76,9 @@ def victim(case: str, batch: int, images: Tensor) -> tuple[Observation, GroundTr
         lr=0.1,
         mode="eval" if batch == 1 else "train",
     )
-    pixels = images[:: max(1, len(images) // batch)][:batch].float() / 255
-    labels = torch.arange(batch) % 10
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(index))
+    pixels = images[order[:batch]].float() / 255
+    labels = (torch.arange(batch) + index) % 10
     loss = loss_function(model, {n: b.clone() for n, b in buffers.items()}, training)
     observation = Observation(
         id="none/round-0001/client-0000-training",
@@ -216,10 +222,64 @@ def forward_gflop(observation: Observation, truth: GroundTruth) -> float:
     return counter.get_total_flops() / 1e9
 
 
+RUNNERS: dict[str, Callable[[Observation, GroundTruth], Runner | None]] = {
+    "fedsim": fedsim_runner,
+    "plain": plain_runner,
+    "breaching": breaching_runner,
+}
+
+
 def profile(run: Runner) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         run(5)
     return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
+
+
+class Suite:
+    """One suite in a process of its own, as its users run it: none inherits another's memory."""
+
+    def __init__(self, name: str, case: str, batch: int, images: str | None, threads: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._line, line = context.Pipe()
+        arguments = (line, name, case, batch, images, threads)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        self._process.start()
+        line.close()
+
+    def ask(self, what: str, *arguments: int) -> Any:
+        """Its answer, see `_serve`."""
+        self._line.send((what, *arguments))
+        return self._line.recv()
+
+    def close(self) -> None:
+        """End its process."""
+        self._process.terminate()
+        self._process.join()
+
+
+def _serve(
+    line: Connection, name: str, case: str, batch: int, images: str | None, threads: int
+) -> None:
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(threads)
+    source = ImageFolder(path=images, limit=2000) if images else Photos()
+    pictures = source.load().train_images
+    while True:
+        what, *arguments = line.recv()
+        if what == "available":
+            line.send(RUNNERS[name](*victim(case, batch, pictures)) is not None)
+            continue
+        iterations, index = arguments
+        observation, truth = victim(case, batch, pictures, index)
+        run = RUNNERS[name](observation, truth)
+        assert run is not None
+        if what == "profile":
+            line.send(profile(run))
+            continue
+        start = time.perf_counter()
+        found = run(iterations)
+        line.send((time.perf_counter() - start, psnr(found, truth)))
 
 
 def main() -> None:
@@ -230,59 +290,54 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--quality", type=int, default=0, metavar="ITERATIONS")
+    parser.add_argument("--victims", type=int, default=20, help="whose PSNR --quality compares")
     parser.add_argument("--images", type=str, help="image folder or zip; default: bundled photos")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
-    logging.disable(logging.WARNING)
     torch.set_num_threads(arguments.threads)
     quick = arguments.quick
     cases = arguments.case or (["convnet", "resnet18-imagenet"] if quick else list(CASES))
-    source = ImageFolder(path=arguments.images, limit=20) if arguments.images else Photos()
-    images = source.load().train_images
     rows = []
     print(f"threads {arguments.threads}, matrix product peak {floating_point_peak():.0f} GFLOP/s")
     for case in cases:
         for batch in [1] if quick else arguments.batches:
-            observation, truth = victim(case, batch, images)
-            made = {
-                "fedsim": fedsim_runner(observation, truth),
-                "plain": plain_runner(observation, truth),
-                "breaching": breaching_runner(observation, truth),
+            suites = {
+                n: Suite(n, case, batch, arguments.images, arguments.threads) for n in RUNNERS
             }
-            runners = {name: runner for name, runner in made.items() if runner}
+            suites = {n: suite for n, suite in suites.items() if suite.ask("available")}
             row: dict[str, Any] = {"case": case, "batch": batch}
-            row |= measure(runners, 2 if quick else arguments.repeats)
-            row["gflop_forward"] = forward_gflop(observation, truth)
             if arguments.quality:
-                row["psnr"] = {n: psnr(r(arguments.quality), truth) for n, r in runners.items()}
+                suites.pop("plain").close()
+                row |= quality(suites, arguments.quality, arguments.victims)
+            else:
+                row |= speed(suites, 2 if quick else arguments.repeats)
+                row["gflop_forward"] = forward_gflop(
+                    *victim(case, batch, Photos().load().train_images)
+                )
             rows.append(row)
-            print(json.dumps(row))
+            print(json.dumps(row), flush=True)
             if arguments.profile:
-                print(profile(runners["fedsim"]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
+                print(suites["fedsim"].ask("profile", 5, 0))
+            for suite in suites.values():
+                suite.close()
+            if arguments.json:
+                arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def measure(runners: dict[str, Runner], repeats: int) -> dict[str, Any]:
+def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
     """Seconds an iteration, by the difference of a long and a short run (no set-up in it)."""
     short = 2
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for run in runners.values():
-        run(short)
-    start = time.perf_counter()
-    runners["fedsim"](short)
+    times: dict[str, list[float]] = {name: [] for name in suites}
+    for suite in suites.values():
+        suite.ask("run", short, 0)
+    once, _ = suites["fedsim"].ask("run", short, 0)
     # Some three seconds a run: set-up and noise are then small beside the difference.
-    long = short + max(6, round(3 * short / (time.perf_counter() - start)))
+    long = short + max(6, round(3 * short / once))
     for _ in range(repeats):
-        for name, run in runners.items():
-            taken = []
-            for iterations in (short, long):
-                start = time.perf_counter()
-                run(iterations)
-                taken.append(time.perf_counter() - start)
-            times[name].append((taken[1] - taken[0]) / (long - short))
+        for name, suite in suites.items():
+            (less, _), (more, _) = suite.ask("run", short, 0), suite.ask("run", long, 0)
+            times[name].append((more - less) / (long - short))
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
         "iterations_per_second": {name: round(1 / value, 2) for name, value in medians.items()},
@@ -294,6 +349,24 @@ def measure(runners: dict[str, Runner], repeats: int) -> dict[str, Any]:
         "n": repeats,
         "iterations": long - short,
     }
+
+
+def quality(suites: dict[str, Suite], iterations: int, victims: int) -> dict[str, Any]:
+    """PSNR after equal iterations on the same victims, each suite from one start of its own."""
+    found = {
+        name: [suite.ask("run", iterations, index)[1] for index in range(victims)]
+        for name, suite in suites.items()
+    }
+    row: dict[str, Any] = {
+        "psnr": {name: round(statistics.mean(values), 2) for name, values in found.items()},
+        "victims": victims,
+        "iterations": iterations,
+    }
+    for name in found.keys() - {"fedsim"}:
+        gains = [ours - theirs for ours, theirs in zip(found["fedsim"], found[name], strict=True)]
+        row[f"db_over_{name}"] = round(statistics.mean(gains), 2)
+        row["standard_error"] = round(statistics.stdev(gains) / len(gains) ** 0.5, 2)
+    return row
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ loss, never by the truth) are `solve`'s business, not an attack's.
 from __future__ import annotations
 
 import math
-import resource
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import ClassVar, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from fedsim import plugins, rng
+from fedsim import memory, plugins, rng
 from fedsim.models.base import Classifier, build
 from fedsim.plugins import Plugin
 from fedsim.types import (
@@ -138,6 +137,7 @@ def solve(
         AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss.
     """
     _refuse_unusable(observation)
+    memory.keep_freed()
     start = time.perf_counter()
     found: list[Reconstruction] = []
     for restart in range(restarts):
@@ -168,7 +168,7 @@ def solve(
         losses=losses,
         seconds=time.perf_counter() - start,
         iterations=sum(result.iterations for result in found),
-        peak_memory_bytes=_peak_memory(observation),
+        peak_memory_bytes=memory.peak(_device(observation)),
     )
 
 
@@ -180,8 +180,7 @@ def rebuild(observation: Observation) -> Classifier:
     """
     model = build(observation.model, seed=0)
     model.load_state_dict({**observation.parameters, **observation.buffers}, strict=False)
-    device = next(iter(observation.parameters.values())).device
-    return model.to(device)
+    return model.to(_device(observation))
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
@@ -204,8 +203,5 @@ def _refuse_unusable(observation: Observation) -> None:
         raise AttackFailed("the observed update is zero everywhere: it carries no information")
 
 
-def _peak_memory(observation: Observation) -> int:
-    device = next(iter(observation.parameters.values())).device
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _device(observation: Observation) -> torch.device:
+    return next(iter(observation.parameters.values())).device

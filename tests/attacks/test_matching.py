@@ -150,6 +150,9 @@ LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
     "batch norm without weights": lambda: [nn.BatchNorm2d(4, affine=False)],
     "group norm": lambda: [nn.GroupNorm(2, 4)],
     "group norm of one group": lambda: [nn.GroupNorm(1, 4)],
+    "relu": lambda: [nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True)],
+    "max pool": lambda: [nn.MaxPool2d(2)],
+    "overlapping max pool": lambda: [nn.MaxPool2d((3, 2), stride=2, padding=1, ceil_mode=True)],
     "all": lambda: [nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), nn.GroupNorm(3, 6)],
 }
 
