@@ -2,7 +2,8 @@
 
 What the attacker can check is whether features reproduce the observed ∂L/∂A. Exact rows are peeled
 (`activation_features`); what that leaves open, or a defense has disturbed, is fitted (`head_fit`)
-from the features that peeling did find.
+from the features that peeling did find. Several local steps on the same batch are unrolled
+(`unrolled_features`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from pydantic import Field
 
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks import activation_features, head_fit
+from fedsim_attacks import activation_features, head_fit, unrolled_features
 from fedsim_attacks.activation_features import Peeling
 from fedsim_attacks.head_fit import Fit
 from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.unrolled_features import Unrolling
 
 _EXACT = 1e-3
 """Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""
@@ -28,22 +30,26 @@ _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 
 @dataclass(kw_only=True)
 class Best(AttackState):
-    """The peeling, and the fit that follows unless it explains everything."""
+    """The peeling, and what follows unless it explains everything."""
 
     peeling: Peeling | None
-    fit: Fit | None
+    then: Fit | Unrolling | None = None
 
 
 @final
 class BestFeatures(Attack[Best]):
     """Peels off what is exact, fits the rest, and keeps what reproduces the observation best."""
 
-    paper: ClassVar[str] = "fedsim: activation_features and head_fit, chosen by consistency"
+    paper: ClassVar[str] = (
+        "fedsim: activation_features, head_fit and unrolled_features, chosen by consistency"
+    )
 
-    iterations: Annotated[int, Field(ge=20)] = 1500
-    """Of the fit; it mostly ends earlier."""
+    iterations: Annotated[int, Field(ge=100)] = 1500
+    """Of the fit, or of each trial of the unrolling; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
     """Of the fit."""
+    trials: Annotated[int, Field(ge=1)] = 8
+    """Of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
         """Peel, where rows can be exact.
@@ -55,35 +61,48 @@ class BestFeatures(Attack[Best]):
         exact = seen.config.planted and seen.config.activation == "relu"
         peeling = self._peel(seen) if exact and not seen.noisy and not seen.pruned else None
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
-        state = Best(loss=loss, peeling=peeling, fit=None)
-        if peeling is None or float(loss) > _EXACT:
-            starts = list(head_fit.random_starts(seen, self.starts, rng))
-            if peeling is not None and len(peeling.shares):
-                known = activation_features.features(peeling.shares).to(starts[0].dtype)
-                starts = [torch.cat([known, start[len(known) :]]) for start in starts]
-            state.fit = head_fit.begin(seen, starts)
+        state = Best(loss=loss, peeling=peeling)
+        if peeling is not None and float(loss) <= _EXACT:
+            return state
+        if seen.steps > 1 and seen.exact:
+            state.then = unrolled_features.begin(seen, rng)
+            return state
+        starts = list(head_fit.random_starts(seen, self.starts, rng))
+        if peeling is not None and len(peeling.shares):
+            known = activation_features.features(peeling.shares).to(starts[0].dtype)
+            starts = [torch.cat([known, start[len(known) :]]) for start in starts]
+        state.then = head_fit.begin(seen, starts)
         return state
 
     def step(self, state: Best) -> Best:
-        """20 iterations of the fit, or a split."""
-        assert state.fit is not None
-        state.fit = head_fit.improve(state.fit, self.total() - state.iteration)
-        state.iteration, state.loss = state.fit.iteration, state.fit.loss.sqrt()
+        """20 iterations of the fit or the unrolling, or a split."""
+        if isinstance(state.then, Unrolling):
+            state.then = unrolled_features.improve(state.then, self.iterations)
+            state.loss = state.then.loss
+        elif state.then is not None:
+            state.then = head_fit.improve(state.then, self.total() - state.iteration)
+            state.loss = state.then.loss.sqrt()
+        if state.then is not None:
+            state.iteration = state.then.iteration
         return state
 
     def terminate(self, state: Best) -> bool:
-        """Peeling explains everything, or the fit is done."""
-        return state.fit is None or head_fit.finished(state.fit, self.total())
+        """Peeling explains everything, or the fit or the unrolling is done."""
+        if isinstance(state.then, Unrolling):
+            return unrolled_features.finished(state.then, self.trials)
+        return state.then is None or head_fit.finished(state.then, self.total())
 
     def postprocess(self, state: Best) -> Reconstruction:
-        """Of both, the features that leave less of ∂L/∂A unexplained: that share is the loss."""
-        peeling, fit = state.peeling, state.fit
-        fitted = float("inf") if fit is None else float(fit.loss) ** 0.5
-        if fit is None or (peeling is not None and float(peeling.loss) <= fitted):
+        """The unrolled features; else those that leave less of ∂L/∂A unexplained."""
+        peeling, then = state.peeling, state.then
+        loss = float(state.loss)
+        if isinstance(then, Unrolling):
+            found = unrolled_features.found(then)
+        elif then is None or (peeling is not None and float(peeling.loss) <= loss):
             assert peeling is not None
             found, loss = activation_features.filled_up(peeling), float(peeling.loss)
         else:
-            found, loss = head_fit.scaled(fit), fitted
+            found = head_fit.scaled(then)
         return Reconstruction(features=found.float(), loss=loss, iterations=state.iteration)
 
     def total(self) -> int:

@@ -220,27 +220,44 @@ def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Itera
 
 
 def scaled(state: Fit) -> Tensor:
-    """The features (N, d) at the norms at which they explain their own error signals.
+    """The features (N, d) at the norms at which they explain their own error signals."""
+    return state.features * norms(state.seen, state.features, error_signals(state))[0][:, None]
 
-    Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each
-    norm is where that holds best.
+
+def error_signals(state: Fit) -> Tensor:
+    """D (K, N) that fits the features best."""
+    return _evaluate(state.seen, state.target, state.features)[2]
+
+
+def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Factors of `features` (n, d) at which they imply `errors` D (K, n), and what is left of them.
+
+    Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
+    where that holds best, up to the relative squared difference that is left. Both (n,).
     """
-    seen, features = state.seen, state.features
-    _, _, errors = _evaluate(seen, state.target, features)
     preactivation = features @ seen.hidden.T
     label = errors.argmin(0)
     wanted = seen.num_images * errors.T
-    factors = torch.logspace(-3, 3, 241, dtype=features.dtype, device=features.device)
-    costs = []
-    for factor in factors:
-        hidden = seen.activation(factor * preactivation + seen.bias)
+
+    def cost(factors: Tensor) -> Tensor:
+        hidden = seen.activation(factors[:, None] * preactivation + seen.bias)
         implied = (hidden @ seen.output.T).softmax(1) - F.one_hot(label, len(errors))
         # In the units of the implied error, which a far too small or large norm cannot shrink.
-        costs.append((wanted / factor - implied).square().sum(1) / implied.square().sum(1))
-    best = factors[torch.stack(costs).argmin(0)]
+        left = wanted / factors[:, None] - implied
+        return left.square().sum(1) / implied.square().sum(1)
+
+    best = features.new_ones(len(features))
+    left = cost(best)
     if seen.config.activation not in ("relu", "leaky_relu"):
-        best = torch.ones_like(best)  # other activations are not homogeneous: the fit has the norm
-    return features * best[:, None]
+        return best, left  # others are not homogeneous: the fit has the norm
+    for decades, points in ((3.0, 241), (0.025, 21)):
+        around = best
+        for exponent in torch.linspace(-decades, decades, points).tolist():
+            factors = around * 10**exponent
+            costs = cost(factors)
+            best = torch.where(costs < left, factors, best)
+            left = torch.minimum(costs, left)
+    return best, left
 
 
 def _descend(state: Fit, start: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedsim.adversary import AttackFailed, rebuild
 from fedsim.models.base import HeadConfig
 from fedsim.models.head import TwoLayerHead
-from fedsim.models.local import mean_gradient_factor
+from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 
 
@@ -54,6 +54,12 @@ class HeadGradient:
     """Whether the declared defenses set entries to zero."""
     noisy: bool
     """Whether they add noise."""
+    exact: bool
+    """Whether they leave the row space of ∂L/∂W as it is."""
+    steps: int
+    """Local steps E on the same batch; 1 if each had images of its own."""
+    first: float
+    """Share of the first step in the mean gradient."""
 
     @staticmethod
     def of(observation: Observation) -> HeadGradient:
@@ -80,6 +86,10 @@ class HeadGradient:
             raise AttackFailed("nothing is left of the update of the head")
         head = model.head
         declared = {str(member["name"]) for member in observation.defense}
+        pruned = bool(declared & {"gradient_pruning", "top_k"})
+        noisy = bool(declared & {"gaussian_noise", "dp_sgd"})
+        training = observation.training
+        weights = step_weights(training)
         return HeadGradient(
             hidden=head.hidden.weight.detach(),
             bias=head.hidden.bias.detach(),
@@ -90,8 +100,11 @@ class HeadGradient:
             grad_bias=seen["hidden.bias"],
             grad_output=seen["output.weight"],
             num_images=observation.num_images,
-            pruned=bool(declared & {"gradient_pruning", "top_k"}),
-            noisy=bool(declared & {"gaussian_noise", "dp_sgd"}),
+            pruned=pruned,
+            noisy=noisy,
+            exact=not pruned and not noisy and "quantization" not in declared,
+            steps=len(weights) if training.batches == "same" else 1,
+            first=weights[0] / sum(weights),
         )
 
     @cached_property

@@ -153,10 +153,16 @@ def local_update(
     return {name: current[name] - parameters[name] for name in parameters}
 
 
+def step_weights(training: LocalTraining) -> list[float]:
+    """How often each step's gradient enters the update, in units of -lr; [1] for one gradient."""
+    if training.algorithm == "fedsgd":
+        return [1.0]
+    # Step s (of T) enters 1 + μ + ... + μ^(T - s) times.
+    return [sum(training.momentum**j for j in range(s)) for s in range(training.steps, 0, -1)]
+
+
 def mean_gradient_factor(training: LocalTraining) -> float:
     """What makes the mean gradient over the local steps of an update."""
     if training.algorithm == "fedsgd":
         return 1.0
-    # Step s (of T) enters the update -lr (1 + μ + ... + μ^(T - s)) times.
-    total = sum(training.momentum**j for s in range(training.steps) for j in range(s + 1))
-    return -1 / (training.lr * total)
+    return -1 / (training.lr * sum(step_weights(training)))

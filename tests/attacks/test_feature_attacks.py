@@ -216,3 +216,48 @@ def test_confused_features_of_one_label_are_split() -> None:
             errors[splits] = attack("head_fit", *case).subspace_error or 0.0
     assert errors[True] < 0.02
     assert errors[True] < errors[False] / 2
+
+
+def moving(hidden: list[int], lr: float, momentum: float) -> tuple[Observation, GroundTruth]:
+    """Three local steps on the same batch, with the features of an MLP."""
+    images = torch.rand(6, 1, 6, 6, generator=rng.generator(0, "moving"))
+    training = LocalTraining(
+        algorithm="fedavg", lr=lr, steps=3, batch_size=6, batches="same", momentum=momentum
+    )
+    return make_observation(
+        images,
+        (3 * torch.arange(6)) % 10,
+        model="mlp",
+        model_parameters={"hidden": hidden, "head": {**HEAD, "planted_gain": 0.01}},
+        training=training,
+    )
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(4.0, 0.0), (1.0, 0.9)])
+def test_the_features_before_local_steps_are_found(lr: float, momentum: float) -> None:
+    scores = attack("best_features", *moving([48], lr, momentum))
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 0.002
+    assert min(scores.per_image["feature_cosine"]) > 0.9999
+
+
+def test_features_that_move_far_need_their_steps_unrolled() -> None:
+    case = moving([256, 48], 1.0, 0.0)
+    unrolled = attack("unrolled_features", *case).subspace_error
+    as_one_step = attack("head_fit", *case).subspace_error
+    assert unrolled is not None and as_one_step is not None
+    assert unrolled < 0.05 < 0.15 < as_one_step
+
+
+def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=1e-3, batches="same")
+    observation, truth = observe(4, training=training)
+    scores = attack("unrolled_features", observation, truth)
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 1e-3
+
+
+def test_steps_are_not_unrolled_behind_noise() -> None:
+    observation, truth = observe(2, defense=[{"name": "gaussian_noise", "std": 0.01}])
+    with pytest.raises(AttackFailed, match="no exact row space"):
+        attack("unrolled_features", observation, truth)
