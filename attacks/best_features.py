@@ -1,9 +1,9 @@
 """The strongest feature attack for what was observed, chosen by the attacker's own consistency.
 
 What the attacker can check is whether features reproduce the observed ∂L/∂A. Exact rows are peeled
-(`activation_features`); what that leaves open, or a defense has disturbed, is fitted (`head_fit`)
-from the features that peeling did find. Several local steps on the same batch are unrolled
-(`unrolled_features`).
+(`activation_features`). What that leaves open, or a defense has disturbed, is fitted (`head_fit`)
+from the features that peeling did find; where the row space is exact, in its coordinates. Several
+local steps on the same batch are unrolled (`unrolled_features`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, final
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
@@ -20,6 +21,7 @@ from fedsim_attacks import activation_features, head_fit, unrolled_features
 from fedsim_attacks.activation_features import Peeling
 from fedsim_attacks.head_fit import Fit
 from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.spectral_features import span
 from fedsim_attacks.unrolled_features import Unrolling
 
 _EXACT = 1e-3
@@ -34,6 +36,8 @@ class Best(AttackState):
 
     peeling: Peeling | None
     then: Fit | Unrolling | None = None
+    basis: Tensor | None = None
+    """(N, d): of the row space, where the fit is in its coordinates."""
 
 
 @final
@@ -67,9 +71,14 @@ class BestFeatures(Attack[Best]):
         if seen.steps > 1 and seen.exact:
             state.then = unrolled_features.begin(seen, rng)
             return state
+        known = seen.hidden[:0]
+        if peeling is not None:
+            known = activation_features.features(peeling.shares).to(known.dtype)
+        if seen.exact and seen.grad_hidden.any():
+            state.basis = span(seen.rows, seen.rank)[0].to(known.dtype)
+            seen, known = seen.within(state.basis), known @ state.basis.T
         starts = list(head_fit.random_starts(seen, self.starts, rng))
-        if peeling is not None and len(peeling.shares):
-            known = activation_features.features(peeling.shares).to(starts[0].dtype)
+        if len(known):
             starts = [torch.cat([known, start[len(known) :]]) for start in starts]
         state.then = head_fit.begin(seen, starts)
         return state
@@ -103,6 +112,7 @@ class BestFeatures(Attack[Best]):
             found, loss = activation_features.filled_up(peeling), float(peeling.loss)
         else:
             found = head_fit.scaled(then)
+            found = found if state.basis is None else found @ state.basis
         return Reconstruction(features=found.float(), loss=loss, iterations=state.iteration)
 
     def total(self) -> int:

@@ -12,7 +12,7 @@ bias and a factor 1/m, which scales everything alike.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -126,6 +126,10 @@ class HeadGradient:
         length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
         seen = length[:, 0] > 0
         return self.grad_hidden[seen] / length[seen].to(self.grad_hidden.dtype)
+
+    def within(self, basis: Tensor) -> HeadGradient:
+        """The same of features in the span of `basis` (n, d), orthonormal: their n coordinates."""
+        return replace(self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T)
 
     @property
     def rank(self) -> int:

@@ -17,7 +17,7 @@ Optimization by Basin-Hopping, 1997).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -132,7 +132,7 @@ def begin(seen: HeadGradient, rng: torch.Generator) -> Unrolling:
         raise AttackFailed("nothing is left of ∂L/∂W, whose rows hold the features of all steps")
     size = min(seen.num_images * seen.steps, seen.hidden.shape[1])
     basis = span(seen.grad_hidden, size)[0].to(seen.hidden.dtype)
-    inside = replace(seen, hidden=seen.hidden @ basis.T, grad_hidden=seen.grad_hidden @ basis.T)
+    inside = seen.within(basis)
     fit = head_fit.begin(inside, list(head_fit.random_starts(inside, _STARTS, rng)))
     return Unrolling(
         loss=torch.full((), torch.inf, device=basis.device),
