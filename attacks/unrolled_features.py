@@ -55,7 +55,7 @@ class Unrolling(AttackState):
     basis: Tensor
     """(N E, d): of the row space."""
     rng: torch.Generator
-    moving: bool = True
+    moving: bool
     """Whether features differ from step to step; where not, all steps are one."""
     fit: Fit
     spread: bool = False
@@ -65,6 +65,7 @@ class Unrolling(AttackState):
     common: Tensor | None = None
     """(N, N E), if one feature an image nearly fits all steps."""
     lowest: Fit
+    """The trial that explains most of ∂L/∂A, from which the next one hops."""
     ended: int = 0
     """Trials."""
 
@@ -139,6 +140,7 @@ def begin(seen: HeadGradient, rng: torch.Generator) -> Unrolling:
         seen=inside,
         basis=basis,
         rng=rng,
+        moving=seen.steps > 1,
         fit=fit,
         lowest=fit,
         best=fit.features,

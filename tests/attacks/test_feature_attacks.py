@@ -257,6 +257,13 @@ def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:
     assert scores.subspace_error < 1e-3
 
 
+def test_a_single_gradient_is_one_step() -> None:
+    scores = attack("unrolled_features", *observe(4))
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 1e-4
+    assert max(scores.per_image["feature_error"]) < 1e-2
+
+
 def test_steps_are_not_unrolled_behind_noise() -> None:
     observation, truth = observe(2, defense=[{"name": "gaussian_noise", "std": 0.01}])
     with pytest.raises(AttackFailed, match="no exact row space"):
