@@ -55,7 +55,7 @@ class InvertingGradients(Attack[Inversion]):
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
         """Random images; labels known, inferred or soft."""
-        matching = Matching(observation)
+        matching = Matching(observation, calls=self.iterations)
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size, fused=True)
         milestones = [int(self.iterations * fraction) for fraction in _DECAY_AT]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import final
 
 import torch
@@ -19,6 +20,7 @@ from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
 from fedsim_attacks.label_inference import infer_labels
+from fedsim_attacks.replay import PAYS, Replay
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
 
 
@@ -101,9 +103,13 @@ class Candidate:
 class Matching:
     """The observed update, and its recomputation from candidates on the observation's device."""
 
-    def __init__(self, observation: Observation, dtype: torch.dtype = torch.float32) -> None:
-        """Compute in `dtype`."""
+    def __init__(
+        self, observation: Observation, dtype: torch.dtype = torch.float32, calls: int = 1
+    ) -> None:
+        """Compute in `dtype`; `differentiate` is to be called about `calls` times."""
         self._observation = observation
+        self._replays = calls >= PAYS
+        self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
         self._dtype = dtype
         model = rebuild(observation).to(dtype)
         accelerate(model)
@@ -187,12 +193,26 @@ class Matching:
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Distance from the observed update (0-d, detached) and its gradients in the variables."""
-        images = self._lay(candidate.images).requires_grad_()
-        update = self.update(images, candidate.targets())
+        labels = candidate.labels
+        if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
+            function = partial(self._differentiate, distance, labels)
+            self._bound = distance, labels, Replay(function) if self._replays else function
+        loss, *slopes = self._bound[2](*(each.detach() for each in candidate.variables))
+        return loss, tuple(slopes)
+
+    def _differentiate(
+        self, distance: Distance, labels: Tensor | None, images: Tensor, *logits: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            variables = [self._lay(images), *(each.detach().clone() for each in logits)]
+            for variable in variables:
+                variable.requires_grad_()
+            candidate = Candidate(variables[0], labels, variables[1] if logits else None)
+            update = self.update(candidate.images, candidate.targets())
         with torch.no_grad():
             loss, direction, scale = distance([u.detach() for u in update], self._target)
-        slopes = torch.autograd.grad(update, [images, *candidate.variables[1:]], direction)
-        return loss, tuple(slope.mul_(scale).contiguous() for slope in slopes)
+        slopes = torch.autograd.grad(update, variables, direction)
+        return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
     def pixels(self, images: Tensor) -> Tensor:
         """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""

@@ -30,9 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim import adversary, scoring
+from fedsim import adversary, rng, scoring
 from fedsim.data.bundled import Photos
 from fedsim.data.folder import ImageFolder
+from fedsim.memory import keep_freed
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.types import (
@@ -50,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet18-imagenet": ("resnet18", {"stem": "imagenet"}),
     "resnet18-small": ("resnet18", {"stem": "small"}),
 }
+_LENGTH = 4800  # the default of inverting_gradients
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 
@@ -99,15 +101,19 @@ def victim(
     return observation, GroundTruth(images=pixels, labels=labels)
 
 
-Runner = Callable[[int], Tensor]
-"""iterations -> pixels."""
+Runner = Callable[[int, int], Tensor]
+"""(iterations, of an attack that is so many long) -> pixels."""
 
 
 def fedsim_runner(observation: Observation, truth: GroundTruth) -> Runner:
-    def run(iterations: int) -> Tensor:
-        attack = adversary.create("inverting_gradients", {"iterations": iterations})
+    def run(iterations: int, length: int) -> Tensor:
+        keep_freed()
+        attack = adversary.create("inverting_gradients", {"iterations": length})
         knowledge = Knowledge(labels="known", true_labels=truth.labels)
-        found = adversary.solve(attack, observation, knowledge, seed=0).reconstruction.images
+        state = attack.init(observation, knowledge, rng.generator(0, "attack", 0))
+        for _ in range(iterations):
+            state = attack.step(state)
+        found = attack.postprocess(state).images
         assert found is not None
         return found
 
@@ -115,7 +121,7 @@ def fedsim_runner(observation: Observation, truth: GroundTruth) -> Runner:
 
 
 def plain_runner(observation: Observation, truth: GroundTruth) -> Runner:
-    def run(iterations: int) -> Tensor:
+    def run(iterations: int, length: int) -> Tensor:
         model = adversary.rebuild(observation)
         loss = loss_function(model, dict(observation.buffers), observation.training)
         target = list(observation.update.values())
@@ -178,7 +184,7 @@ def breaching_runner(observation: Observation, truth: GroundTruth) -> Runner | N
         },
     }
 
-    def run(iterations: int) -> Tensor:
+    def run(iterations: int, length: int) -> Tensor:
         config = OmegaConf.merge(base, own)
         config.optim.max_iterations = iterations
         attacker = breaching.attacks.OptimizationBasedAttacker(
@@ -231,7 +237,7 @@ RUNNERS: dict[str, Callable[[Observation, GroundTruth], Runner | None]] = {
 
 def profile(run: Runner) -> str:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
-        run(5)
+        run(5, _LENGTH)
     return found.key_averages().table(sort_by="self_cpu_time_total", row_limit=12)
 
 
@@ -270,7 +276,7 @@ def _serve(
         if what == "available":
             line.send(RUNNERS[name](*victim(case, batch, pictures)) is not None)
             continue
-        iterations, index = arguments
+        iterations, length, index = arguments
         observation, truth = victim(case, batch, pictures, index)
         run = RUNNERS[name](observation, truth)
         assert run is not None
@@ -278,7 +284,7 @@ def _serve(
             line.send(profile(run))
             continue
         start = time.perf_counter()
-        found = run(iterations)
+        found = run(iterations, length)
         line.send((time.perf_counter() - start, psnr(found, truth)))
 
 
@@ -318,7 +324,7 @@ def main() -> None:
             rows.append(row)
             print(json.dumps(row), flush=True)
             if arguments.profile:
-                print(suites["fedsim"].ask("profile", 5, 0))
+                print(suites["fedsim"].ask("profile", 5, _LENGTH, 0))
             for suite in suites.values():
                 suite.close()
             if arguments.json:
@@ -326,17 +332,20 @@ def main() -> None:
 
 
 def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
-    """Seconds an iteration, by the difference of a long and a short run (no set-up in it)."""
-    short = 2
+    """Seconds an iteration of a full-length attack, by the difference of two runs of its start.
+
+    No set-up is in it, nor what fedsim takes to record an iteration (`fedsim_attacks.replay`).
+    """
+    short = 4
     times: dict[str, list[float]] = {name: [] for name in suites}
     for suite in suites.values():
-        suite.ask("run", short, 0)
-    once, _ = suites["fedsim"].ask("run", short, 0)
+        suite.ask("run", short, _LENGTH, 0)
+    once = min(suites["plain"].ask("run", short, _LENGTH, 0)[0] for _ in range(2))
     # Some three seconds a run: set-up and noise are then small beside the difference.
     long = short + max(6, round(3 * short / once))
     for _ in range(repeats):
         for name, suite in suites.items():
-            (less, _), (more, _) = suite.ask("run", short, 0), suite.ask("run", long, 0)
+            less, more = (suite.ask("run", n, _LENGTH, 0)[0] for n in (short, long))
             times[name].append((more - less) / (long - short))
     medians = {name: statistics.median(values) for name, values in times.items()}
     return {
@@ -354,7 +363,7 @@ def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
 def quality(suites: dict[str, Suite], iterations: int, victims: int) -> dict[str, Any]:
     """PSNR after equal iterations on the same victims, each suite from one start of its own."""
     found = {
-        name: [suite.ask("run", iterations, index)[1] for index in range(victims)]
+        name: [suite.ask("run", iterations, iterations, index)[1] for index in range(victims)]
         for name, suite in suites.items()
     }
     row: dict[str, Any] = {

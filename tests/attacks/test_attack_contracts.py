@@ -15,6 +15,7 @@ from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
 from fedsim_attacks.spectral_features import SpectralFeatures
 from fedsim_attacks.tensor_features import TensorFeatures
+from fedsim_attacks.unrolled_features import UnrolledFeatures
 
 
 class TestDeepLeakage(AttackContract):
@@ -64,12 +65,17 @@ class TestTensorFeatures(OfATwoLayerHead):
 
 class TestHeadFit(OfATwoLayerHead):
     def make(self) -> HeadFit:
-        return HeadFit(iterations=40, starts=2)
+        return HeadFit(iterations=100, starts=2)
 
 
 class TestBestFeatures(OfATwoLayerHead):
     def make(self) -> BestFeatures:
-        return BestFeatures(iterations=40, starts=2)
+        return BestFeatures(iterations=100, starts=2, trials=1)
+
+
+class TestUnrolledFeatures(OfATwoLayerHead):
+    def make(self) -> UnrolledFeatures:
+        return UnrolledFeatures(iterations=100, trials=1)
 
 
 class TestLabelInference(AttackContract):

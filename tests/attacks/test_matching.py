@@ -20,6 +20,7 @@ from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks import second_order
 from fedsim_attacks.convolution import Patches
 from fedsim_attacks.matching import Distance, Matching, cosine_distance, squared_distance
+from fedsim_attacks.replay import PAYS
 from fedsim_attacks.second_order import accelerate
 from fedsim_attacks.winograd import Winograd
 
@@ -225,3 +226,25 @@ def test_small_models_are_left_alone() -> None:
     model = network([])
     accelerate(model)
     assert "forward" not in vars(model[0])  # type: ignore[index]
+
+
+@over_distances
+@over_cases
+@pytest.mark.parametrize("soft", [False, True])
+def test_replayed_iterations_are_the_same_bits(
+    case: dict[str, Any], distance: Distance, soft: bool
+) -> None:
+    observation, truth = observe(case)
+    results = []
+    for calls in (1, PAYS):
+        generator = torch.Generator().manual_seed(3)
+        matching = Matching(observation, calls=calls)
+        candidate = matching.random_candidate(None if soft else truth.labels, generator)
+        for _ in range(4):
+            loss, slopes = matching.differentiate(candidate, distance)
+            results.append([loss, *slopes])
+            with torch.no_grad():
+                for variable, slope in zip(candidate.variables, slopes, strict=True):
+                    variable -= slope / slope.abs().max()
+    for eager, replayed in zip(results[:4], results[4:], strict=True):
+        assert all(map(torch.equal, eager, replayed))
