@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import federation, progress, record, recording, rows, scoring
+from fedsim import federation, progress, record, recording, refusal, rows, scoring
 from fedsim.adversary import Progress
 from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
@@ -108,7 +108,7 @@ class _Plan:
         }
         federation.check(scenario)
         for workload in self.workloads.values():
-            workload.check()
+            refusal.check(workload)
         self._refuse_other_run()
 
     def execute(self, display: progress.Display) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import features_of
+from fedsim.models.weights import read_weights
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack, declared_training, plugin_class
@@ -114,9 +116,16 @@ class Workload:
             self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self.device)
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) before the first round; the same for every stack."""
+        """(parameters, buffers) before the first round; the same for every stack.
+
+        Raises:
+            FedsimError: `training.weights` cannot be read, or are of another model.
+        """
+        if self.scenario.training.weights is not None:
+            with blaming("training.weights"):
+                return read_weights(Path(self.scenario.training.weights).expanduser(), self.model)
         spec = self.spec
-        if self.scenario.observe.plant and _plants(self.model.head):
+        if self.scenario.observe.plant and plants(self.model.head):
             # The server trains honestly and plants when it probes.
             honest = {**spec.parameters["head"], "planted": 0}
             spec = replace(spec, parameters={**spec.parameters, "head": honest})
@@ -296,45 +305,6 @@ class Workload:
                 correct += int((logits.argmax(1) == target).sum())
         return Evaluation(loss=float(total) / len(labels), accuracy=correct / len(labels))
 
-    def check(self) -> None:
-        """Refuse what cannot work before any training starts.
-
-        Raises:
-            FedsimError: a client holds less data than a batch, a round observes nobody, or the
-                stack cannot handle the model; the message starts with the scenario's key.
-        """
-        observe = self.scenario.observe
-        if observe.plant and not observe.batch_sizes:
-            raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
-        if observe.plant and not _plants(self.model.head):
-            raise FedsimError(
-                "observe.plant: the model has no neurons for the server to plant; set "
-                "model.head.planted"
-            )
-        for round in sorted({r for r in observe.rounds if isinstance(r, int)}):
-            if not self.observed(round):
-                raise FedsimError(
-                    f"observe.clients: none of them takes part in round {round} "
-                    f"(participation {self.scenario.federation.participation}, seed "
-                    f"{self.scenario.seed}); observe 'all' or set observe.batch_sizes"
-                )
-        everyone = list(range(len(self.parts)))
-        sizes = [("training.local.batch_size", self.training.batch_size, everyone)]
-        if observe.batch_sizes:
-            named = [] if observe.clients == "all" else observe.clients
-            seen = everyone if self.stack.aggregation else named or everyone
-            sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes]
-        for key, size, clients in sizes:
-            smallest = min(clients, key=lambda client: len(self.parts[client]))
-            if size > len(self.parts[smallest]):
-                raise FedsimError(
-                    f"{key}: a batch of {size} is larger than the data of client {smallest} "
-                    f"({len(self.parts[smallest])} images); use a smaller batch, fewer clients, "
-                    "or a more even partition"
-                )
-        with blaming(f"defenses.{self.stack_name}"):
-            self.client_update(0, 1, *self.initial(), {})
-
     def _training(self, probe: Probe | None) -> LocalTraining:
         return self.stack.training(self._declared(probe))
 
@@ -393,7 +363,8 @@ def load_dataset(scenario: Scenario) -> Dataset:
         return source.load()
 
 
-def _plants(head: nn.Module) -> bool:
+def plants(head: nn.Module) -> bool:
+    """Whether `head` has neurons for the server to plant."""
     return isinstance(head, TwoLayerHead) and head.config.planted > 0
 
 

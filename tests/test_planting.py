@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fedsim
+from fedsim import refusal
 from fedsim.recording import load_observation, load_truth
 from fedsim.report.control import positive_controls
 from fedsim.report.leaderboard import leaderboard_rows
@@ -87,4 +88,4 @@ def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path
 )
 def test_nothing_to_plant_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FedsimError, match=message):
-        Workload(resolve({**TINY, **changes}), "none").check()
+        refusal.check(Workload(resolve({**TINY, **changes}), "none"))

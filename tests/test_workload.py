@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from fedsim.recording import observation_id
+from fedsim import refusal
+from fedsim.federation.checkpoint import Checkpoint, Checkpoints, fingerprint
+from fedsim.recording import observation_id, write_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.types import FedsimError, Tensors
@@ -175,4 +180,59 @@ def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> No
 def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
     resolved = scenario(**changes)
     with pytest.raises(FedsimError, match=message):
-        Workload(resolved, "none").check()
+        refusal.check(Workload(resolved, "none"))
+
+
+def test_training_starts_from_given_weights(tmp_path: Path) -> None:
+    """From a state dict, and from what another run left as its checkpoint."""
+    model = {"name": "convnet", "width": 2, "norm": "batch"}
+    trained = Workload(scenario(model=model), "none")
+    parameters = {name: value + 1 for name, value in trained.initial()[0].items()}
+    buffers = trained.initial()[1]
+    write_tensors(tmp_path / "plain.safetensors", {**parameters, **buffers})
+    Checkpoints(tmp_path, trained.scenario, "none").save(
+        Checkpoint(
+            round=4, parameters=parameters, buffers=buffers, strategy={}, strategy_tensors={}
+        )
+    )
+    for path in ("plain.safetensors", "checkpoints/none.safetensors"):
+        training = {**BASE["training"], "weights": str(tmp_path / path)}
+        workload = Workload(scenario(model=model, training=training), "none")
+        refusal.check(workload)
+        found = workload.initial()
+        assert found[0].keys() == parameters.keys()
+        assert found[1].keys() == buffers.keys()
+        for name, value in (found[0] | found[1]).items():
+            assert torch.equal(value, {**parameters, **buffers}[name])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.popitem() and t, "no tensor"),
+        (lambda t: {n: v[..., :1] for n, v in t.items()}, "the scenario's model has"),
+        (lambda t: {n: v.double() for n, v in t.items()}, "float64"),
+        (lambda t: {n: v / 0 for n, v in t.items()}, "not finite"),
+        (None, "cannot be read as safetensors"),
+    ],
+)
+def test_weights_of_another_model_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None, message: str
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    if change:
+        tensors = dict(Workload(scenario(), "none").initial()[0])
+        write_tensors(path, {n: v.contiguous() for n, v in change(tensors).items()})
+    workload = Workload(scenario(training={**BASE["training"], "weights": str(path)}), "none")
+    with pytest.raises(FedsimError, match=rf"^training\.weights: .*{message}"):
+        refusal.check(workload)
+
+
+def test_a_resume_notices_other_weights(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    resolved = scenario(training={**BASE["training"], "weights": str(path)})
+    digests = []
+    for value in (0.0, 1.0):
+        write_tensors(path, {"a": torch.full((1,), value)})
+        digests.append(fingerprint(resolved, "none"))
+    assert digests[0] != digests[1]

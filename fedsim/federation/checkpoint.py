@@ -151,6 +151,9 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
     sections = scenario.model_dump(
         mode="json", include={"seed", "device", "data", "model", "training", "observe"}
     )
+    if scenario.training.weights is not None:
+        with Path(scenario.training.weights).expanduser().open("rb") as file:
+            sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
     sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
     sections["federation"] = scenario.federation.model_dump(
         mode="json", exclude={"engine", "timeout", "checkpoint_every"}

@@ -77,6 +77,9 @@ class Training(Section):
     """Default: fedsgd for one local step without momentum, fedavg otherwise."""
     rounds: Annotated[int, Field(ge=1, le=100_000)] = 3
     local: Local = Local()
+    weights: str | None = None
+    """Safetensors file of the model's weights before the first round: a checkpoint of fedsim
+    (OUT/checkpoints/STACK.safetensors) or a state dict. Default: random ones."""
     evaluate_every: Count = 1
     """Test the global model every so many rounds (and after the last)."""
 

@@ -1,0 +1,50 @@
+"""Weights to start from: a trained model's, from a safetensors file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fedsim.recording import read_tensors
+from fedsim.types import FedsimError
+
+
+def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(parameters, buffers) of `model` as `path` has them, by the names that `model` gives them.
+
+    `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict.
+
+    Raises:
+        FedsimError: it is no safetensors file, or does not fit the model: a tensor is missing, has
+            another shape or type, or is not finite.
+    """
+    found = read_tensors(path)
+    of_checkpoint = any(name.startswith("parameter.") for name in found)
+    prefixes = ("parameter.", "buffer.") if of_checkpoint else ("", "")
+    return (
+        _chosen(path, found, prefixes[0], dict(model.named_parameters())),
+        _chosen(path, found, prefixes[1], dict(model.named_buffers())),
+    )
+
+
+def _chosen(
+    path: Path, found: dict[str, Tensor], prefix: str, wanted: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    chosen = {}
+    for name, like in wanted.items():
+        value = found.get(prefix + name)
+        if value is None:
+            raise FedsimError(
+                f"{path}: no tensor {prefix + name!r}; the weights have to be of the model that "
+                "the scenario describes"
+            )
+        if value.shape != like.shape or value.dtype != like.dtype:
+            raise FedsimError(
+                f"{path}: {prefix + name} is {value.dtype} {list(value.shape)}, the scenario's "
+                f"model has {like.dtype} {list(like.shape)}; describe the model of these weights"
+            )
+        if not value.isfinite().all():
+            raise FedsimError(f"{path}: {prefix + name} has entries that are not finite")
+        chosen[name] = value
+    return chosen

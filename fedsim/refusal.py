@@ -1,0 +1,62 @@
+"""What of a defense stack's federation cannot work: refused before any training starts."""
+
+from __future__ import annotations
+
+from fedsim.types import FedsimError
+from fedsim.workload import Workload, blaming, plants
+
+
+def check(workload: Workload) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        FedsimError: a client holds less data than a batch, a round observes nobody, weights to
+            start from do not fit, or the stack cannot handle the model; the message starts with the
+            scenario's key.
+    """
+    _planted(workload)
+    _observed(workload)
+    _batches(workload)
+    parameters, buffers = workload.initial()
+    with blaming(f"defenses.{workload.stack_name}"):
+        workload.client_update(0, 1, parameters, buffers, {})
+
+
+def _planted(workload: Workload) -> None:
+    observe = workload.scenario.observe
+    if observe.plant and not observe.batch_sizes:
+        raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
+    if observe.plant and not plants(workload.model.head):
+        raise FedsimError(
+            "observe.plant: the model has no neurons for the server to plant; set "
+            "model.head.planted"
+        )
+
+
+def _observed(workload: Workload) -> None:
+    scenario = workload.scenario
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if not workload.observed(round):
+            raise FedsimError(
+                f"observe.clients: none of them takes part in round {round} "
+                f"(participation {scenario.federation.participation}, seed "
+                f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
+            )
+
+
+def _batches(workload: Workload) -> None:
+    observe, parts = workload.scenario.observe, workload.parts
+    everyone = list(range(len(parts)))
+    sizes = [("training.local.batch_size", workload.training.batch_size, everyone)]
+    if observe.batch_sizes:
+        named = [] if observe.clients == "all" else observe.clients
+        seen = everyone if workload.stack.aggregation else named or everyone
+        sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes]
+    for key, size, clients in sizes:
+        smallest = min(clients, key=lambda client: len(parts[client]))
+        if size > len(parts[smallest]):
+            raise FedsimError(
+                f"{key}: a batch of {size} is larger than the data of client {smallest} "
+                f"({len(parts[smallest])} images); use a smaller batch, fewer clients, "
+                "or a more even partition"
+            )
