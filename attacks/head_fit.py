@@ -135,7 +135,10 @@ def finished(state: Fit, most: int) -> bool:
 def improve(state: Fit, left: int) -> Fit:
     """20 more iterations of the next start or of the best, or splits within `left` iterations."""
     if state.settled and not state.whole and not state.waiting:
-        return _try_splits(state, left)
+        tried = _try_splits(state, left)
+        if tried:
+            state.iteration += tried
+            return state
     trying = bool(state.waiting)
     before = state.loss
     features, loss = _descend(state, state.waiting.pop(0) if trying else state.features)
@@ -150,20 +153,20 @@ def improve(state: Fit, left: int) -> Fit:
     return state
 
 
-def _try_splits(state: Fit, left: int) -> Fit:
-    """Split pairs until one split gains; if none does, polish."""
+def _try_splits(state: Fit, left: int) -> int:
+    """Split pairs until one split gains; if none does, polish. The iterations that took."""
     state.whole, state.settled = True, False
+    spent = 0
     for proposal in _splits(state):
-        if left < _CHUNK:
+        if left - spent < _CHUNK:
             break
         features, loss = _descend(state, proposal)
-        left -= _CHUNK
-        state.iteration += _CHUNK
+        spent += _CHUNK
         if loss < state.loss * (1 - 1e-3):
             state.features, state.loss = features, loss
             state.whole = False
             break
-    return state
+    return spent
 
 
 def _splits(state: Fit) -> Iterator[Tensor]:
