@@ -26,6 +26,12 @@ from fedsim_attacks.unrolled_features import Unrolling
 
 _EXACT = 1e-3
 """Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""
+_COARSE = 8
+"""Directions an image, of the rows' strongest, in which features are first sought where pruning or
+rounding has blurred the row space: 64 of 8 images hold all but 0.004 of them behind pruning of 0.7,
+and an iteration in them takes an eighth of the time."""
+_GOOD = 1e-4
+"""Share of ∂L/∂A's energy that these directions may leave; the others are then better added."""
 _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 """(equal rows, one image's ∂L/∂A): of exact gradients, and of several small steps."""
 
@@ -37,7 +43,9 @@ class Best(AttackState):
     peeling: Peeling | None
     then: Fit | Unrolling | None = None
     basis: Tensor | None = None
-    """(N, d): of the row space, where the fit is in its coordinates."""
+    """(r, d): of the row space, where the fit is in its coordinates."""
+    refine: HeadGradient | None = None
+    """In whose d dimensions the fit is to go on from there."""
 
 
 @final
@@ -74,8 +82,10 @@ class BestFeatures(Attack[Best]):
         known = seen.hidden[:0]
         if peeling is not None:
             known = activation_features.features(peeling.shares).to(known.dtype)
-        if seen.exact and seen.grad_hidden.any():
-            state.basis = span(seen.rows, seen.rank)[0].to(known.dtype)
+        directions = seen.rank if seen.exact else _COARSE * max(seen.rank, _COARSE)
+        if not seen.noisy and 2 * directions < seen.hidden.shape[1] and seen.grad_hidden.any():
+            state.basis = span(seen.rows, directions)[0].to(known.dtype)
+            state.refine = None if seen.exact else seen
             seen, known = seen.within(state.basis), known @ state.basis.T
         starts = list(head_fit.random_starts(seen, self.starts, rng))
         if len(known):
@@ -89,6 +99,10 @@ class BestFeatures(Attack[Best]):
             state.then = unrolled_features.improve(state.then, self.iterations)
             state.loss = state.then.loss
         elif state.then is not None:
+            if state.refine and head_fit.finished(state.then, self.total(), _GOOD):
+                assert state.basis is not None
+                state.then = head_fit.refined(state.then, state.refine, state.basis)
+                state.basis = state.refine = None
             state.then = head_fit.improve(state.then, self.total() - state.iteration)
             state.loss = state.then.loss.sqrt()
         if state.then is not None:
@@ -99,7 +113,8 @@ class BestFeatures(Attack[Best]):
         """Peeling explains everything, or the fit or the unrolling is done."""
         if isinstance(state.then, Unrolling):
             return unrolled_features.finished(state.then, self.trials)
-        return state.then is None or head_fit.finished(state.then, self.total())
+        spent = state.then is None or head_fit.finished(state.then, self.total())
+        return spent and state.refine is None
 
     def postprocess(self, state: Best) -> Reconstruction:
         """The unrolled features; else those that leave less of ∂L/∂A unexplained."""

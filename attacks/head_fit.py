@@ -34,6 +34,8 @@ _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""
 _LITTLE, _POLISH = 0.03, 1e-4
 """Relative gains in 20 iterations below which a split is tried, and below which the fit ends."""
+_ENOUGH = 1e-6
+"""Share of ∂L/∂A's energy left unexplained at which nothing more is worth an iteration."""
 _ALIKE = 0.8
 """Cosine of two columns of D from which their features may have been confused."""
 _NEAR = 0.3
@@ -126,10 +128,18 @@ def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
     )
 
 
-def finished(state: Fit, most: int) -> bool:
-    """Whether nothing more is to be gained, or `most` iterations are spent."""
-    gained = state.whole and state.settled
-    return not state.waiting and (gained or state.iteration + _CHUNK > most)
+def refined(state: Fit, seen: HeadGradient, basis: Tensor) -> Fit:
+    """The fit of coordinates in `basis` (r, d), to go on in the d dimensions of `seen`."""
+    fit = begin(seen, [state.features @ basis])
+    fit.iteration, fit.whole = state.iteration, state.whole
+    return fit
+
+
+def finished(state: Fit, most: int, enough: float = _ENOUGH) -> bool:
+    """Whether nothing more is to be gained, less than `enough` is left unexplained, or `most`
+    iterations are spent."""
+    done = (state.whole and state.settled) or float(state.loss) < enough
+    return not state.waiting and (done or state.iteration + _CHUNK > most)
 
 
 def improve(state: Fit, left: int) -> Fit:

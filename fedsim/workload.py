@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -132,6 +132,13 @@ class Workload:
         fresh = build(spec, rng.derive(self.scenario.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
+
+    def shortened(self, steps: int) -> Workload:
+        """The same with at most so many local steps declared."""
+        short = copy(self)
+        short.declared = replace(self.declared, steps=min(steps, self.declared.steps))
+        short.training = self.stack.training(short.declared)
+        return short
 
     @property
     def releases_statistics(self) -> bool:
