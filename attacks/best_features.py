@@ -74,8 +74,8 @@ class BestFeatures(Attack[Best]):
         peeling = self._peel(seen) if exact and not seen.noisy and not seen.pruned else None
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
         state = Best(loss=loss, peeling=peeling)
-        if peeling is not None and float(loss) <= _EXACT:
-            return state
+        if peeling is not None and (float(loss) <= _EXACT or seen.dropped):
+            return state  # under dropout its rows are as exact, and ∂L/∂A shows nothing more
         if seen.steps > 1 and seen.exact:
             state.then = unrolled_features.begin(seen, rng)
             return state

@@ -29,6 +29,7 @@ from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.spectral_features import span
 
 _CHUNK = 20
+_MEMORY = 50
 _RIDGE = 1e-9
 _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""
@@ -52,6 +53,8 @@ class Fit(AttackState):
     """(K, m): the observed ∂L/∂A, with entries that were removed filled in."""
     features: Tensor
     """(N, d)."""
+    descent: _Descent | None = None
+    """That found them."""
     waiting: list[Tensor] = field(default_factory=list)
     """Starts that have not been tried."""
     settled: bool = False
@@ -151,9 +154,13 @@ def improve(state: Fit, left: int) -> Fit:
             return state
     trying = bool(state.waiting)
     before = state.loss
-    features, loss = _descend(state, state.waiting.pop(0) if trying else state.features)
+    if trying or state.descent is None:
+        descent = _Descent(state.seen, state.waiting.pop(0) if trying else state.features)
+    else:
+        descent = state.descent
+    features, loss = descent.run(state.target)
     if loss < state.loss:
-        state.features, state.loss = features, loss
+        state.features, state.loss, state.descent = features, loss, descent
     if not trying:
         state.settled = not bool(loss < before * (1 - (_POLISH if state.whole else _LITTLE)))
         if state.seen.pruned:
@@ -170,10 +177,11 @@ def _try_splits(state: Fit, left: int) -> int:
     for proposal in _splits(state):
         if left - spent < _CHUNK:
             break
-        features, loss = _descend(state, proposal)
+        descent = _Descent(state.seen, proposal)
+        features, loss = descent.run(state.target)
         spent += _CHUNK
         if loss < state.loss * (1 - 1e-3):
-            state.features, state.loss = features, loss
+            state.features, state.loss, state.descent = features, loss, descent
             state.whole = False
             break
     return spent
@@ -273,29 +281,35 @@ def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor,
     return best, left
 
 
-def _descend(state: Fit, start: Tensor) -> tuple[Tensor, Tensor]:
-    """20 iterations of L-BFGS from `start`: features and loss."""
-    unit = torch.linalg.vector_norm(start, dim=1).mean()
-    variable = (start / unit).requires_grad_()
-    optimizer = torch.optim.LBFGS(
-        [variable],
-        max_iter=_CHUNK,
-        max_eval=2 * _CHUNK,
-        history_size=_CHUNK,
-        tolerance_grad=1e-12,
-        tolerance_change=1e-12,
-        line_search_fn="strong_wolfe",
-    )
+class _Descent:
+    """L-BFGS from `start` (N, d), whose memory lasts from one run to the next."""
 
-    def closure() -> Tensor:
-        with torch.no_grad():
-            loss, slope, _ = _evaluate(state.seen, state.target, variable * unit)
-            variable.grad = slope * unit
-        return loss
+    def __init__(self, seen: HeadGradient, start: Tensor) -> None:
+        self._seen = seen
+        self._unit = torch.linalg.vector_norm(start, dim=1).mean()
+        self._variable = (start / self._unit).requires_grad_()
+        self._optimizer = torch.optim.LBFGS(
+            [self._variable],
+            max_iter=_CHUNK,
+            max_eval=2 * _CHUNK,
+            history_size=_MEMORY,
+            tolerance_grad=1e-12,
+            tolerance_change=1e-12,
+            line_search_fn="strong_wolfe",
+        )
 
-    optimizer.step(closure)  # type: ignore[no-untyped-call]
-    found = variable.detach() * unit
-    return found, _evaluate(state.seen, state.target, found)[0]
+    def run(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """20 iterations: features and loss."""
+
+        def closure() -> Tensor:
+            with torch.no_grad():
+                loss, slope, _ = _evaluate(self._seen, target, self._variable * self._unit)
+                self._variable.grad = slope * self._unit
+            return loss
+
+        self._optimizer.step(closure)  # type: ignore[no-untyped-call]
+        found = self._variable.detach() * self._unit
+        return found, _evaluate(self._seen, target, found)[0]
 
 
 def _evaluate(

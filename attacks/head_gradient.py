@@ -56,6 +56,8 @@ class HeadGradient:
     """Whether they add noise."""
     exact: bool
     """Whether they leave the row space of ∂L/∂W as it is."""
+    dropped: bool
+    """Whether each image met other neurons (dropout), which no formula above allows for."""
     steps: int
     """Local steps E on the same batch; 1 if each had images of its own."""
     first: float
@@ -103,6 +105,7 @@ class HeadGradient:
             pruned=pruned,
             noisy=noisy,
             exact=not pruned and not noisy and "quantization" not in declared,
+            dropped=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,
             first=weights[0] / sum(weights),
         )

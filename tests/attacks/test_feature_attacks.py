@@ -199,7 +199,7 @@ def test_confused_features_of_one_label_are_split() -> None:
     """Alike features with nearly the same error signal: without splits the fit stays between."""
     base = torch.rand(2, 1, 6, 6, generator=rng.generator(1, "alike"))
     shift = torch.rand(6, 1, 6, 6, generator=rng.generator(2, "alike"))
-    images = (0.75 * base.repeat_interleave(3, 0) + 0.25 * shift).clamp(0, 1)
+    images = (0.88 * base.repeat_interleave(3, 0) + 0.12 * shift).clamp(0, 1)
     parameters = {"hidden": [], "head": {**HEAD, "planted_gain": 0.01}}
     case = make_observation(
         images,
