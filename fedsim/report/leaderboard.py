@@ -31,13 +31,19 @@ Aggregated = Literal[
     "feature_error",
     "feature_cosine",
     "subspace_error",
+    "principal_angle",
 ]
 AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
 
-_LESS_IS_WORSE = ("rmse", "lpips", "feature_error", "subspace_error")
+_LESS_IS_WORSE = ("rmse", "lpips", "feature_error", "subspace_error", "principal_angle")
 """For the client: a small error is a large leak."""
 
-_GUESSED_FEATURES = {"feature_error": 1.0, "feature_cosine": 0.0, "subspace_error": 1.0}
+_GUESSED_FEATURES = {
+    "feature_error": 1.0,
+    "feature_cosine": 0.0,
+    "subspace_error": 1.0,
+    "principal_angle": 90.0,
+}
 """What guessing zero features achieves, whatever the data."""
 
 

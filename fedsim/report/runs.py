@@ -36,6 +36,7 @@ class Metrics(_Part):
     feature_error: float | None = None
     feature_cosine: float | None = None
     subspace_error: float | None = None
+    principal_angle: float | None = None
     label_accuracy: float | None = None
 
 

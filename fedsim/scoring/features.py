@@ -63,3 +63,27 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
         unit = unit - (unit @ basis.T) @ basis
     outside: Tensor = torch.linalg.vector_norm(unit, dim=1).clamp(max=1)
     return outside
+
+
+def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
+    """Angles in degrees between the spans of the reconstructed and the true features, (N,).
+
+    Ascending, from 0 (a direction of both) to 90; a direction that the at most N reconstructed
+    features lack counts as 90. Unlike `subspace_error` they weigh directions that true features
+    share no more than those in which they differ. Source: Björck and Golub, Numerical Methods for
+    Computing Angles Between Linear Subspaces, 1973, as scipy.linalg.subspace_angles has them.
+    """
+    from scipy.linalg import subspace_angles
+
+    count = len(truth)
+    wanted = F.normalize(truth.double(), dim=1)
+    if int((torch.linalg.svdvals(wanted) > _DEPENDENT).sum()) < count:
+        return Unavailable(
+            "the true features are linearly dependent, so they span fewer directions"
+        )
+    claimed = F.normalize(reconstruction[:count].double(), dim=1)
+    found = torch.full((count,), 90.0, dtype=torch.float64)
+    if claimed.any():
+        angles = torch.from_numpy(subspace_angles(wanted.T.numpy(), claimed.T.numpy()))
+        found[: len(angles)] = torch.rad2deg(angles).flip(0)
+    return found

@@ -15,6 +15,7 @@ from fedsim.scoring.features import (
     check_features,
     feature_cosine,
     feature_error,
+    principal_angles,
     subspace_error,
 )
 from fedsim.scoring.labels import check_labels, label_overlap, matched_labels
@@ -31,10 +32,17 @@ Metric = Literal[
     "feature_error",
     "feature_cosine",
     "subspace_error",
+    "principal_angle",
     "label_accuracy",
     "attack_loss",
 ]
 METRICS: tuple[Metric, ...] = get_args(Metric)
+_OF_FEATURES: tuple[Metric, ...] = (
+    "feature_error",
+    "feature_cosine",
+    "subspace_error",
+    "principal_angle",
+)
 
 _UNKNOWN_PIXEL = 0.5
 
@@ -52,11 +60,13 @@ class Scores:
     feature_error: float | None = None
     feature_cosine: float | None = None
     subspace_error: float | None = None
+    principal_angle: float | None = None
+    """Degrees."""
     label_accuracy: float | None = None
     attack_loss: float | None = None
     """The attack's own objective; of no meaning across attacks."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per true image, in the order of the truth."""
+    """Metric -> one value per true image, in the order of the truth; principal angles ascending."""
     assignment: list[int]
     """Which reconstruction was scored against each truth; -1: none. Empty for labels alone."""
     notes: dict[str, str]
@@ -147,13 +157,14 @@ def _feature_metrics(
 ) -> dict[Metric, Tensor | Unavailable]:
     if truth.features is None:
         missing = Unavailable("the true features were not recorded")
-        return {"feature_error": missing, "feature_cosine": missing, "subspace_error": missing}
+        return dict.fromkeys(_OF_FEATURES, missing)
     wanted = truth.features.detach().cpu()
     features = align(claimed, assignment, torch.zeros_like(wanted[0]))
     return {
         "feature_error": feature_error(features, wanted),
         "feature_cosine": feature_cosine(features, wanted),
         "subspace_error": subspace_error(claimed, wanted),
+        "principal_angle": principal_angles(claimed, wanted),
     }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from fedsim.scoring import ScoringError, Unavailable, score
-from fedsim.scoring.features import subspace_error
+from fedsim.scoring.features import principal_angles, subspace_error
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -74,3 +76,39 @@ def test_other_dimensions_are_refused() -> None:
     )
     with pytest.raises(ScoringError, match="features"):
         score(found, truth)
+
+
+def angles(found: Tensor, truth: Tensor) -> Tensor:
+    result = principal_angles(found, truth)
+    assert isinstance(result, Tensor)
+    return result
+
+
+def test_principal_angles_of_known_planes() -> None:
+    """Two planes that share a line and are 30 degrees apart around it."""
+    truth = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]])
+    turned = math.radians(30)
+    found = torch.tensor([[0, math.cos(turned), math.sin(turned), 0], [2.0, 0, 0, 0]])
+    torch.testing.assert_close(angles(found, truth), torch.tensor([0.0, 30.0]).double())
+
+
+def test_principal_angles_do_not_depend_on_the_basis() -> None:
+    truth, found = normal(4, 20), normal(4, 20, seed=1)
+    expected = angles(found, truth)
+    assert bool((expected.diff() >= 0).all())
+    for other in (found.flip(0), -3 * found, normal(4, 4, seed=2) @ found):
+        torch.testing.assert_close(angles(other, truth), expected)
+
+
+def test_small_principal_angles_are_seen() -> None:
+    """Where a cosine would round to 1."""
+    truth = torch.tensor([[1.0, 0, 0]]).double()
+    found = torch.tensor([[1.0, 1e-9, 0]]).double()
+    torch.testing.assert_close(angles(found, truth), torch.rad2deg(torch.tensor([1e-9]).double()))
+
+
+def test_directions_that_were_not_found_are_at_right_angles() -> None:
+    truth = torch.eye(3, 5)
+    assert angles(torch.zeros(3, 5), truth).tolist() == [90.0] * 3
+    assert angles(torch.eye(1, 5), truth).tolist() == [0.0, 90.0, 90.0]
+    assert isinstance(principal_angles(truth, truth[[0, 0, 1]]), Unavailable)
