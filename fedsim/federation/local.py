@@ -14,12 +14,15 @@ from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.metadata import Metadata
 from flwr.clientapp import ClientApp
 from flwr.common.constant import SUPERLINK_NODE_ID, ErrorCode
-from flwr.common.serde import message_from_proto, message_to_proto, recorddict_to_proto
+from flwr.common.serde import message_from_proto
 from flwr.common.serde_utils import metadata_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
+
+from fedsim.federation.serde import content_to_bytes, message_to_bytes
+from fedsim.memory import keep_freed
 
 _RUN_ID = 1
 _FIRST_NODE = 2  # 1 is the server's
@@ -71,7 +74,7 @@ class LocalGrid(Grid):
             message_id = f"{self._sent:032x}"
             message.metadata.__dict__["_message_id"] = message_id
             if message.content is not self._last[0]:  # the messages of a round share theirs
-                data = recorddict_to_proto(message.content).SerializeToString()
+                data = content_to_bytes(message.content)
                 self._last = (message.content, data)
             self._waiting[message_id] = (message.metadata, self._last[1])
             ids.append(message_id)
@@ -109,9 +112,7 @@ class LocalGrid(Grid):
             reply = Message(
                 Error(code=ErrorCode.REPLY_MESSAGE_UNAVAILABLE, reason="late"), reply_to=received
             )
-        return message_from_proto(
-            ProtoMessage.FromString(message_to_proto(reply).SerializeToString())
-        )
+        return message_from_proto(ProtoMessage.FromString(message_to_bytes(reply)))
 
     def _context(self, node: int) -> Context:
         if node not in self._contexts:
@@ -130,6 +131,7 @@ class LocalGrid(Grid):
 
 def run(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
     """Run both apps to their end in this process."""
+    keep_freed()  # each message is made of the same large pieces as the one before
     grid = LocalGrid(client_app, clients, timeout)
     context = Context(
         run_id=_RUN_ID,
