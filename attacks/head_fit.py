@@ -26,7 +26,7 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.head_gradient import HeadGradient
-from fedsim_attacks.spectral_features import span
+from fedsim_attacks.spectral_features import eigenvectors, span
 
 _CHUNK = 20
 _MEMORY = 50
@@ -209,7 +209,7 @@ def _splits(state: Fit) -> Iterator[Tensor]:
         spread = weights[near].T @ (bend[near, None] * weights[near])
         unit = F.normalize(middle, dim=0)
         across = torch.eye(len(unit)).to(unit) - torch.outer(unit, unit)
-        axis = torch.linalg.eigh(across @ spread @ across)[1][:, -1]
+        axis = eigenvectors(across @ spread @ across)[1][:, -1]
         candidates = []
         for angle in (0.15, 0.3, 0.5):
             candidate = features.clone()

@@ -79,6 +79,22 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     for chunk in rows.split(_CHUNK):
         chunk = chunk.double()
         gram.addmm_(chunk.T, chunk)
-    values, vectors = torch.linalg.eigh(gram)
+    values, vectors = eigenvectors(gram)
     left = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)
     return vectors.flip(1)[:, :rank].T.contiguous(), left
+
+
+def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
+
+    LAPACK's divide and conquer, which torch uses, may give up where many eigenvalues are the same,
+    as in the span of the few rows that heavy pruning leaves; QR iteration does not.
+    """
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:
+        from scipy.linalg import eigh
+
+        found = eigh(matrix.cpu().numpy(), driver="ev")
+        values, vectors = (torch.from_numpy(part).to(matrix) for part in found)
+    return values, vectors

@@ -14,6 +14,7 @@ from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
 from fedsim_attacks import head_fit
+from fedsim_attacks.spectral_features import span
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
 
@@ -268,3 +269,16 @@ def test_steps_are_not_unrolled_behind_noise() -> None:
     observation, truth = observe(2, defense=[{"name": "gaussian_noise", "std": 0.01}])
     with pytest.raises(AttackFailed, match="no exact row space"):
         attack("unrolled_features", observation, truth)
+
+
+def test_eigenvectors_survive_a_solver_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LAPACK's divide and conquer did once on the rows that pruning of 0.99 had left."""
+    rows = torch.randn(3, 8, generator=rng.generator(0, "few"), dtype=torch.float64)
+    expected = span(rows, 3)[0]
+
+    def gives_up(matrix: Tensor) -> None:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+    found = span(rows, 3)[0]
+    torch.testing.assert_close(found.T @ found, expected.T @ expected)
