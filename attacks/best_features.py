@@ -2,8 +2,9 @@
 
 What the attacker can check is whether features reproduce the observed ∂L/∂A. Exact rows are peeled
 (`activation_features`). What that leaves open, or a defense has disturbed, is fitted (`head_fit`)
-from the features that peeling did find; where the row space is exact, in its coordinates. Several
-local steps on the same batch are unrolled (`unrolled_features`).
+from the features that peeling did find; where the row space is exact, in its coordinates, and where
+pruning or rounding has blurred it, first in its strongest directions. Several local steps on the
+same batch are unrolled (`unrolled_features`).
 """
 
 from __future__ import annotations
@@ -99,11 +100,15 @@ class BestFeatures(Attack[Best]):
             state.then = unrolled_features.improve(state.then, self.iterations)
             state.loss = state.then.loss
         elif state.then is not None:
-            if state.refine and head_fit.finished(state.then, self.total(), _GOOD):
-                assert state.basis is not None
-                state.then = head_fit.refined(state.then, state.refine, state.basis)
-                state.basis = state.refine = None
-            state.then = head_fit.improve(state.then, self.total() - state.iteration)
+            most = self.total()
+            if state.refine is not None:
+                most //= 2  # the other half is for all dimensions
+                if head_fit.finished(state.then, most, _GOOD):
+                    assert state.basis is not None
+                    state.then = head_fit.refined(state.then, state.refine, state.basis)
+                    state.basis = state.refine = None
+                    most = self.total()
+            state.then = head_fit.improve(state.then, most - state.iteration)
             state.loss = state.then.loss.sqrt()
         if state.then is not None:
             state.iteration = state.then.iteration

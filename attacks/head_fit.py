@@ -30,6 +30,7 @@ from fedsim_attacks.spectral_features import eigenvectors, span
 
 _CHUNK = 20
 _MEMORY = 50
+"""Steps that L-BFGS remembers, over several runs of 20 iterations."""
 _RIDGE = 1e-9
 _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""

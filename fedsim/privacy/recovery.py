@@ -20,7 +20,7 @@ def tensor_rate(
     clipped: float = 1.0,
     kept: float = 1.0,
 ) -> float:
-    """K (B + σ) c sqrt(d / (p m)): how the error of the tensor attack grows, up to a constant.
+    """K (B + σ c) sqrt(d / (p m)): how the error of the tensor attack grows, up to a constant.
 
     Args:
         width: m, planted neurons.

@@ -282,3 +282,34 @@ def test_eigenvectors_survive_a_solver_that_gives_up(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.linalg, "eigh", gives_up)
     found = span(rows, 3)[0]
     torch.testing.assert_close(found.T @ found, expected.T @ expected)
+
+
+@pytest.mark.parametrize("iterations", [100, 1500])
+def test_a_blurred_row_space_is_only_where_the_fit_starts(iterations: int) -> None:
+    """Behind pruning: first in some directions of 144, then in all, within the budget of both."""
+    images = torch.rand(2, 1, 12, 12, generator=rng.generator(0, "coarse"))
+    observation, truth = make_observation(
+        images,
+        torch.tensor([1, 4]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": {**HEAD, "planted_gain": 0.01}},
+        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
+    )
+    made = create("best_features", {"iterations": iterations})
+    state = made.init(observation, Knowledge(), rng.generator(0, "attack", 0))
+    assert state.refine is not None
+    while not made.terminate(state):
+        state = made.step(state)
+    assert state.refine is None
+    total = made.total()
+    assert total is not None
+    assert state.iteration <= total
+    error = score(made.postprocess(state), truth).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_dropout_is_peeled() -> None:
+    """Each image meets neurons of its own: rows stay exact, and ∂L/∂A is not to be fitted."""
+    scores = attack("best_features", *observe(4, defense=[{"name": "dropout", "rate": 0.5}]))
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6
