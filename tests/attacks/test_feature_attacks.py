@@ -13,7 +13,7 @@ from fedsim.adversary import Attack, AttackFailed, create, solve
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
-from fedsim_attacks import head_fit
+from fedsim_attacks import best_features, head_fit
 from fedsim_attacks.spectral_features import span
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
@@ -284,9 +284,14 @@ def test_eigenvectors_survive_a_solver_that_gives_up(monkeypatch: pytest.MonkeyP
     torch.testing.assert_close(found.T @ found, expected.T @ expected)
 
 
-@pytest.mark.parametrize("iterations", [100, 1500])
-def test_a_blurred_row_space_is_only_where_the_fit_starts(iterations: int) -> None:
+@pytest.mark.parametrize(("iterations", "endless"), [(100, True), (1500, False)])
+def test_a_blurred_row_space_is_only_where_the_fit_starts(
+    iterations: int, endless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Behind pruning: first in some directions of 144, then in all, within the budget of both."""
+    if endless:  # no fit ends but by its budget
+        monkeypatch.setattr(best_features, "_GOOD", 0.0)
+        monkeypatch.setattr(head_fit, "_LITTLE", -1.0)
     images = torch.rand(2, 1, 12, 12, generator=rng.generator(0, "coarse"))
     observation, truth = make_observation(
         images,
