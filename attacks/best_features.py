@@ -103,7 +103,7 @@ class BestFeatures(Attack[Best]):
             most = self.total()
             if state.refine is not None:
                 most //= 2  # the other half is for all dimensions
-                if head_fit.finished(state.then, most, _GOOD):
+                if head_fit.rough(state.then, _GOOD) or head_fit.finished(state.then, most):
                     assert state.basis is not None
                     state.then = head_fit.refined(state.then, state.refine, state.basis)
                     state.basis = state.refine = None

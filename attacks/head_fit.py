@@ -1,15 +1,12 @@
 """Features by fitting the observed ∂L/∂A = D σ(X W' + b) of a two-layer head.
 
-For fixed features X the best D is a linear least-squares solution, which leaves a nonlinear problem
-in X alone (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). With Gaussian W
-it is a teacher-student problem with N hidden units and far more equations (K m) than unknowns
-(N d), so noise averages out. Entries that a defense has set to zero are known to be small: they
-take the model's own prediction as long as it is, and else the threshold.
+The best D for given features X is in closed form (`head_objective`). With Gaussian W the rest is a
+teacher-student problem with N hidden units and far more equations (K m) than unknowns (N d), so
+noise averages out, and a part of the neurons is enough until the last iterations.
 
-Images of one label have nearly the same column of D, and where their features are alike too, the
-fit can end with two of its features between two true ones. From there it is freed by merging the
-two and splitting them again along the direction in which the residual bends (the merge and split of
-Ueda et al., SMEM Algorithm for Mixture Models, NeurIPS 1998).
+The fit goes down by L-BFGS in variables that curve alike, is freed from local minima by splitting
+features (`split_merge`) as long as it leaves more unexplained than noise can account for, and is
+told by what pruning has left of ∂L/∂W (`row_fit`).
 """
 
 from __future__ import annotations
@@ -25,24 +22,37 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks import row_fit
 from fedsim_attacks.head_gradient import HeadGradient
-from fedsim_attacks.spectral_features import eigenvectors, span
+from fedsim_attacks.head_objective import Objective
+from fedsim_attacks.spectral_features import span
+from fedsim_attacks.split_merge import moves
 
 _CHUNK = 20
-_MEMORY = 50
+_MEMORY = 30
 """Steps that L-BFGS remembers, over several runs of 20 iterations."""
-_RIDGE = 1e-9
+_RUNS = 5
+"""Of 20 iterations, after which the variables are scaled anew."""
+_EQUATIONS = 10
+"""For each unknown, of which a part of the neurons is to have that many."""
+_WEIGHTS = 1 << 18
+"""Of the neurons, from which fewer would gain no time."""
 _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""
 _LITTLE, _POLISH = 0.03, 1e-4
 """Relative gains in 20 iterations below which a split is tried, and below which the fit ends."""
-_ENOUGH = 1e-6
+_ENOUGH = 1e-7
 """Share of ∂L/∂A's energy left unexplained at which nothing more is worth an iteration."""
-_ALIKE = 0.8
-"""Cosine of two columns of D from which their features may have been confused."""
-_NEAR = 0.3
-"""Share of neurons, those nearest to their threshold, that show whether one feature stands for
-two."""
+_TOLD = 0.95
+"""Part of what of the rows was left, down to which fitting them must get to be repeated."""
+_EXPLAINED = 1e-5
+"""Share up to which no image is missing."""
+_FREED = 0.7
+"""Part of what is left beyond noise, down to which a split must get in 20 iterations."""
+_FEW = 3
+"""Splits that are tried at a time while a part of the neurons counts."""
+_STUCK = 1.05
+"""Times what noise leaves unexplained, from which the fit is in a local minimum."""
 
 
 @dataclass(kw_only=True)
@@ -50,8 +60,12 @@ class Fit(AttackState):
     """The features of the best start so far; while `waiting`, of those tried out."""
 
     seen: HeadGradient
-    target: Tensor
-    """(K, m): the observed ∂L/∂A, with entries that were removed filled in."""
+    sketch: Objective
+    """Of a part of the neurons."""
+    objective: Objective
+    """The sketch, and in the end that of all neurons."""
+    noise: float
+    """Variance in each entry of ∂L/∂A."""
     features: Tensor
     """(N, d)."""
     descent: _Descent | None = None
@@ -60,8 +74,25 @@ class Fit(AttackState):
     """Starts that have not been tried."""
     settled: bool = False
     """The last iterations gained little."""
-    whole: bool = False
-    """No split gains anything: what is left is to polish."""
+    splitting: bool = True
+    """Whether a split may gain anything."""
+    unsplit: bool = False
+    """Splits have been tried, in vain."""
+    rows: bool = False
+    """Whether what pruning has left of ∂L/∂W may tell more."""
+    told: tuple[float, Tensor, Tensor] | None = None
+    """Before its rows were fitted last: what of them was left, features and loss."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all neurons count by now."""
+        return self.objective.seen is self.seen
+
+    @property
+    def stuck(self) -> bool:
+        """Whether more is left unexplained than noise can account for, and a split may help."""
+        floor = max(_EXPLAINED, _STUCK * self.objective.floor(self.noise))
+        return self.splitting and not self.unsplit and float(self.loss) > floor
 
 
 @final
@@ -115,7 +146,7 @@ def budget(iterations: int, starts: int) -> int:
     return iterations + _CHUNK * (starts - 1)
 
 
-def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
+def begin(seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True) -> Fit:
     """The state before any of `starts` (N, d) was tried.
 
     Raises:
@@ -123,11 +154,18 @@ def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
     """
     if not seen.grad_output.any():
         raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
+    unknowns = starts[0].numel() + len(starts[0]) * len(seen.output)
+    fewest = _WEIGHTS * len(seen.output) // seen.hidden.shape[1]
+    sketch = Objective(seen.part(max(_EQUATIONS * unknowns, fewest)))
     return Fit(
         seen=seen,
-        target=seen.grad_output.clone(),
+        sketch=sketch,
+        objective=sketch,
+        noise=seen.noise,
         features=starts[0],
         waiting=starts,
+        splitting=splitting,
+        rows=row_fit.applies(seen),
         loss=torch.full((), torch.inf, device=seen.hidden.device),
     )
 
@@ -135,89 +173,86 @@ def begin(seen: HeadGradient, starts: list[Tensor]) -> Fit:
 def refined(state: Fit, seen: HeadGradient, basis: Tensor) -> Fit:
     """The fit of coordinates in `basis` (r, d), to go on in the d dimensions of `seen`."""
     fit = begin(seen, [state.features @ basis])
-    fit.iteration, fit.whole = state.iteration, state.whole
+    fit.iteration = state.iteration
     return fit
 
 
-def finished(state: Fit, most: int, enough: float = _ENOUGH) -> bool:
-    """Whether nothing more is to be gained, less than `enough` is left unexplained, or `most`
-    iterations are spent."""
-    done = (state.whole and state.settled) or float(state.loss) < enough
+def finished(state: Fit, most: int) -> bool:
+    """Whether nothing more is to be gained, or `most` iterations are spent."""
+    stopped = state.whole and state.settled and not state.stuck and not state.rows
+    done = stopped or float(state.loss) < _ENOUGH
     return not state.waiting and (done or state.iteration + _CHUNK > most)
+
+
+def rough(state: Fit, enough: float) -> bool:
+    """Whether neither iterations nor splits gain much by now, or less than `enough` is left."""
+    settled = state.settled and not state.stuck
+    return not state.waiting and (settled or float(state.loss) < enough)
 
 
 def improve(state: Fit, left: int) -> Fit:
     """20 more iterations of the next start or of the best, or splits within `left` iterations."""
-    if state.settled and not state.whole and not state.waiting:
-        tried = _try_splits(state, left)
-        if tried:
-            state.iteration += tried
-            return state
     trying = bool(state.waiting)
+    if state.settled and not trying:
+        if state.whole and state.rows:
+            _fit_rows(state)
+            return state
+        if state.stuck:
+            state.iteration += _try_splits(state, left)
+            return state
+        if not state.whole:
+            state.objective, state.descent = Objective(state.seen), None
+            state.loss = state.objective(state.features).loss
+            state.settled = state.unsplit = False
     before = state.loss
     if trying or state.descent is None:
-        descent = _Descent(state.seen, state.waiting.pop(0) if trying else state.features)
+        start = state.waiting.pop(0) if trying else state.features
+        descent = _Descent(state.objective, start)
     else:
         descent = state.descent
-    features, loss = descent.run(state.target)
+    features, loss = descent.run()
     if loss < state.loss:
         state.features, state.loss, state.descent = features, loss, descent
     if not trying:
-        state.settled = not bool(loss < before * (1 - (_POLISH if state.whole else _LITTLE)))
-        if state.seen.pruned:
-            state.target = _filled_in(state)
-            state.loss = _evaluate(state.seen, state.target, state.features)[0]
+        rough = not state.whole or state.stuck
+        gain = _LITTLE if rough or not state.noise else _POLISH
+        state.settled = not bool(loss < before * (1 - gain))
     state.iteration += _CHUNK
     return state
 
 
+def _fit_rows(state: Fit) -> None:
+    """Go on from features that explain the rows of ∂L/∂W, as long as that gains anything."""
+    errors = error_signals(state)
+    factors = norms(state.seen, state.features, errors)[0]
+    features, errors = state.features * factors[:, None], errors / factors
+    left = row_fit.left(state.seen, features, errors)
+    if state.told is not None and left > _TOLD * state.told[0]:
+        _, state.features, state.loss = state.told
+        state.rows = False
+    else:
+        state.told = left, state.features, state.loss
+        state.features = row_fit.improved(state.seen, features, errors)
+        state.loss = state.objective(state.features).loss
+    state.descent, state.settled = None, not state.rows
+
+
 def _try_splits(state: Fit, left: int) -> int:
-    """Split pairs until one split gains; if none does, polish. The iterations that took."""
-    state.whole, state.settled = True, False
-    spent = 0
-    for proposal in _splits(state):
-        if left - spent < _CHUNK:
+    """Split pairs until one split gains; if none does, none is tried again. The iterations."""
+    spent, floor = 0, state.objective.floor(state.noise)
+    most = left if state.whole else min(left, _FEW * _CHUNK)
+    for proposal in moves(state.sketch, state.features):
+        if most - spent < _CHUNK:
             break
-        descent = _Descent(state.seen, proposal)
-        features, loss = descent.run(state.target)
+        descent = _Descent(state.objective, proposal)
+        features, loss = descent.run()
         spent += _CHUNK
-        if loss < state.loss * (1 - 1e-3):
+        if loss - floor < _FREED * (state.loss - floor):
             state.features, state.loss, state.descent = features, loss, descent
-            state.whole = False
-            break
+            state.settled = False
+            return spent
+    state.unsplit = True
     return spent
-
-
-def _splits(state: Fit) -> Iterator[Tensor]:
-    """(N, d) with one pair of confusable features merged and split again, likeliest pair first."""
-    seen, features = state.seen, state.features
-    _, _, errors = _evaluate(seen, state.target, features)
-    weights = seen.hidden[seen.server]
-    size = torch.linalg.vector_norm(errors, dim=0)
-    alike = F.normalize(errors, dim=0)
-    alike = alike.T @ alike
-    pairs = [(float(alike[i, k]), i, k) for i in range(len(features)) for k in range(i)]
-    for _, i, k in sorted((pair for pair in pairs if pair[0] > _ALIKE), reverse=True):
-        middle = (size[i] * features[i] + size[k] * features[k]) / (size[i] + size[k])
-        others = [n for n in range(len(features)) if n not in (i, k)]
-        merged = torch.cat([features[others], middle[None]])
-        _, _, fit = _evaluate(seen, state.target, merged)
-        residual = state.target - fit @ seen.activation(merged @ seen.hidden.T + seen.bias)
-        # σ(w'(m + δ)) + σ(w'(m - δ)) - 2 σ(w'm) is largest where w'm is near 0 and w'δ is not.
-        bend = F.normalize(fit[:, -1], dim=0) @ residual[:, seen.server]
-        distance = (weights @ middle).abs()
-        near = distance < distance.quantile(_NEAR)
-        spread = weights[near].T @ (bend[near, None] * weights[near])
-        unit = F.normalize(middle, dim=0)
-        across = torch.eye(len(unit)).to(unit) - torch.outer(unit, unit)
-        axis = eigenvectors(across @ spread @ across)[1][:, -1]
-        candidates = []
-        for angle in (0.15, 0.3, 0.5):
-            candidate = features.clone()
-            step = angle * torch.linalg.vector_norm(middle) * axis
-            candidate[i], candidate[k] = middle + step, middle - step
-            candidates.append(candidate)
-        yield min(candidates, key=lambda c: float(_evaluate(seen, state.target, c)[0]))
 
 
 def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
@@ -248,7 +283,7 @@ def scaled(state: Fit) -> Tensor:
 
 def error_signals(state: Fit) -> Tensor:
     """D (K, N) that fits the features best."""
-    return _evaluate(state.seen, state.target, state.features)[2]
+    return state.objective(state.features).errors
 
 
 def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,12 +318,16 @@ def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor,
 
 
 class _Descent:
-    """L-BFGS from `start` (N, d), whose memory lasts from one run to the next."""
+    """L-BFGS from `start` (N, d) in scaled variables, whose memory lasts over several runs."""
 
-    def __init__(self, seen: HeadGradient, start: Tensor) -> None:
-        self._seen = seen
-        self._unit = torch.linalg.vector_norm(start, dim=1).mean()
-        self._variable = (start / self._unit).requires_grad_()
+    def __init__(self, objective: Objective, start: Tensor) -> None:
+        self._objective = objective
+        self._begin(start)
+
+    def _begin(self, start: Tensor) -> None:
+        self._left = _RUNS
+        self._scale = self._objective.scale(self._objective(start), start)
+        self._variable = torch.linalg.solve(self._scale, start).requires_grad_()
         self._optimizer = torch.optim.LBFGS(
             [self._variable],
             max_iter=_CHUNK,
@@ -299,43 +338,18 @@ class _Descent:
             line_search_fn="strong_wolfe",
         )
 
-    def run(self, target: Tensor) -> tuple[Tensor, Tensor]:
+    def run(self) -> tuple[Tensor, Tensor]:
         """20 iterations: features and loss."""
+        if not self._left:
+            self._begin(self._scale @ self._variable.detach())
+        self._left -= 1
 
         def closure() -> Tensor:
             with torch.no_grad():
-                loss, slope, _ = _evaluate(self._seen, target, self._variable * self._unit)
-                self._variable.grad = slope * self._unit
-            return loss
+                value = self._objective(self._scale @ self._variable)
+                self._variable.grad = self._scale.T @ value.slope
+            return value.loss
 
         self._optimizer.step(closure)  # type: ignore[no-untyped-call]
-        found = self._variable.detach() * self._unit
-        return found, _evaluate(self._seen, target, found)[0]
-
-
-def _evaluate(
-    seen: HeadGradient, target: Tensor, features: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Share of `target` that `features` leave unexplained, its gradient in them, and D (K, N)."""
-    with torch.enable_grad():
-        preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-        hidden = seen.activation(preactivation)
-    values = hidden.detach()
-    gram = (values @ values.T).double()
-    ridge = _RIDGE * gram.diagonal().mean() * torch.eye(len(gram)).to(gram)
-    errors = torch.linalg.solve(gram + ridge, (values @ target.T).double()).T.to(target.dtype)
-    left = target - errors @ values
-    energy = target.square().sum()
-    # At the best D the loss depends on the features through the hidden values alone.
-    (slope,) = torch.autograd.grad(hidden, preactivation, -2 / energy * (errors.T @ left))
-    return left.square().sum() / energy, slope @ seen.hidden, errors
-
-
-def _filled_in(state: Fit) -> Tensor:
-    """The observed ∂L/∂A; removed entries as predicted, but no larger than the smallest kept."""
-    seen = state.seen
-    kept = seen.grad_output != 0
-    threshold = seen.grad_output[kept].abs().min()
-    _, _, errors = _evaluate(seen, state.target, state.features)
-    predicted = errors @ seen.activation(state.features @ seen.hidden.T + seen.bias)
-    return torch.where(kept, seen.grad_output, predicted.clamp(-threshold, threshold))
+        found = self._scale @ self._variable.detach()
+        return found, self._objective(found).loss

@@ -134,6 +134,43 @@ class HeadGradient:
         """The same of features in the span of `basis` (n, d), orthonormal: their n coordinates."""
         return replace(self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T)
 
+    def part(self, entries: int) -> HeadGradient:
+        """The same of as few neurons as show `entries` entries of ∂L/∂A; all, if it takes most.
+
+        Those of which a defense has left most, or every so many.
+        """
+        m = self.hidden.shape[0]
+        left = (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
+        order = left.argsort(descending=True, stable=True)
+        count = 1 + int((left[order].cumsum(0) < entries).sum())
+        if 2 * count > m:
+            return self
+        chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]
+        planted = int((chosen >= m - self.config.planted).sum())
+        return replace(
+            self,
+            hidden=self.hidden[chosen],
+            bias=self.bias[chosen],
+            output=self.output[:, chosen],
+            config=self.config.model_copy(update={"width": count, "planted": planted}),
+            grad_hidden=self.grad_hidden[chosen],
+            grad_bias=self.grad_bias[chosen],
+            grad_output=self.grad_output[:, chosen],
+        )
+
+    @property
+    def noise(self) -> float:
+        """Variance of the noise in each entry, from what of ∂L/∂W lies outside its images' span.
+
+        0 without noise, or where the span leaves nothing outside.
+        """
+        outside = self.hidden.shape[1] - self.rank
+        if not self.noisy or not outside:
+            return 0.0
+        gram = (self.grad_hidden.T @ self.grad_hidden).double()
+        rest = torch.linalg.eigvalsh(gram)[:outside].clamp(min=0).sum()
+        return float(rest) / (outside * len(self.grad_hidden))
+
     @property
     def rank(self) -> int:
         """How many directions N images can span."""

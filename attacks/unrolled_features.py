@@ -192,9 +192,9 @@ def _moved(state: Unrolling, features: Tensor, by: float) -> Fit:
     """A fit that starts at `features`, moved at random `by` their length."""
     noise = torch.randn(features.shape, generator=state.rng).to(features)
     unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
-    fit = head_fit.begin(state.seen, [features + by * unit * F.normalize(noise, dim=1)])
-    fit.whole = True  # an image's features are alike: they are not to be merged
-    return fit
+    start = features + by * unit * F.normalize(noise, dim=1)
+    # An image's features are alike: they are not to be merged.
+    return head_fit.begin(state.seen, [start], splitting=False)
 
 
 def _end_trial(state: Unrolling) -> None:
