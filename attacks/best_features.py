@@ -91,7 +91,8 @@ class BestFeatures(Attack[Best]):
         starts = list(head_fit.random_starts(seen, self.starts, rng))
         if len(known):
             starts = [torch.cat([known, start[len(known) :]]) for start in starts]
-        state.then = head_fit.begin(seen, starts)
+        coarse = state.refine is not None
+        state.then = head_fit.begin(seen, starts, splitting=not coarse, whole=coarse)
         return state
 
     def step(self, state: Best) -> Best:
@@ -105,7 +106,7 @@ class BestFeatures(Attack[Best]):
                 most //= 2  # the other half is for all dimensions
                 if head_fit.rough(state.then, _GOOD) or head_fit.finished(state.then, most):
                     assert state.basis is not None
-                    state.then = head_fit.refined(state.then, state.refine, state.basis)
+                    state.then = head_fit.refined(state.then, state.refine, state.basis, _GOOD)
                     state.basis = state.refine = None
                     most = self.total()
             state.then = head_fit.improve(state.then, most - state.iteration)

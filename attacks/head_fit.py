@@ -45,6 +45,8 @@ _ENOUGH = 1e-7
 """Share of ∂L/∂A's energy left unexplained at which nothing more is worth an iteration."""
 _TOLD = 0.95
 """Part of what of the rows was left, down to which fitting them must get to be repeated."""
+_BETWEEN = 2
+"""Runs of 20 iterations from one fit of the rows to the next."""
 _EXPLAINED = 1e-5
 """Share up to which no image is missing."""
 _FREED = 0.7
@@ -146,8 +148,12 @@ def budget(iterations: int, starts: int) -> int:
     return iterations + _CHUNK * (starts - 1)
 
 
-def begin(seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True) -> Fit:
+def begin(
+    seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True, whole: bool = False
+) -> Fit:
     """The state before any of `starts` (N, d) was tried.
+
+    Without splits where they are not to be tried; `whole` uses all neurons from the start.
 
     Raises:
         AttackFailed: nothing is left of ∂L/∂A.
@@ -155,8 +161,9 @@ def begin(seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True) -
     if not seen.grad_output.any():
         raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
     unknowns = starts[0].numel() + len(starts[0]) * len(seen.output)
-    fewest = _WEIGHTS * len(seen.output) // seen.hidden.shape[1]
-    sketch = Objective(seen.part(max(_EQUATIONS * unknowns, fewest)))
+    fewest = _WEIGHTS // seen.hidden.shape[1]
+    part = seen if whole else seen.part(_EQUATIONS * unknowns, fewest)
+    sketch = Objective(part)
     return Fit(
         seen=seen,
         sketch=sketch,
@@ -164,15 +171,18 @@ def begin(seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True) -
         noise=seen.noise,
         features=starts[0],
         waiting=starts,
-        splitting=splitting,
+        splitting=splitting and len(starts[0]) > 1,
         rows=row_fit.applies(seen),
         loss=torch.full((), torch.inf, device=seen.hidden.device),
     )
 
 
-def refined(state: Fit, seen: HeadGradient, basis: Tensor) -> Fit:
-    """The fit of coordinates in `basis` (r, d), to go on in the d dimensions of `seen`."""
-    fit = begin(seen, [state.features @ basis])
+def refined(state: Fit, seen: HeadGradient, basis: Tensor, good: float) -> Fit:
+    """The fit of coordinates in `basis` (r, d), to go on in the d dimensions of `seen`.
+
+    With all neurons at once if it has left less than `good`: a part would lead away from it.
+    """
+    fit = begin(seen, [state.features @ basis], whole=float(state.loss) < good)
     fit.iteration = state.iteration
     return fit
 
@@ -195,7 +205,7 @@ def improve(state: Fit, left: int) -> Fit:
     trying = bool(state.waiting)
     if state.settled and not trying:
         if state.whole and state.rows:
-            _fit_rows(state)
+            state.iteration += _fit_rows(state)
             return state
         if state.stuck:
             state.iteration += _try_splits(state, left)
@@ -221,20 +231,21 @@ def improve(state: Fit, left: int) -> Fit:
     return state
 
 
-def _fit_rows(state: Fit) -> None:
-    """Go on from features that explain the rows of ∂L/∂W, as long as that gains anything."""
+def _fit_rows(state: Fit) -> int:
+    """Fit the rows of ∂L/∂W and go down from there, as long as it gains. The iterations."""
     errors = error_signals(state)
     factors = norms(state.seen, state.features, errors)[0]
     features, errors = state.features * factors[:, None], errors / factors
     left = row_fit.left(state.seen, features, errors)
     if state.told is not None and left > _TOLD * state.told[0]:
         _, state.features, state.loss = state.told
-        state.rows = False
-    else:
-        state.told = left, state.features, state.loss
-        state.features = row_fit.improved(state.seen, features, errors)
-        state.loss = state.objective(state.features).loss
-    state.descent, state.settled = None, not state.rows
+        state.descent, state.rows = None, False
+        return 0
+    state.told = left, state.features, state.loss
+    state.descent = _Descent(state.objective, row_fit.improved(state.seen, features, errors))
+    for _ in range(_BETWEEN):  # more would lose what the rows have told
+        state.features, state.loss = state.descent.run()
+    return _BETWEEN * _CHUNK
 
 
 def _try_splits(state: Fit, left: int) -> int:

@@ -134,15 +134,17 @@ class HeadGradient:
         """The same of features in the span of `basis` (n, d), orthonormal: their n coordinates."""
         return replace(self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T)
 
-    def part(self, entries: int) -> HeadGradient:
-        """The same of as few neurons as show `entries` entries of ∂L/∂A; all, if it takes most.
+    def part(self, equations: int, fewest: int = 1) -> HeadGradient:
+        """The same of as few neurons as make so many equations; all, if it takes most.
 
-        Those of which a defense has left most, or every so many.
+        A neuron makes one for each entry of ∂L/∂A that is left, up to one for each image: the
+        others follow from D. Those with most are taken, or every so many.
         """
         m = self.hidden.shape[0]
         left = (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
+        left = left.clamp(max=self.num_images)
         order = left.argsort(descending=True, stable=True)
-        count = 1 + int((left[order].cumsum(0) < entries).sum())
+        count = max(fewest, 1 + int((left[order].cumsum(0) < equations).sum()))
         if 2 * count > m:
             return self
         chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]
