@@ -2,8 +2,8 @@
 
 `rate`: the error of `tensor_features` on random unit features falls as m^(-1/2), as Liu et al.,
 Data Reconstruction Attacks and Defenses, prove. `cost`: seconds and peak memory of each attack over
-m, d and B, without a defense, each attack in a process of its own. Prints JSON lines, and draws
-them.
+m, d and B, without a defense, and of `best_features` behind noise and pruning too, each in a process
+of its own. Prints JSON lines, and draws them.
 
     python benchmarks/features.py rate [--draws 10] [--plot FILE.png]
     python benchmarks/features.py cost [--plot FILE.png]
@@ -31,12 +31,25 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, Observation
 
-ATTACKS = ("tensor_features", "spectral_features", "activation_features", "best_features")
+CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "tensor_features": ("tensor_features", []),
+    "spectral_features": ("spectral_features", []),
+    "activation_features": ("activation_features", []),
+    "best_features": ("best_features", []),
+    "best_features, noise 0.001": ("best_features", [{"name": "gaussian_noise", "std": 0.001}]),
+    "best_features, pruning 0.9": ("best_features", [{"name": "gradient_pruning", "ratio": 0.9}]),
+}
+"""Label: (attack, defense)."""
 MIB = 1 << 20
 
 
 def observe(
-    width: int, dimension: int, count: int, draw: int, **head: Any
+    width: int,
+    dimension: int,
+    count: int,
+    draw: int,
+    defense: list[dict[str, Any]] | None = None,
+    **head: Any,
 ) -> tuple[Observation, GroundTruth]:
     """The gradient of `count` random unit features behind a head that is wholly planted."""
     stream = rng.generator(draw, "features", width, dimension, count)
@@ -50,6 +63,7 @@ def observe(
         torch.arange(count) * 3 % 10,
         model="mlp",
         model_parameters={"hidden": [], "head": {**planted, **head}},
+        defense=defense or [],
         seed=draw,
     )
 
@@ -85,7 +99,7 @@ def cost() -> list[dict[str, Any]]:
     cases += [("d", 16384, 2**p, 8) for p in range(5, 12)]
     cases += [("B", 16384, 512, 2**p) for p in range(6)]
     rows = []
-    for name in ATTACKS:
+    for name in CASES:
         for axis, width, dimension, count in cases:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 measured = pool.apply(_cost, (name, width, dimension, count))
@@ -96,12 +110,13 @@ def cost() -> list[dict[str, Any]]:
 
 
 def _cost(name: str, width: int, dimension: int, count: int) -> dict[str, Any]:
-    seen, truth = observe(width, dimension, count, 0)
+    attack, defense = CASES[name]
+    seen, truth = observe(width, dimension, count, 0, defense)
     before = peak(torch.device("cpu"))
     times = []
     for _ in range(3):
         start = time.perf_counter()
-        found = solve(create(name), seen, Knowledge(), seed=0)
+        found = solve(create(attack), seen, Knowledge(), seed=0)
         times.append(time.perf_counter() - start)
     used = peak(torch.device("cpu")) - before
     error = score(found.reconstruction, truth).subspace_error
@@ -135,7 +150,7 @@ def draw_rate(rows: list[dict[str, Any]], path: Path) -> None:
 def draw_cost(rows: list[dict[str, Any]], path: Path) -> None:
     figure, grid = plt.subplots(2, 3, figsize=(9, 5), sharey="row", layout="constrained")
     for column, axis in enumerate("mdB"):
-        for name in ATTACKS:
+        for name in CASES:
             points = [row for row in rows if row["attack"] == name and row["axis"] == axis]
             for axes, key in zip(grid[:, column], ("seconds", "peak_mib"), strict=True):
                 x, y = [row[axis] for row in points], [max(row[key], 0.1) for row in points]

@@ -46,7 +46,7 @@ def test_the_truth_is_what_the_head_gets() -> None:
 def test_features_come_out_with_sign_and_norm(name: str, count: int) -> None:
     scores = attack(name, *observe(count))
     assert scores.feature_error is not None
-    assert max(scores.per_image["feature_error"]) < 1e-4
+    assert max(scores.per_image["feature_error"]) < 1e-6
     assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6
 
 
@@ -85,7 +85,7 @@ def test_an_image_whose_loss_nearly_vanishes_is_found() -> None:
 def test_the_span_is_the_row_space(count: int) -> None:
     scores = attack("spectral_features", *observe(count))
     assert scores.subspace_error is not None
-    assert max(scores.per_image["subspace_error"]) < 1e-4
+    assert max(scores.per_image["subspace_error"]) < 1e-6
     assert scores.feature_error is not None
     if count > 1:
         assert scores.feature_error > 0.1  # the span, not single features
@@ -94,7 +94,7 @@ def test_the_span_is_the_row_space(count: int) -> None:
 def test_clipping_changes_nothing() -> None:
     for name in ("activation_features", "spectral_features", "best_features"):
         scores = attack(name, *observe(4, defense=[{"name": "clip", "norm": 0.001}]))
-        assert max(scores.per_image["subspace_error"]) < 1e-4
+        assert max(scores.per_image["subspace_error"]) < 1e-6
 
 
 def test_the_order_of_the_batch_does_not_matter() -> None:
@@ -127,8 +127,8 @@ def test_a_fit_sees_through_noise(std: float) -> None:
 
 def test_without_noise_a_fit_is_exact_and_finds_norms() -> None:
     scores = attack("head_fit", *observe(3), iterations=400)
-    assert max(scores.per_image["subspace_error"]) < 5e-3
-    assert max(scores.per_image["feature_error"]) < 0.1  # norms are found on a grid
+    assert max(scores.per_image["subspace_error"]) < 2e-4
+    assert max(scores.per_image["feature_error"]) < 0.01  # norms are found on a grid
 
 
 @pytest.mark.parametrize("activation", ["tanh", "softplus"])
