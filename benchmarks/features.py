@@ -2,8 +2,8 @@
 
 `rate`: the error of `tensor_features` on random unit features falls as m^(-1/2), as Liu et al.,
 Data Reconstruction Attacks and Defenses, prove. `cost`: seconds and peak memory of each attack over
-m, d and B, without a defense, and of `best_features` behind noise and pruning too, each in a process
-of its own. Prints JSON lines, and draws them.
+m, d and B, without a defense, and of `best_features` behind noise and pruning too, each in a
+process of its own. Prints JSON lines, and draws them.
 
     python benchmarks/features.py rate [--draws 10] [--plot FILE.png]
     python benchmarks/features.py cost [--plot FILE.png]
