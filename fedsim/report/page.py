@@ -58,6 +58,10 @@ class Section:
     """Plates left out of the gallery."""
     leakage: list[tuple[str, Markup]]
     """(CSS class, SVG) by width; empty if test accuracy or gains were not measured."""
+    features: list[tuple[str, Markup]]
+    """Errors of recovered features, if any were."""
+    attacks: list[tuple[str, str]]
+    """(attack on features, color)."""
     curves: list[tuple[str, Markup]]
     legend: list[tuple[str, str]]
     """(defense, color)."""
@@ -148,6 +152,13 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
     curves = _curves(members, series)
     shown = gallery(own, members)
     attacks = list(dict.fromkeys(row.attack for row in own))
+    painted = {
+        attack: number
+        for number, attack in enumerate(
+            sorted({row.attack for row in own if row.metrics["subspace_error"]}), start=1
+        )
+    }
+    errors = _errors(own, painted)
     return Section(
         title=describe_comparison(control.comparison),
         control=control,
@@ -170,6 +181,13 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         ]
         if points
         else [],
+        features=[
+            ("wide", plots.feature_errors(errors, width=_WIDE)),
+            ("narrow", plots.feature_errors(errors, width=_NARROW)),
+        ]
+        if errors
+        else [],
+        attacks=[(attack, plots.series_color(number)) for attack, number in painted.items()],
         curves=[
             ("wide", plots.training_curves(curves, width=_WIDE, height=270, stacked=False)),
             ("narrow", plots.training_curves(curves, width=_NARROW, height=480, stacked=True)),
@@ -178,6 +196,22 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         else [],
         legend=[(curve.label, plots.series_color(curve.series)) for curve in curves],
     )
+
+
+def _errors(rows: Sequence[LeaderboardRow], painted: dict[str, int]) -> list[plots.Errors]:
+    """What each attack left of the features, by defense, batch size and round as they come."""
+    several = len({(row.batch_size, row.round) for row in rows}) > 1
+    many_rounds = len({row.round for row in rows}) > 1
+    lines: dict[str, list[tuple[int, float, float | None, float | None]]] = {}
+    for row in rows:
+        found = row.metrics["subspace_error"]
+        if found is None:
+            continue
+        label = f"{row.defense}, B = {row.batch_size}" if several else row.defense
+        label += f", round {row.round}" if many_rounds else ""
+        value = (painted[row.attack], found.mean, found.low, found.high)
+        lines.setdefault(label, []).append(value)
+    return [plots.Errors(label=label, values=values) for label, values in lines.items()]
 
 
 def _shared_cautions(judged: Sequence[Verdict]) -> list[str]:

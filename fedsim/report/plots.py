@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 COLORS = 8
 """How many colors the page has for series, as `--c0` (undefended) to `--c7`."""
 
+EXACT = 1e-4
+"""Errors of features below it are drawn as this."""
+
 _INK, _MUTED, _RULE, _PAPER = "#010101", "#010102", "#010103", "#010104"
 _VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule", _PAPER: "--paper"}
 _VARIABLES |= {f"#0201{i:02x}": f"--c{i}" for i in range(COLORS)}
@@ -46,6 +49,15 @@ class Curve:
     series: int
     accuracy: list[tuple[int, float]]
     loss: list[tuple[int, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Errors:
+    """What the attacks on one defense left of the features' span, at one batch size."""
+
+    label: str
+    values: list[tuple[int, float, float | None, float | None]]
+    """(series of the attack, mean, low, high): 0 is exact, 1 is guessing."""
 
 
 def series_color(series: int) -> str:
@@ -113,6 +125,37 @@ def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked
                 )
 
     return _svg(draw, width, height, "Test accuracy and training loss by round")
+
+
+def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
+    """Mean error of each attack (logarithmic, `EXACT` to guessing), a line per defense."""
+    height = 84 + 25 * len(lines)
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _style(axes)
+        axes.grid(visible=False, axis="y")
+        axes.grid(axis="x", color=_RULE, linewidth=0.6)
+        axes.axvline(1, color=_MUTED, linewidth=1, dashes=(4, 3))
+        for y, line in enumerate(lines):
+            axes.axhline(y, color=_RULE, linewidth=0.6, zorder=0)
+            for series, mean, low, high in line.values:
+                color = _color(series)
+                if low is not None and high is not None:
+                    ends = [max(low, EXACT), max(high, EXACT)]
+                    axes.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
+                x = max(mean, EXACT)
+                axes.plot([x], [y], marker="o", markersize=7, color=color, zorder=3)
+        axes.set_xscale("log")
+        axes.set_xlim(EXACT * 0.7, 1.5)
+        axes.set_xticks([EXACT, 1e-3, 1e-2, 0.1, 1], ["≤ 0.0001", "0.001", "0.01", "0.1", "1"])
+        axes.set_xticks([], minor=True)
+        axes.set_ylim(len(lines) - 0.5, -0.5)
+        axes.set_yticks(range(len(lines)), [line.label for line in lines])
+        axes.tick_params(axis="y", labelcolor=_INK)
+        axes.set_xlabel("error of the features' span; 1 is guessing  ←  worse", parse_math=False)
+
+    return _svg(draw, width, height, "Error of recovered features, a line per defense")
 
 
 def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:

@@ -205,6 +205,17 @@ def test_what_was_not_measured_is_not_plotted(run_folder: Path, tmp_path: Path) 
     assert "No other-update control" in text
 
 
+def test_errors_of_features_are_drawn_where_there_are_any(run_folder: Path, tmp_path: Path) -> None:
+    def recovered(row: dict[str, Any]) -> None:
+        if row["metrics"] and row["attack"]["label"] == "inverting_gradients":
+            row["metrics"]["subspace_error"] = 0.25
+
+    drawn = write_report(edited(run_folder, tmp_path / "run", recovered)).read_text()
+    assert "Recovered features" in Page(drawn).flat
+    assert drawn.count("Error of recovered features, a line per defense") == 2  # wide and narrow
+    assert "Recovered features" not in Page(write_report(run_folder).read_text()).flat
+
+
 def test_damaged_reconstructions_are_refused(run_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run")
     from safetensors.torch import save_file

@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from fedsim.report.placement import Box, place
-from fedsim.report.plots import Curve, Point, leakage_utility, series_color, training_curves
+from fedsim.report.plots import (
+    Curve,
+    Errors,
+    Point,
+    feature_errors,
+    leakage_utility,
+    series_color,
+    training_curves,
+)
 
 
 def parse(svg: str) -> ElementTree.Element:
@@ -101,3 +109,21 @@ def test_colors_repeat_but_the_undefended_keeps_its_own() -> None:
         "--c7",
         "--c1",
     ]
+
+
+def test_errors_of_features_have_a_line_each_and_stay_on_the_plot() -> None:
+    lines = [
+        Errors(label="none", values=[(1, 0.0, 0.0, 0.0), (2, 0.8, 0.7, 0.9)]),
+        Errors(label="<noise>", values=[(1, 0.02, None, None)]),
+    ]
+    svg = feature_errors(lines, width=400)
+    root = parse(svg)
+    texts = [element.text for element in root.iter() if element.text]
+    assert {"none", "<noise>", "≤ 0.0001", "1"} <= set(texts)
+    assert "var(--c1)" in svg
+    assert "var(--c2)" in svg
+    height, taller = (
+        int(parse(feature_errors(lines * n, width=400)).get("viewBox", "").split()[3])
+        for n in (1, 4)
+    )
+    assert height < taller
