@@ -61,7 +61,7 @@ class BestFeatures(Attack[Best]):
     """Of the fit, or of each trial of the unrolling; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
     """Of the fit."""
-    trials: Annotated[int, Field(ge=1)] = 8
+    trials: Annotated[int, Field(ge=1)] = 16
     """Of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:

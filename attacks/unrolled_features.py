@@ -86,7 +86,7 @@ class UnrolledFeatures(Attack[Unrolling]):
 
     iterations: Annotated[int, Field(ge=100)] = 1500
     """Of L-BFGS in each trial; it mostly ends earlier."""
-    trials: Annotated[int, Field(ge=1)] = 8
+    trials: Annotated[int, Field(ge=1)] = 16
     """Fits, until one is consistent."""
 
     def init(

@@ -258,7 +258,10 @@ def _ends(gain: Summary) -> tuple[float, float]:
 
 
 def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
-    """Training of each defense; of several runs of the same stack the first is drawn."""
+    """Training of each defense; of several runs of the same stack the first is drawn.
+
+    None where there is but one round: a point is no curve.
+    """
     found: dict[str, plots.Curve] = {}
     for run in runs:
         for name in dict.fromkeys(row.defense for row in run.rounds):
@@ -271,6 +274,8 @@ def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
                 accuracy=[(r.round, r.test_accuracy) for r in own if r.test_accuracy is not None],
                 loss=[(r.round, r.train_loss) for r in own if r.train_loss is not None],
             )
+    if all(len(curve.accuracy) < 2 and len(curve.loss) < 2 for curve in found.values()):
+        return []
     return sorted(found.values(), key=lambda curve: curve.series)
 
 

@@ -216,6 +216,15 @@ def test_errors_of_features_are_drawn_where_there_are_any(run_folder: Path, tmp_
     assert "Recovered features" not in Page(write_report(run_folder).read_text()).flat
 
 
+def test_a_single_round_is_no_curve(run_folder: Path, tmp_path: Path) -> None:
+    folder = edited(run_folder, tmp_path / "run", lambda row: None)
+    lines = (folder / "rounds.jsonl").read_text().splitlines()
+    assert "training loss" in Page(write_report(folder).read_text()).flat
+    first = [line for line in lines if json.loads(line)["round"] == 1]
+    (folder / "rounds.jsonl").write_text("\n".join(first) + "\n")
+    assert "training loss" not in Page(write_report(folder).read_text()).flat
+
+
 def test_damaged_reconstructions_are_refused(run_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run")
     from safetensors.torch import save_file
