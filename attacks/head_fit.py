@@ -204,7 +204,7 @@ def improve(state: Fit, left: int) -> Fit:
     """20 more iterations of the next start or of the best, or splits within `left` iterations."""
     trying = bool(state.waiting)
     if state.settled and not trying:
-        if state.whole and state.rows:
+        if state.whole and state.rows and left >= _BETWEEN * _CHUNK:
             state.iteration += _fit_rows(state)
             return state
         if state.stuck:
@@ -249,7 +249,7 @@ def _fit_rows(state: Fit) -> int:
 
 
 def _try_splits(state: Fit, left: int) -> int:
-    """Split pairs until one split gains; if none does, none is tried again. The iterations."""
+    """Try moves until one gains; if none does, none is tried again. The iterations."""
     spent, floor = 0, state.objective.floor(state.noise)
     most = left if state.whole else min(left, _FEW * _CHUNK)
     for proposal in moves(state.sketch, state.features):
