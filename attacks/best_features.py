@@ -9,7 +9,7 @@ same batch are unrolled (`unrolled_features`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -47,6 +47,8 @@ class Best(AttackState):
     """(r, d): of the row space, where the fit is in its coordinates."""
     refine: HeadGradient | None = None
     """In whose d dimensions the fit is to go on from there."""
+    spare: list[Tensor] = field(default_factory=list)
+    """Starts of another go in those."""
 
 
 @final
@@ -60,7 +62,7 @@ class BestFeatures(Attack[Best]):
     iterations: Annotated[int, Field(ge=100)] = 1500
     """Of the fit, or of each trial of the unrolling; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
-    """Of the fit."""
+    """Of the fit, and as many more if these lead astray."""
     trials: Annotated[int, Field(ge=1)] = 16
     """Of the unrolling."""
 
@@ -88,11 +90,16 @@ class BestFeatures(Attack[Best]):
             state.basis = span(seen.rows, directions)[0].to(known.dtype)
             state.refine = None if seen.exact else seen
             seen, known = seen.within(state.basis), known @ state.basis.T
-        starts = list(head_fit.random_starts(seen, self.starts, rng))
+        starts = list(head_fit.random_starts(seen, 2 * self.starts, rng))
+        starts, spare = starts[: self.starts], starts[self.starts :]
         if len(known):
             starts = [torch.cat([known, start[len(known) :]]) for start in starts]
-        coarse = state.refine is not None
-        state.then = head_fit.begin(seen, starts, splitting=not coarse, whole=coarse)
+        if state.refine is None:
+            state.then = head_fit.begin(seen, starts, spare=spare)
+        else:
+            assert state.basis is not None
+            state.spare = [start @ state.basis for start in spare]
+            state.then = head_fit.begin(seen, starts, splitting=False, whole=True)
         return state
 
     def step(self, state: Best) -> Best:
@@ -106,11 +113,13 @@ class BestFeatures(Attack[Best]):
                 most //= 2  # the other half is for all dimensions
                 if head_fit.rough(state.then, _GOOD) or head_fit.finished(state.then, most):
                     assert state.basis is not None
-                    state.then = head_fit.refined(state.then, state.refine, state.basis, _GOOD)
+                    state.then = head_fit.refined(
+                        state.then, state.refine, state.basis, _GOOD, state.spare
+                    )
                     state.basis = state.refine = None
                     most = self.total()
             state.then = head_fit.improve(state.then, most - state.iteration)
-            state.loss = state.then.loss.sqrt()
+            state.loss = head_fit.outcome(state.then)[0].sqrt()
         if state.then is not None:
             state.iteration = state.then.iteration
         return state

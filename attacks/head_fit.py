@@ -11,7 +11,7 @@ told by what pruning has left of ∂L/∂W (`row_fit`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, final
 
@@ -74,6 +74,10 @@ class Fit(AttackState):
     """That found them."""
     waiting: list[Tensor] = field(default_factory=list)
     """Starts that have not been tried."""
+    spare: list[Tensor] = field(default_factory=list)
+    """Starts of another go, if this one ends in a local minimum."""
+    before: tuple[Tensor, Tensor] | None = None
+    """Loss and features of the go before."""
     settled: bool = False
     """The last iterations gained little."""
     splitting: bool = True
@@ -91,10 +95,19 @@ class Fit(AttackState):
         return self.objective.seen is self.seen
 
     @property
+    def missing(self) -> bool:
+        """Whether more is left unexplained than noise can account for."""
+        return float(self.loss) > max(_EXPLAINED, _STUCK * self.objective.floor(self.noise))
+
+    @property
     def stuck(self) -> bool:
-        """Whether more is left unexplained than noise can account for, and a split may help."""
-        floor = max(_EXPLAINED, _STUCK * self.objective.floor(self.noise))
-        return self.splitting and not self.unsplit and float(self.loss) > floor
+        """Whether a split may find what is missing."""
+        return self.splitting and not self.unsplit and self.missing
+
+    @property
+    def over(self) -> bool:
+        """Whether this go is at its end."""
+        return self.whole and self.settled and not self.stuck and not self.rows
 
 
 @final
@@ -113,7 +126,7 @@ class HeadFit(Attack[Fit]):
     iterations: Annotated[int, Field(ge=_CHUNK)] = 1500
     """Of L-BFGS, for the best start and its splits; it mostly ends earlier."""
     starts: Annotated[int, Field(ge=1)] = 4
-    """Random starts that are tried for 20 iterations."""
+    """Random starts that are tried for 20 iterations, and as many more if all lead astray."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Fit:
         """Random features around the direction that all have in common.
@@ -122,7 +135,8 @@ class HeadFit(Attack[Fit]):
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂A.
         """
         seen = HeadGradient.of(observation)
-        return begin(seen, list(random_starts(seen, self.starts, rng)))
+        starts = list(random_starts(seen, 2 * self.starts, rng))
+        return begin(seen, starts[: self.starts], spare=starts[self.starts :])
 
     def step(self, state: Fit) -> Fit:
         """20 iterations of a start or of the best one, or a split of the best one."""
@@ -135,7 +149,9 @@ class HeadFit(Attack[Fit]):
     def postprocess(self, state: Fit) -> Reconstruction:
         """The features at their norms. The loss is the share of ∂L/∂A that they do not explain."""
         return Reconstruction(
-            features=scaled(state).float(), loss=float(state.loss), iterations=state.iteration
+            features=scaled(state).float(),
+            loss=float(outcome(state)[0]),
+            iterations=state.iteration,
         )
 
     def total(self) -> int:
@@ -149,11 +165,17 @@ def budget(iterations: int, starts: int) -> int:
 
 
 def begin(
-    seen: HeadGradient, starts: list[Tensor], *, splitting: bool = True, whole: bool = False
+    seen: HeadGradient,
+    starts: list[Tensor],
+    *,
+    spare: Sequence[Tensor] = (),
+    splitting: bool = True,
+    whole: bool = False,
 ) -> Fit:
     """The state before any of `starts` (N, d) was tried.
 
-    Without splits where they are not to be tried; `whole` uses all neurons from the start.
+    `spare` are those of another go, if the first ends in a local minimum; without `splitting` there
+    are no moves out of one; `whole` uses all neurons from the start.
 
     Raises:
         AttackFailed: nothing is left of ∂L/∂A.
@@ -162,8 +184,7 @@ def begin(
         raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
     unknowns = starts[0].numel() + len(starts[0]) * len(seen.output)
     fewest = _WEIGHTS // seen.hidden.shape[1]
-    part = seen if whole else seen.part(_EQUATIONS * unknowns, fewest)
-    sketch = Objective(part)
+    sketch = Objective(seen if whole else seen.part(_EQUATIONS * unknowns, fewest))
     return Fit(
         seen=seen,
         sketch=sketch,
@@ -171,26 +192,30 @@ def begin(
         noise=seen.noise,
         features=starts[0],
         waiting=starts,
+        spare=list(spare),
         splitting=splitting and len(starts[0]) > 1,
         rows=row_fit.applies(seen),
         loss=torch.full((), torch.inf, device=seen.hidden.device),
     )
 
 
-def refined(state: Fit, seen: HeadGradient, basis: Tensor, good: float) -> Fit:
+def refined(
+    state: Fit, seen: HeadGradient, basis: Tensor, good: float, spare: Sequence[Tensor]
+) -> Fit:
     """The fit of coordinates in `basis` (r, d), to go on in the d dimensions of `seen`.
 
     With all neurons at once if it has left less than `good`: a part would lead away from it.
     """
-    fit = begin(seen, [state.features @ basis], whole=float(state.loss) < good)
+    whole = float(state.loss) < good
+    fit = begin(seen, [state.features @ basis], spare=spare, whole=whole)
     fit.iteration = state.iteration
     return fit
 
 
 def finished(state: Fit, most: int) -> bool:
     """Whether nothing more is to be gained, or `most` iterations are spent."""
-    stopped = state.whole and state.settled and not state.stuck and not state.rows
-    done = stopped or float(state.loss) < _ENOUGH
+    ended = state.over and not (state.missing and state.spare)
+    done = ended or float(state.loss) < _ENOUGH
     return not state.waiting and (done or state.iteration + _CHUNK > most)
 
 
@@ -202,6 +227,8 @@ def rough(state: Fit, enough: float) -> bool:
 
 def improve(state: Fit, left: int) -> Fit:
     """20 more iterations of the next start or of the best, or splits within `left` iterations."""
+    if state.over and state.missing and state.spare and not state.waiting:
+        state = _again(state)
     trying = bool(state.waiting)
     if state.settled and not trying:
         if state.whole and state.rows and left >= _BETWEEN * _CHUNK:
@@ -231,9 +258,23 @@ def improve(state: Fit, left: int) -> Fit:
     return state
 
 
+def _again(state: Fit) -> Fit:
+    """From the spare starts."""
+    fit = begin(state.seen, state.spare, splitting=state.splitting)
+    fit.iteration, fit.before = state.iteration, (state.loss, state.features)
+    return fit
+
+
+def outcome(state: Fit) -> tuple[Tensor, Tensor]:
+    """Loss and features of the better go."""
+    if state.before is not None and not (state.whole and state.loss < state.before[0]):
+        return state.before
+    return state.loss, state.features
+
+
 def _fit_rows(state: Fit) -> int:
     """Fit the rows of ∂L/∂W and go down from there, as long as it gains. The iterations."""
-    errors = error_signals(state)
+    errors = state.objective(state.features).errors
     factors = norms(state.seen, state.features, errors)[0]
     features, errors = state.features * factors[:, None], errors / factors
     left = row_fit.left(state.seen, features, errors)
@@ -289,12 +330,13 @@ def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Itera
 
 def scaled(state: Fit) -> Tensor:
     """The features (N, d) at the norms at which they explain their own error signals."""
-    return state.features * norms(state.seen, state.features, error_signals(state))[0][:, None]
+    features = outcome(state)[1]
+    return features * norms(state.seen, features, error_signals(state))[0][:, None]
 
 
 def error_signals(state: Fit) -> Tensor:
     """D (K, N) that fits the features best."""
-    return state.objective(state.features).errors
+    return Objective(state.seen)(outcome(state)[1]).errors
 
 
 def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
