@@ -162,16 +162,19 @@ class HeadGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of the noise in each entry, from what of ∂L/∂W lies outside its images' span.
+        """Variance of the noise in each entry of ∂L/∂A; that of stochastic rounding at most.
 
-        0 without noise, or where the span leaves nothing outside.
+        Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span;
+        rounding to a grid shows its spacing in the smallest entry. 0 where neither is declared.
         """
         outside = self.hidden.shape[1] - self.rank
-        if not self.noisy or not outside:
-            return 0.0
-        gram = (self.grad_hidden.T @ self.grad_hidden).double()
-        rest = torch.linalg.eigvalsh(gram)[:outside].clamp(min=0).sum()
-        return float(rest) / (outside * len(self.grad_hidden))
+        if self.noisy and outside:
+            gram = (self.grad_hidden.T @ self.grad_hidden).double()
+            rest = torch.linalg.eigvalsh(gram)[:outside].clamp(min=0).sum()
+            return float(rest) / (outside * len(self.grad_hidden))
+        size = self.grad_output.abs()
+        rounded = not (self.exact or self.noisy or self.pruned)
+        return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0
 
     @property
     def rank(self) -> int:

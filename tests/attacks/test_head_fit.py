@@ -117,6 +117,14 @@ def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
     assert see()[0].noise == 0
 
 
+@pytest.mark.parametrize("rounding", ["stochastic", "deterministic"])
+def test_rounding_is_estimated_from_its_grid(rounding: str) -> None:
+    seen, features = see(defense=[{"name": "quantization", "bits": 8, "rounding": rounding}])
+    objective = Objective(seen)
+    loss, floor = float(objective(features).loss), objective.floor(seen.noise)
+    assert 0.1 * floor < loss < 1.05 * floor
+
+
 def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
     seen, features = see()
     part = seen.part(2000)
