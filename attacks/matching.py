@@ -20,8 +20,8 @@ from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
 from fedsim_attacks.label_inference import infer_labels
-from fedsim_attacks.replay import PAYS, Replay
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
+from fedsim_attacks.tape import PAYS, Tape
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class Matching:
         labels = candidate.labels
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
             function = partial(self._differentiate, distance, labels)
-            self._bound = distance, labels, Replay(function) if self._replays else function
+            self._bound = distance, labels, Tape(function) if self._replays else function
         loss, *slopes = self._bound[2](*(each.detach() for each in candidate.variables))
         return loss, tuple(slopes)
 

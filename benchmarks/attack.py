@@ -334,7 +334,7 @@ def main() -> None:
 def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
     """Seconds an iteration of a full-length attack, by the difference of two runs of its start.
 
-    No set-up is in it, nor what fedsim takes to record an iteration (`fedsim_attacks.replay`).
+    No set-up is in it, nor what fedsim takes to record an iteration (`fedsim_attacks.tape`).
     """
     short = 4
     times: dict[str, list[float]] = {name: [] for name in suites}

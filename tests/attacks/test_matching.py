@@ -20,8 +20,8 @@ from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks import second_order
 from fedsim_attacks.convolution import Patches
 from fedsim_attacks.matching import Distance, Matching, cosine_distance, squared_distance
-from fedsim_attacks.replay import PAYS
 from fedsim_attacks.second_order import accelerate
+from fedsim_attacks.tape import PAYS
 from fedsim_attacks.winograd import Winograd
 
 over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])

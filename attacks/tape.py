@@ -1,4 +1,4 @@
-"""Replay: a function of tensors as the flat list of the operations that it ran.
+"""Tape: a function of tensors as the flat list of the operations that it ran.
 
 An iteration of gradient matching takes hundreds to thousands of short operations, and some of its
 time goes to Python and autograd around them: 13 % on the default ConvNet, 3 to 10 % on ResNet-18.
@@ -21,7 +21,7 @@ PAYS = 2000
 replays gain."""
 
 
-class Replay:
+class Tape:
     """`function` (tensors of fixed shapes to tensors), replayed from the third call on.
 
     Where it cannot be recorded (it branches on values) or does not repeat its bits, it goes on as
