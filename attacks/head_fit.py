@@ -251,8 +251,7 @@ def improve(state: Fit, left: int) -> Fit:
     if loss < state.loss:
         state.features, state.loss, state.descent = features, loss, descent
     if not trying:
-        rough = not state.whole or state.stuck
-        gain = _LITTLE if rough or not state.noise else _POLISH
+        gain = _LITTLE if not state.whole or state.stuck else _POLISH
         state.settled = not bool(loss < before * (1 - gain))
     state.iteration += _CHUNK
     return state
