@@ -23,6 +23,7 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import row_fit
+from fedsim_attacks.feature_norms import norms
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.spectral_features import span
@@ -336,37 +337,6 @@ def scaled(state: Fit) -> Tensor:
 def error_signals(state: Fit) -> Tensor:
     """D (K, N) that fits the features best."""
     return Objective(state.seen)(outcome(state)[1]).errors
-
-
-def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of `features` (n, d) at which they imply `errors` D (K, n), and what is left of them.
-
-    Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
-    where that holds best, up to the relative squared difference that is left. Both (n,).
-    """
-    preactivation = features @ seen.hidden.T
-    label = errors.argmin(0)
-    wanted = seen.num_images * errors.T
-
-    def cost(factors: Tensor) -> Tensor:
-        hidden = seen.activation(factors[:, None] * preactivation + seen.bias)
-        implied = (hidden @ seen.output.T).softmax(1) - F.one_hot(label, len(errors))
-        # In the units of the implied error, which a far too small or large norm cannot shrink.
-        left = wanted / factors[:, None] - implied
-        return left.square().sum(1) / implied.square().sum(1)
-
-    best = features.new_ones(len(features))
-    left = cost(best)
-    if seen.config.activation not in ("relu", "leaky_relu"):
-        return best, left  # others are not homogeneous: the fit has the norm
-    for decades, points in ((3.0, 241), (0.025, 21)):
-        around = best
-        for exponent in torch.linspace(-decades, decades, points).tolist():
-            factors = around * 10**exponent
-            costs = cost(factors)
-            best = torch.where(costs < left, factors, best)
-            left = torch.minimum(costs, left)
-    return best, left
 
 
 class _Descent:

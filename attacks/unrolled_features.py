@@ -28,6 +28,7 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import head_fit
+from fedsim_attacks.feature_norms import norms
 from fedsim_attacks.head_fit import Fit
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.spectral_features import span
@@ -217,7 +218,7 @@ def _explained(state: Unrolling, fit: Fit, errors: Tensor) -> tuple[Tensor, Tens
 
     And the part of the worst of those signals that it does not explain.
     """
-    factors, left = head_fit.norms(state.seen, fit.features, errors)
+    factors, left = norms(state.seen, fit.features, errors)
     order = _distinct(fit.features, errors, left)[: state.seen.num_images]
     return fit.features[order] * factors[order, None], left[order].max().sqrt()
 
