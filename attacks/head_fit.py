@@ -36,7 +36,7 @@ _RUNS = 5
 """Of 20 iterations, after which the variables are scaled anew."""
 _EQUATIONS = 10
 """For each unknown, of which a part of the neurons is to have that many."""
-_WEIGHTS = 1 << 18
+_WEIGHTS = 1 << 16
 """Of the neurons, from which fewer would gain no time."""
 _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""

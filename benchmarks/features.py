@@ -35,6 +35,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "tensor_features": ("tensor_features", []),
     "spectral_features": ("spectral_features", []),
     "activation_features": ("activation_features", []),
+    "head_fit": ("head_fit", []),
     "best_features": ("best_features", []),
     "best_features, noise 0.001": ("best_features", [{"name": "gaussian_noise", "std": 0.001}]),
     "best_features, pruning 0.9": ("best_features", [{"name": "gradient_pruning", "ratio": 0.9}]),

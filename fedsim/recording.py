@@ -59,6 +59,7 @@ class _Sidecar(BaseModel):
     num_clients: int
     trial: int
     seed: int
+    releases: int = 1
     parameters: tuple[str, ...]
     """Names in the model's order, which safetensors does not keep."""
     buffers: tuple[str, ...]
@@ -105,6 +106,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
         num_clients=observation.num_clients,
         trial=observation.trial,
         seed=observation.seed,
+        releases=observation.releases,
         parameters=tuple(observation.parameters),
         buffers=tuple(observation.buffers),
         update_sha256=update_digest,
@@ -148,6 +150,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         num_clients=sidecar.num_clients,
         trial=sidecar.trial,
         seed=sidecar.seed,
+        releases=sidecar.releases,
     )
 
 

@@ -30,16 +30,21 @@ Key = tuple[str, str, str]
 def spent(workload: Workload, round: int) -> PrivacyClaim:
     """What the stack guarantees after `round` rounds, for the client that is worst off.
 
-    Worst is the most participations so far together with the least data.
+    Worst is the most participations so far together with the least data. In a round that is
+    observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
-    counts = [0] * len(workload.parts)
+    observe = workload.scenario.observe
+    counts, repeated = [0] * len(workload.parts), [0] * len(workload.parts)
     for past in range(1, round + 1):
+        again = observe.releases > 1 and workload.is_observed(past)
         for client in workload.participants(past):
-            counts[client] += 1
+            (repeated if again else counts)[client] += 1
     return claim(
         workload.stack,
         workload.declared,
         rounds=max(counts),
+        repeated_rounds=max(repeated),
+        repeats=observe.releases,
         num_examples=min(len(part) for part in workload.parts),
         delta=workload.scenario.privacy.delta,
         buffers_released=workload.releases_statistics,
@@ -89,6 +94,7 @@ class Context:
             "round": seen.round,
             "client": seen.client,
             "trial": seen.trial,
+            "releases": seen.releases,
             "observation": seen.id,
             "seed": result.seed,
             "status": "failed" if result.reason else "ok",

@@ -120,6 +120,8 @@ class Observation:
     """How many clients' updates are summed in `update` (1 at the server vantage)."""
     trial: int
     seed: int
+    releases: int = 1
+    """How many releases of the same images at the same weights `update` is the mean of."""
 
     @property
     def num_images(self) -> int:

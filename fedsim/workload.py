@@ -55,6 +55,8 @@ class Probe:
 
     batch_size: int
     trial: int
+    release: int = 0
+    """Which of several releases of the same batch; only a defense's randomness differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,12 +191,23 @@ class Workload:
         return sorted(wanted) if probing else [c for c in taking_part if c in wanted]
 
     def probes(self, round: int) -> list[Probe]:
-        """What `observed(round)` is asked besides training; empty if that itself is recorded."""
+        """What `observed(round)` is asked besides training, `observe.releases` times each.
+
+        Empty if the training update itself is recorded.
+        """
         sizes = self.scenario.observe.batch_sizes
         if sizes is None or not self.is_observed(round):
             return []
         trials = range(self.scenario.observe.trials)
         return [Probe(batch_size=size, trial=trial) for size in sizes for trial in trials]
+
+    def plans(self, round: int, probe: Probe | None) -> bool:
+        """Whether the scenario asks for `probe` in `round`."""
+        return (
+            probe is not None
+            and replace(probe, release=0) in self.probes(round)
+            and probe.release < self.scenario.observe.releases
+        )
 
     def recordings(self) -> Iterator[Observation]:
         """What a run without failures records, without tensors, in canonical order."""
@@ -214,6 +227,7 @@ class Workload:
                         {},
                         probe=probe,
                         num_clients=len(clients) if client < 0 else 1,
+                        releases=self.scenario.observe.releases,
                     )
 
     def client_update(
@@ -242,7 +256,8 @@ class Workload:
             (normalize(x.to(self.device), self.spec), y.to(self.device))
             for x, y in zip(pixels, labels, strict=True)
         ]
-        stream = rng.generator(self.scenario.seed, "defense", *path)
+        again = (probe.release,) if probe and probe.release else ()
+        stream = rng.generator(self.scenario.seed, "defense", *path, *again)
         trained = train(self.model, parameters, buffers, batches, training, self.stack, stream)
         update = {name: value.cpu() for name, value in trained.update.items()}
         before = state or self.stack.init(update, self._declared(probe))
@@ -268,8 +283,12 @@ class Workload:
         *,
         probe: Probe | None = None,
         num_clients: int = 1,
+        releases: int = 1,
     ) -> Observation:
-        """What the attacker saw of `update`, decoded from the wire; client -1: the aggregate."""
+        """What the attacker saw of `update`, decoded from the wire; client -1: the aggregate.
+
+        Of several `releases` it is their mean.
+        """
         return Observation(
             id=self.observation_id(round, client, probe),
             update=update.tensors,
@@ -288,6 +307,7 @@ class Workload:
             num_clients=num_clients,
             trial=probe.trial if probe else 0,
             seed=self.scenario.seed,
+            releases=releases,
         )
 
     def observation_id(self, round: int, client: int, probe: Probe | None) -> str:

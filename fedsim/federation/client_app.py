@@ -94,7 +94,7 @@ class Client:
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
         order = wire.read_order(message.content)
-        if order.probe not in self._workload.probes(order.round):
+        if not self._workload.plans(order.round, order.probe):
             raise FedsimError(f"no such probe is planned for round {order.round}: {order.probe}")
         return self._respond(message, context, order)
 

@@ -67,9 +67,10 @@ class Spool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def put(self, client: int, answer: Answer) -> None:
-        """Keep what `client` answered."""
+        """Keep what `client` answered, in place of what it answered before."""
         tensors = {_UPDATE + name: value for name, value in answer.update.tensors.items()}
         tensors |= {_BUFFER + name: value for name, value in answer.update.buffers.items()}
+        self._held -= sum(value.nbytes for value in self._in_memory.pop(client, {}).values())
         self.zero_updates += is_zero(answer.update.tensors)
         size = sum(value.nbytes for value in tensors.values())
         if self._held + size <= self._budget:
@@ -98,12 +99,17 @@ class Spool:
 
     def updates(self, names: Iterable[str], buffers: Iterable[str]) -> Iterator[Update]:
         """Every update, by ascending client, one at a time."""
+        names, buffers = list(names), list(buffers)
         for client in self.clients():
-            yield Update(
-                tensors={name: self.update(client, name) for name in names},
-                num_examples=self.num_examples(client),
-                buffers={name: self._read(client, _BUFFER + name) for name in buffers},
-            )
+            yield self.get(client, names, buffers)
+
+    def get(self, client: int, names: Iterable[str], buffers: Iterable[str]) -> Update:
+        """`client`'s update."""
+        return Update(
+            tensors={name: self.update(client, name) for name in names},
+            num_examples=self.num_examples(client),
+            buffers={name: self._read(client, _BUFFER + name) for name in buffers},
+        )
 
     def mean_loss(self) -> float | None:
         """Mean of the reported losses, weighted by examples; None if none was reported."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from fedsim.defense import shapes
 from fedsim.federation import wire
+from fedsim.federation.averaging import Averages, Mean
 from fedsim.federation.client_app import PROBE, reports_loss
 from fedsim.federation.delivery import exchange
 from fedsim.federation.screening import Tally, judge
@@ -41,6 +43,7 @@ class TapGrid(Grid):
         self._out = out
         self._scratch = scratch(out, workload.stack_name)
         self._spool = Spool(self._scratch / "training")
+        self._averages = Averages(self._scratch / "mean")
         parameters, buffers = workload.initial()
         self._expected = wire.Shape(
             update=parameters,
@@ -113,14 +116,23 @@ class TapGrid(Grid):
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
         try:
             for probe in probes:
-                content = self._order(arrays, probe)
-                kind = f"train.{PROBE}"
-                asked = [Message(content, self._nodes[client], kind) for client in observed]
-                with Spool(self._scratch / "probe") as spool:
-                    self._collect(asked, probe, observed, timeout, spool)
-                    self._combine(spool, probe, record=True)
+                with self._averages:
+                    for release in range(self._workload.scenario.observe.releases):
+                        self._ask(replace(probe, release=release), arrays, observed, timeout)
+                    for mean in self._averages.means():
+                        self._save(probe, mean)
         finally:
             self._parameters = trained  # the strategy's replies are computed from these
+
+    def _ask(
+        self, probe: Probe, arrays: ArrayRecord, observed: Collection[int], timeout: float
+    ) -> None:
+        content = self._order(arrays, probe)
+        kind = f"train.{PROBE}"
+        asked = [Message(content, self._nodes[client], kind) for client in observed]
+        with Spool(self._scratch / "probe") as spool:
+            self._collect(asked, probe, observed, timeout, spool)
+            self._combine(spool, probe, record=True)
 
     def _collect(
         self,
@@ -200,14 +212,22 @@ class TapGrid(Grid):
     def _record(
         self, client: int, update: Update, probe: Probe | None, *, num_clients: int = 1
     ) -> None:
+        seen = Mean(client=client, update=update, num_clients=num_clients)
+        if probe and self._workload.scenario.observe.releases > 1:
+            self._averages.add(seen)
+        else:
+            self._save(probe, seen)
+
+    def _save(self, probe: Probe | None, seen: Mean) -> None:
         observation = self._workload.observation(
             self._round,
-            client,
-            update,
+            seen.client,
+            seen.update,
             self._parameters,
             {**self._constants, **self._buffers},
             probe=probe,
-            num_clients=num_clients,
+            num_clients=seen.num_clients,
+            releases=seen.releases,
         )
         save_observation(observation, self._out)
 

@@ -33,6 +33,7 @@ METRICS = "metrics"
 ROUND = "server-round"
 PROBE_SIZE = "probe-batch-size"
 PROBE_TRIAL = "probe-trial"
+PROBE_RELEASE = "probe-release"
 EXAMPLES = "num-examples"
 LOSS = "train_loss"
 CLIENT = "client"
@@ -96,6 +97,7 @@ def order(
     asked = ConfigRecord({ROUND: round})
     if probe:
         asked[PROBE_SIZE], asked[PROBE_TRIAL] = probe.batch_size, probe.trial
+        asked[PROBE_RELEASE] = probe.release
     return RecordDict({ARRAYS: parameters, BUFFERS: buffers, CONFIG: asked})
 
 
@@ -112,7 +114,9 @@ def read_order(content: RecordDict) -> Order:
     probe = None
     if PROBE_SIZE in config:
         probe = Probe(
-            batch_size=_integer(config, PROBE_SIZE, 1), trial=_integer(config, PROBE_TRIAL, 0)
+            batch_size=_integer(config, PROBE_SIZE, 1),
+            trial=_integer(config, PROBE_TRIAL, 0),
+            release=_integer(config, PROBE_RELEASE, 0),
         )
     return Order(
         round=_integer(config, ROUND, 1),

@@ -31,8 +31,13 @@ def claim(
     num_examples: int,
     delta: float,
     buffers_released: bool = False,
+    repeated_rounds: int = 0,
+    repeats: int = 1,
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
+
+    And in `repeated_rounds` more, in each of which it released `repeats` times what it computed on
+    one batch: noise is drawn anew, batches are not, so that sampling amplifies them together.
 
     `declared` is the local training before the stack's training defenses; `num_examples` is how
     many the client holds: with the most participations and the least data it is the worst client's
@@ -62,7 +67,8 @@ def claim(
             f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
             f"({num_examples} examples); use a smaller batch"
         )
-    epsilon, accountant = _spent(held.mechanism, rounds, batch_size, num_examples, delta)
+    spent = ((rounds, 1), (repeated_rounds, repeats))
+    epsilon, accountant = _spent(held.mechanism, spent, batch_size, num_examples, delta)
     if math.isinf(epsilon):
         return _unproven("the noise is too small for a finite ε")
     return PrivacyClaim(
@@ -81,10 +87,15 @@ def _unproven(reason: str) -> PrivacyClaim:
 
 @lru_cache(maxsize=4096)
 def _spent(
-    mechanism: Mechanism, rounds: int, batch_size: int, num_examples: int, delta: float
+    mechanism: Mechanism,
+    spent: tuple[tuple[int, int], ...],
+    batch_size: int,
+    num_examples: int,
+    delta: float,
 ) -> tuple[float, str]:
-    """(ε after `rounds` rounds, accountant): the least of the bounds that hold."""
-    releases = rounds * mechanism.releases
+    """(ε, accountant) of (rounds, releases of the same batch in each): the least valid bound."""
+    spent = tuple((rounds * mechanism.releases, repeats) for rounds, repeats in spent if rounds)
+    releases = sum(rounds * repeats for rounds, repeats in spent)
     if releases == 0:
         return 0.0, EXACT
     multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
@@ -93,8 +104,14 @@ def _spent(
         return exact, EXACT
     from dp_accounting.rdp import compute_epsilon
 
-    orders, divergences = _renyi(multiplier, batch_size, num_examples)
-    sampled = float(compute_epsilon(orders, [releases * d for d in divergences], delta)[0])
+    # k releases of one batch are one with a noise multiplier of z / sqrt(k).
+    parts = [
+        (rounds, *_renyi(multiplier / math.sqrt(repeats), batch_size, num_examples))
+        for rounds, repeats in spent
+    ]
+    orders = parts[0][1]
+    total = [sum(n * d[i] for n, _, d in parts) for i in range(len(orders))]
+    sampled = float(compute_epsilon(orders, total, delta)[0])
     # Whatever the batches, at most one example differs between them: the exact curve holds too.
     return (sampled, RENYI) if sampled < exact else (exact, EXACT)
 

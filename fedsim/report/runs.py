@@ -120,6 +120,8 @@ class ResultRow(_Part):
     round: int
     client: int
     trial: int
+    releases: int = 1
+    """Of the same batch, of which the attacked update is the mean."""
     seed: int
     observation: str | None = None
     """Id of the attacked recording."""
@@ -148,7 +150,7 @@ class ResultRow(_Part):
     def cell(self) -> str:
         """What the trials of one leaderboard line share."""
         kept = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
-        kept |= {"attack", "vantage", "knowledge", "batch_size", "round"}
+        kept |= {"attack", "vantage", "knowledge", "batch_size", "round", "releases"}
         return canonical(self.model_dump(include=kept))
 
     @property

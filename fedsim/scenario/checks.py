@@ -102,12 +102,14 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
         values = getattr(observe, key)
         for index in _repeated(values if isinstance(values, list) else []):
             yield ("observe", key, index), f"{values[index]} is listed twice; remove one"
-    if observe.trials > 1 and observe.batch_sizes is None:
-        yield (
-            ("observe", "trials"),
-            f"{observe.trials} trials need probes, since a training update happens once; add "
-            "`observe.batch_sizes: [...]`, or use 1 trial",
-        )
+    for key in ("trials", "releases"):
+        count = getattr(observe, key)
+        if count > 1 and observe.batch_sizes is None:
+            yield (
+                ("observe", key),
+                f"{count} {key} need probes, since a training update happens once; add "
+                f"`observe.batch_sizes: [...]`, or use 1",
+            )
 
 
 def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:

@@ -126,6 +126,9 @@ class Observe(Section):
     leakage can be compared across batch sizes. None: record the training update itself."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Independent batches per (round, client, batch size)."""
+    releases: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """How often each probe is asked for, of the same batch at the same weights. The server records
+    the mean, over which a defense's randomness averages out; the ledger counts every release."""
     plant: bool = False
     """Whether the server trains honestly, and plants the neurons of `model.head.planted` only in
     the weights that it sends with a probe. Else they are planted at the start and trained."""

@@ -372,6 +372,12 @@ CASES = {
     "trials without probes": Case(
         "  batch_sizes: [1, 4]\n", "", "observe.trials", "add `observe.batch_sizes"
     ),
+    "releases without probes": Case(
+        "  batch_sizes: [1, 4]\n  trials: 2\n",
+        "  releases: 4\n",
+        "observe.releases",
+        "add `observe.batch_sizes",
+    ),
     "two attacks of one label": Case(
         "{name: label_inference}",
         "{name: inverting_gradients} # <-",
