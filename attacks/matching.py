@@ -21,6 +21,7 @@ from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
+from fedsim_attacks.smooth_slopes import smooth
 from fedsim_attacks.tape import PAYS, Tape
 
 
@@ -104,15 +105,24 @@ class Matching:
     """The observed update, and its recomputation from candidates on the observation's device."""
 
     def __init__(
-        self, observation: Observation, dtype: torch.dtype = torch.float32, calls: int = 1
+        self,
+        observation: Observation,
+        dtype: torch.dtype = torch.float32,
+        calls: int = 1,
+        width: float = 0.0,
     ) -> None:
-        """Compute in `dtype`; `differentiate` is to be called about `calls` times."""
+        """Compute in `dtype`; `differentiate` is to be called about `calls` times.
+
+        `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+        """
         self._observation = observation
         self._replays = calls >= PAYS
         self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
         self._dtype = dtype
         model = rebuild(observation).to(dtype)
         accelerate(model)
+        if width:
+            smooth(model, width)
         self._windows = drop_dead_weights(model, observation.model.input_shape)
         # The mask of a client's dropout is unknown: its mean is simulated.
         self._training = replace(observation.training, dropout=0.0)
@@ -135,7 +145,7 @@ class Matching:
 
     def _lay(self, tensor: Tensor) -> Tensor:
         """A detached copy in the precision and the memory order that are used here."""
-        return tensor.detach().to(self._dtype).clone(memory_format=_layout(tensor))
+        return tensor.detach().to(self._dtype).clone(memory_format=layout(tensor))
 
     def _live(self, name: str, tensor: Tensor) -> Tensor:
         """The entries of a parameter, or of its update, that meet anything but padding."""
@@ -244,7 +254,8 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
     return list(zip(images.chunk(count), labels.chunk(count), strict=True))
 
 
-def _layout(tensor: Tensor) -> torch.memory_format:
+def layout(tensor: Tensor) -> torch.memory_format:
+    """The order of memory that kernels of the tensor's device like best."""
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format
@@ -259,4 +270,5 @@ def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:
 
 
 def _cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    """Copies: a model in train mode writes its statistics into its buffers."""
+    return {n: (t.to(dtype) if t.is_floating_point() else t).clone() for n, t in tensors.items()}

@@ -86,7 +86,7 @@ def _norm(tensors: Any) -> float:
 
 def draw(rows: list[dict[str, Any]], honest: dict[str, float], path: Path) -> None:
     """Errors over the scale, and what a client could notice."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), layout="constrained")
     scales = [row["scale"] for row in rows]
     for stack in rows[0]["errors"]:
         means = [max(statistics.mean(row["errors"][stack]), 1e-4) for row in rows]
@@ -104,7 +104,8 @@ def draw(rows: list[dict[str, Any]], honest: dict[str, float], path: Path) -> No
     right.set(xscale="log", yscale="log", ylabel="what a client could notice (1: nothing)")
     for axes in (left, right):
         axes.set_xlabel("standard deviation of planted neurons")
-        axes.legend(frameon=False, fontsize=8)
+        columns = 2 if axes is left else 1
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=columns, frameon=False)
     figure.savefig(path, dpi=160)
 
 

@@ -18,6 +18,7 @@ from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, LocalTraining, Tensors
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
+OutputFn = Callable[[Tensors, Tensor], Tensor]
 DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 
 
@@ -31,17 +32,39 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
     Raises:
         FedsimError: when called, if batch norm has a single value per channel to normalize.
     """
+    logits = _pure(model, model.forward, buffers, training)
+
+    def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits(parameters, images), labels)
+
+    return loss
+
+
+def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
+    """The head's inputs (B, d) as a pure function of (parameters, images).
+
+    Parameters that are left out are the model's own. Batch norm and errors are as above.
+    """
+    return _pure(model, model.features, buffers, training)
+
+
+def _pure(
+    model: Classifier,
+    forward: Callable[[Tensor], Tensor],
+    buffers: Tensors,
+    training: LocalTraining,
+) -> OutputFn:
     state = {name: value.clone() for name, value in model.named_buffers()} | dict(buffers)
     slots = _slots(model)
     train = training.mode == "train"
 
-    def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    def outputs(parameters: Tensors, images: Tensor) -> Tensor:
         if model.training != train:
             model.train(train)
         model.set_dropout(training.dropout)
         try:
             with _installed(slots, {**state, **parameters}):
-                logits = model(images)
+                return forward(images)
         except ValueError as error:
             if "more than 1 value per channel" not in str(error):
                 raise
@@ -50,9 +73,8 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
                 "batch of at least 2, `mode: eval`, the model's `norm: group`, or (resnet18) "
                 "`stem: small`"
             ) from error
-        return F.cross_entropy(logits, labels)
 
-    return loss
+    return outputs
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:

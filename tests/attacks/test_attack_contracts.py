@@ -9,6 +9,8 @@ from fedsim.testing import AttackContract
 from fedsim_attacks.activation_features import ActivationFeatures
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
+from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.feature_inversion import FeatureInversion
 from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
 from fedsim_attacks.inverting_gradients import InvertingGradients
@@ -71,6 +73,24 @@ class TestHeadFit(OfATwoLayerHead):
 class TestBestFeatures(OfATwoLayerHead):
     def make(self) -> BestFeatures:
         return BestFeatures(iterations=100, starts=2, trials=1)
+
+
+class TestFeatureInversion(OfATwoLayerHead):
+    def make(self) -> FeatureInversion:
+        return FeatureInversion(iterations=3, width=8)
+
+
+class TestFeatureInversionOfPixels(AttackContract):
+    model = "convnet"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
+
+    def make(self) -> FeatureInversion:
+        return FeatureInversion(iterations=3, prior="pixel", features="none")
+
+
+class TestFactoredInversion(OfATwoLayerHead):
+    def make(self) -> FactoredInversion:
+        return FactoredInversion(iterations=5)
 
 
 class TestUnrolledFeatures(OfATwoLayerHead):

@@ -1,0 +1,157 @@
+"""The gradient of a network's body for known features and error signals of its images.
+
+Behind a two-layer head (`head_gradient`), what `best_features` recovers determines each image's
+error signal e_i = ∂L/∂x_i, x_i being its features. What is left of the update, the body's share, is
+then Σ_i J(image_i)' e_i, J the derivative of features in parameters: no label, no head and no
+probability of a candidate's own enters it, and to each image belongs a known vector of features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.adversary import rebuild
+from fedsim.models.local import features_function
+from fedsim.types import Observation
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.head_objective import Objective
+from fedsim_attacks.matching import layout
+from fedsim_attacks.second_order import accelerate, drop_dead_weights
+from fedsim_attacks.smooth_slopes import smooth
+from fedsim_attacks.tape import PAYS, Tape
+
+
+class Misfit(NamedTuple):
+    """How far candidates are from what was observed."""
+
+    update: Tensor
+    """|u - t|² / |t|² of the body's update (0-d)."""
+    features: Tensor
+    """Mean of |x_i - f_i|² / |f_i|² (0-d)."""
+    slope: Tensor
+    """Of `update` + weight `features` in the images (N, C, H, W)."""
+
+
+class Signals(NamedTuple):
+    """What features tell of their images."""
+
+    labels: Tensor
+    """(N,) int64."""
+    errors: Tensor
+    """e_i (N, d): the derivative of the mean loss in the features."""
+    scale: Tensor
+    """What the client's defense has scaled its update by (0-d): 1, unless it clips."""
+
+
+def signals(observation: Observation, features: Tensor) -> Signals:
+    """Labels and error signals that `features` (N, d), with their norms, imply.
+
+    The label is the class in which ∂L/∂A pulls a feature up; the scale, that of ∂L/∂A against what
+    the head itself computes of them.
+    """
+    seen = HeadGradient.of(observation)
+    model = rebuild(observation).eval()
+    features = features.detach().requires_grad_()
+    with torch.no_grad():
+        observed = Objective(seen)(features.detach()).errors
+        labels = observed.argmin(0)
+    logits = model.head(features)
+    (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
+    implied = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
+    clipped = any(member["name"] == "clip" for member in observation.defense)
+    scale = (observed * implied).sum() / implied.square().sum()
+    return Signals(labels, errors, scale if clipped else torch.ones_like(scale))
+
+
+@final
+class BodyGradient:
+    """The observed update of the body, and its recomputation from candidate images."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        features: Tensor,
+        known: Signals,
+        *,
+        weight: float,
+        width: float,
+        calls: int,
+    ) -> None:
+        """For images of `features` (N, d), whose misfit counts `weight` times.
+
+        `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+        """
+        model = rebuild(observation)
+        accelerate(model)
+        if width:
+            smooth(model, width)
+        windows = drop_dead_weights(model, observation.model.input_shape)
+        body = [name for name in observation.parameters if name.startswith("body.")]
+        buffers = {name: value.clone() for name, value in observation.buffers.items()}
+        self._features_of = features_function(model, buffers, observation.training)
+        self._parameters = {
+            name: _laid(_window(observation.parameters[name], windows.get(name))).requires_grad_()
+            for name in body
+        }
+        update = {name: observation.update[name] / known.scale for name in body}
+        self._target = [_laid(_window(update[name], windows.get(name))) for name in body]
+        self._square = torch.stack([update[name].square().sum() for name in body]).sum()
+        self._bounds = _bounds(observation, update)
+        self._features, self._lengths = features, features.square().sum(1, keepdim=True)
+        self._errors, self._weight = known.errors, weight
+        self._function = Tape(self._differentiate) if calls >= PAYS else self._differentiate
+
+    def __call__(self, images: Tensor) -> Misfit:
+        """At normalized `images` (N, C, H, W)."""
+        return Misfit(*self._function(images.detach()))
+
+    def _differentiate(self, images: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            variable = _laid(images).requires_grad_()
+            features = self._features_of(self._parameters, variable)
+            pull = (features * self._errors).sum()
+            update = torch.autograd.grad(pull, list(self._parameters.values()), create_graph=True)
+        with torch.no_grad():
+            left = [self._left(i, u.detach()) for i, u in enumerate(update)]
+            away = features.detach() - self._features
+            loss = torch.stack([each.square().sum() for each in left]).sum() / self._square
+            count = self._lengths * len(away)
+            toward = [each.mul_(2 / self._square) for each in left]
+            toward.append(2 * self._weight * away / count)
+        (slope,) = torch.autograd.grad([*update, features], variable, toward)
+        return loss, (away.square() / count).sum(), slope.contiguous()
+
+    def _left(self, index: int, update: Tensor) -> Tensor:
+        """What is left of one tensor; of a removed entry, by how much it exceeds its bound."""
+        target = self._target[index]
+        left = update - target
+        if self._bounds is None:
+            return left
+        bound = self._bounds[index]
+        over = update - update.clamp(-bound, bound)
+        return torch.where(target == 0, over, left)
+
+
+def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
+    """For each tensor, what its removed entries are smaller than; None if none was removed."""
+    names = {str(member["name"]): member for member in observation.defense}
+    pruning = names.get("gradient_pruning") or names.get("top_k")
+    if pruning is None or names.keys() & {"gaussian_noise", "dp_sgd"}:
+        return None
+    kept = [tensor[tensor != 0].abs() for tensor in update.values()]
+    least = [part.min() if len(part) else part.new_full((), torch.inf) for part in kept]
+    if pruning.get("scope") == "tensor":
+        return least
+    return [torch.stack(least).min()] * len(least)
+
+
+def _window(tensor: Tensor, window: tuple[slice, ...] | None) -> Tensor:
+    return tensor if window is None else tensor[window]
+
+
+def _laid(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=layout(tensor))

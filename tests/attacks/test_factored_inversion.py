@@ -1,0 +1,140 @@
+"""Inversion with known features: zero at the truth behind each defense; slopes that see jumps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim_attacks.body_gradient import BodyGradient, Misfit, signals
+from fedsim_attacks.smooth_slopes import max_pool, relu
+from fedsim_attacks.unrolled_update import UnrolledUpdate
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+MODEL: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
+
+
+def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=0.001)
+    return make_observation(*example_batch(3), **MODEL, defense=defense, training=training)
+
+
+def misfit(
+    observation: Observation, truth: GroundTruth, images: Tensor, width: float = 0.0
+) -> Misfit:
+    """At pixels `images`, given the true features."""
+    assert truth.features is not None
+    several = observation.training.steps > 1
+    known = signals(observation, truth.features)
+    make = UnrolledUpdate if several else BodyGradient
+    objective = make(observation, truth.features, known, weight=1.0, width=width, calls=1)
+    return objective(normalize(images, observation.model))
+
+
+@pytest.mark.parametrize("width", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "defense",
+    [
+        [],
+        [{"name": "clip", "norm": 1e-3}],
+        [{"name": "gradient_pruning", "ratio": 0.9}],
+        [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
+        [{"name": "local_aggregation", "steps": 3, "batches": "same"}],
+    ],
+    ids=["none", "clip", "pruning", "pruning by tensor", "local steps"],
+)
+def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]], width: float) -> None:
+    observation, truth = observe(defense)
+    right = misfit(observation, truth, truth.images, width)
+    assert float(right.update) < 1e-6
+    assert float(right.features) < 1e-6
+    wrong = misfit(observation, truth, 1 - truth.images, width)
+    assert float(wrong.update) > 1e-2
+    assert float(wrong.features) > 1e-2
+
+
+def test_what_pruning_removed_counts_only_beyond_its_bound() -> None:
+    """At images of half the gradient, a removed entry that stays below the bound is no misfit."""
+    observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
+    whole, _ = observe([])
+    removed = sum(
+        float((whole.update[n] - t).square().sum())
+        for n, t in observation.update.items()
+        if n.startswith("body.")
+    )
+    assert removed > 0
+    assert float(misfit(observation, truth, truth.images).update) < 1e-6
+
+
+def test_features_tell_labels_signals_and_the_clipped_scale() -> None:
+    observation, truth = observe([{"name": "clip", "norm": 1e-3}])
+    plain, _ = observe([])
+    assert truth.features is not None
+    known = signals(observation, truth.features)
+    assert torch.equal(known.labels, truth.labels)
+    name = next(iter(plain.update))
+    scale = float(observation.update[name].norm() / plain.update[name].norm())
+    assert float(known.scale) == pytest.approx(scale, rel=1e-3)
+    assert float(signals(plain, truth.features).scale) == 1.0
+
+
+def second(function: Any, x: Tensor, pull: Tensor, toward: Tensor) -> Tensor:
+    """The derivative in x of <toward, the gradient of <pull, function(x)>>."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((function(x) * pull).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad((slope * toward).sum(), x)
+    return found
+
+
+def test_values_and_slopes_of_smoothed_layers_are_pytorchs() -> None:
+    x = torch.randn(2, 3, 7, 7, requires_grad=True)
+    for pool in (nn.MaxPool2d(3), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2)):
+        pull = torch.randn_like(pool(x))
+        ours = max_pool(pool, x, width=0.5)
+        assert torch.equal(ours, pool(x))
+        found, wanted = (torch.autograd.grad((y * pull).sum(), x)[0] for y in (ours, pool(x)))
+        assert torch.allclose(found, wanted)
+    pull = torch.randn_like(x)
+    assert torch.equal(relu(x, width=0.5), F.relu(x))
+    found, wanted = (
+        torch.autograd.grad((y * pull).sum(), x)[0] for y in (relu(x, width=0.5), F.relu(x))
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_second_derivatives_are_those_of_smooth_layers() -> None:
+    """Of softplus (width times) for ReLU, of log-sum-exp for max pooling, in closed form."""
+    width = 0.7
+    x, pull, toward = torch.randn(3, 2, 1, 9, 9, dtype=torch.float64).unbind()
+
+    def softplus(z: Tensor) -> Tensor:
+        return width * F.softplus(z / width)
+
+    assert torch.allclose(
+        second(lambda z: relu(z, width=width), x, pull, toward), second(softplus, x, pull, toward)
+    )
+
+    def smooth_pool(z: Tensor) -> Tensor:
+        windows = z.view(2, 1, 3, 3, 3, 3).permute(0, 1, 2, 4, 3, 5).reshape(2, 1, 3, 3, 9)
+        return width * torch.logsumexp(windows / width, -1)
+
+    # Their first derivatives differ, so that only the term of the second is compared.
+    pull = pull[..., :3, :3]
+    pool = nn.MaxPool2d(3)
+    assert torch.allclose(
+        second(lambda z: max_pool(pool, z, width=width), x, pull, toward),
+        second(smooth_pool, x, pull, toward),
+    )
+
+
+def test_a_jump_without_width_has_no_second_derivative() -> None:
+    x, pull, toward = torch.randn(3, 5).unbind()
+    assert second(lambda z: relu(z, width=1.0), x, pull, toward).abs().min() > 0
+    assert second(lambda z: relu(z, width=1e-9), x, pull, toward).abs().max() == 0
