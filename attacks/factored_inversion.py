@@ -68,7 +68,7 @@ class FactoredInversion(Attack[Descent]):
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
     """Of the relative squared distance of features."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
-    """How wide a jump of a slope is to its derivative, in units of a layer's inputs; 0: as it is."""
+    """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Recover features, and start at random images.

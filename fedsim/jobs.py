@@ -23,6 +23,7 @@ from torch import Tensor
 from fedsim import rng, scoring
 from fedsim.adversary import Progress, Solution, create, solve
 from fedsim.knowledge import grant
+from fedsim.privacy.recovery import observed_rate
 from fedsim.recording import load_observation, load_truth, write_tensors
 from fedsim.types import (
     BatchNormKnowledge,
@@ -92,6 +93,8 @@ class Result:
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
     baseline: dict[str, float | None]
+    tensor_rate: float | None
+    """What the paper's theory says of the tensor attack, up to a constant."""
     cost: dict[str, float | int | None]
 
 
@@ -201,6 +204,7 @@ def run_job(
         metrics=metrics,
         per_image=per_image,
         baseline=baseline,
+        tensor_rate=observed_rate(observation),
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
     )
 
@@ -252,6 +256,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         metrics=nothing,
         per_image={},
         baseline=nothing,
+        tensor_rate=None,
         cost=_failed_cost(0.0),
     )
 

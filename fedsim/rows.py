@@ -103,6 +103,7 @@ class Context:
             "per_image": result.per_image,
             "baseline": {"name": "mean_image", **result.baseline},
             "control": {"other_update": None},
+            "theory": {"tensor_rate": result.tensor_rate},
             "utility": {
                 "train_loss": last["train_loss"],
                 "test_accuracy": last["test_accuracy"],

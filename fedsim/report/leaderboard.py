@@ -61,6 +61,8 @@ class LeaderboardRow:
     stack: str
     undefended: bool
     attack: str
+    method: str
+    """The attack's own name; `attack` is its label."""
     vantage: str
     labels: str
     bn: str
@@ -93,6 +95,8 @@ class LeaderboardRow:
     relation: str | None
     privacy_reason: str | None
     audited_epsilon: float | None
+    tensor_rate: float | None
+    """Mean of what theory says of the tensor attack, up to a constant."""
     seconds: float | None
     """Mean per trial."""
     strongest: bool = False
@@ -210,6 +214,7 @@ def _aggregate(
         stack=describe_stack(first.defense.stack),
         undefended=not first.defense.stack,
         attack=first.attack.label,
+        method=first.attack.name,
         vantage=first.vantage,
         labels=first.knowledge.labels,
         bn=first.knowledge.bn,
@@ -239,6 +244,7 @@ def _aggregate(
             _present(rows, lambda row: row.privacy.audited_epsilon if row.privacy else None),
             default=None,
         ),
+        tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from fedsim.recording import write_text
@@ -26,6 +27,9 @@ from fedsim.scoring import Summary
 
 _WIDE, _NARROW = 760, 380
 """Plots are drawn twice, so that their text is readable on a desk and on a phone."""
+
+_PREDICTED = "tensor_features"
+"""The attack whose rate theory gives."""
 
 Markup = str
 
@@ -60,6 +64,8 @@ class Section:
     """(CSS class, SVG) by width; empty if test accuracy or gains were not measured."""
     features: list[tuple[str, Markup]]
     """Errors of recovered features, if any were."""
+    predicted: bool
+    """Whether theory's predictions are drawn among them."""
     attacks: list[tuple[str, str]]
     """(attack on features, color)."""
     curves: list[tuple[str, Markup]]
@@ -187,6 +193,7 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         ]
         if errors
         else [],
+        predicted=any(line.predicted for line in errors),
         attacks=[(attack, plots.series_color(number)) for attack, number in painted.items()],
         curves=[
             ("wide", plots.training_curves(curves, width=_WIDE, height=270, stacked=False)),
@@ -203,6 +210,8 @@ def _errors(rows: Sequence[LeaderboardRow], painted: dict[str, int]) -> list[plo
     several = len({(row.batch_size, row.round) for row in rows}) > 1
     many_rounds = len({row.round for row in rows}) > 1
     lines: dict[str, list[tuple[int, float, float | None, float | None]]] = {}
+    predicted: dict[str, list[tuple[int, float]]] = {}
+    constant = _constant(rows)
     for row in rows:
         found = row.metrics["subspace_error"]
         if found is None:
@@ -211,7 +220,24 @@ def _errors(rows: Sequence[LeaderboardRow], painted: dict[str, int]) -> list[plo
         label += f", round {row.round}" if many_rounds else ""
         value = (painted[row.attack], found.mean, found.low, found.high)
         lines.setdefault(label, []).append(value)
-    return [plots.Errors(label=label, values=values) for label, values in lines.items()]
+        if row.method == _PREDICTED and constant and row.tensor_rate:
+            rate = min(1.0, constant * row.tensor_rate)
+            predicted.setdefault(label, []).append((painted[row.attack], rate))
+    return [
+        plots.Errors(label=label, values=values, predicted=predicted.get(label, []))
+        for label, values in lines.items()
+    ]
+
+
+def _constant(rows: Sequence[LeaderboardRow]) -> float | None:
+    """What makes theory's rates meet the errors that the undefended cells have, on average."""
+    ratios = [
+        found.mean / row.tensor_rate
+        for row in rows
+        if row.undefended and row.method == _PREDICTED and row.tensor_rate
+        if (found := row.metrics["subspace_error"]) and found.mean
+    ]
+    return geometric_mean(ratios) if ratios else None
 
 
 def _shared_cautions(judged: Sequence[Verdict]) -> list[str]:

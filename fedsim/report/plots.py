@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,8 @@ class Errors:
     label: str
     values: list[tuple[int, float, float | None, float | None]]
     """(series of the attack, mean, low, high): 0 is exact, 1 is guessing."""
+    predicted: list[tuple[int, float]] = field(default_factory=list)
+    """(series of the attack, what theory predicts)."""
 
 
 def series_color(series: int) -> str:
@@ -146,6 +148,17 @@ def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
                     axes.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
                 x = max(mean, EXACT)
                 axes.plot([x], [y], marker="o", markersize=7, color=color, zorder=3)
+            for series, value in line.predicted:
+                axes.plot(
+                    [max(value, EXACT)],
+                    [y],
+                    marker="o",
+                    markersize=11,
+                    markeredgewidth=1.4,
+                    markerfacecolor="none",
+                    markeredgecolor=_color(series),
+                    zorder=4,
+                )
         axes.set_xscale("log")
         axes.set_xlim(EXACT * 0.7, 1.5)
         axes.set_xticks([EXACT, 1e-3, 1e-2, 0.1, 1], ["≤ 0.0001", "0.001", "0.01", "0.1", "1"])

@@ -103,6 +103,13 @@ class CostOf(_Part):
     iterations: int | None = None
 
 
+class TheoryOf(_Part):
+    """What theory says of the attacked update."""
+
+    tensor_rate: float | None = None
+    """How the error of the tensor attack grows, up to a constant."""
+
+
 class ResultRow(_Part):
     """A line of `results.jsonl`: one attack on one observed update."""
 
@@ -130,6 +137,7 @@ class ResultRow(_Part):
     metrics: Metrics | None = None
     baseline: Metrics | None = None
     control: ControlOf | None = None
+    theory: TheoryOf | None = None
     utility: UtilityOf | None = None
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None

@@ -116,6 +116,8 @@ def test_errors_of_features_have_a_line_each_and_stay_on_the_plot() -> None:
         Errors(label="none", values=[(1, 0.0, 0.0, 0.0), (2, 0.8, 0.7, 0.9)]),
         Errors(label="<noise>", values=[(1, 0.02, None, None)]),
     ]
+    rings = [Errors(label="none", values=lines[0].values, predicted=[(2, 0.5)]), lines[1]]
+    assert len(feature_errors(rings, width=400)) > len(feature_errors(lines, width=400))
     svg = feature_errors(lines, width=400)
     root = parse(svg)
     texts = [element.text for element in root.iter() if element.text]
