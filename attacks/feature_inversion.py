@@ -35,16 +35,26 @@ from fedsim_attacks.matching import (
 from fedsim_attacks.unet import UNet
 
 _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
+_ROUNDING = 1e-11
+"""Share of the update's energy below which a tensor is rounding."""
 _RATES = {"pixel": 0.1, "unet": 1e-3}
 
 
 def reweighted_cosine(weights: Sequence[float]) -> Distance:
-    """Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D)."""
-    total = sum(weights)
+    """Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
+
+    A tensor whose observed gradient is nothing but rounding (a bias before batch norm) has no
+    direction, and does not count.
+    """
 
     def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
         losses, direction = [], []
-        for weight, u, t in zip(weights, update, target.tensors, strict=True):
+        counted = [
+            weight * (t.square().sum() > _ROUNDING * target.square)
+            for weight, t in zip(weights, target.tensors, strict=True)
+        ]
+        total = torch.stack(counted).sum()
+        for weight, u, t in zip(counted, update, target.tensors, strict=True):
             tiny = torch.finfo(u.dtype).tiny
             lengths = (u.square().sum() * t.square().sum()).sqrt().clamp_min(tiny)
             cosine = (u * t).sum() / lengths

@@ -36,7 +36,7 @@ _RUNS = 5
 """Of 20 iterations, after which the variables are scaled anew."""
 _EQUATIONS = 10
 """For each unknown, of which a part of the neurons is to have that many."""
-_WEIGHTS = 1 << 16
+_WEIGHTS = 1 << 18
 """Of the neurons, from which fewer would gain no time."""
 _SPREAD = 0.5
 """Of the starting features around their common direction, in units of it."""
@@ -50,12 +50,14 @@ _BETWEEN = 2
 """Runs of 20 iterations from one fit of the rows to the next."""
 _EXPLAINED = 1e-5
 """Share up to which no image is missing."""
-_FREED = 0.7
-"""Part of what is left beyond noise, down to which a split must get in 20 iterations."""
+_FREED, _FREED_BEHIND_NOISE = 0.7, 0.9
+"""Part of what is left beyond noise, down to which a split must get in 20 iterations; behind noise,
+which flattens valleys, in 40 if the first bring it down to `_PROMISING`."""
+_PROMISING = 1.5
 _FEW = 3
 """Splits that are tried at a time while a part of the neurons counts."""
-_STUCK = 1.05
-"""Times what noise leaves unexplained, from which the fit is in a local minimum."""
+_STUCK = 1.03
+"""Times what noise leaves unexplained by the best fit, from which one is in a local minimum."""
 
 
 @dataclass(kw_only=True)
@@ -98,7 +100,13 @@ class Fit(AttackState):
     @property
     def missing(self) -> bool:
         """Whether more is left unexplained than noise can account for."""
-        return float(self.loss) > max(_EXPLAINED, _STUCK * self.objective.floor(self.noise))
+        return float(self.loss) > max(_EXPLAINED, _STUCK * self.floor)
+
+    @property
+    def floor(self) -> float:
+        """What the best fit leaves unexplained, by the noise."""
+        unknowns = self.features.numel() + len(self.features) * len(self.seen.output)
+        return self.objective.floor(self.noise, unknowns)
 
     @property
     def stuck(self) -> bool:
@@ -172,11 +180,13 @@ def begin(
     spare: Sequence[Tensor] = (),
     splitting: bool = True,
     whole: bool = False,
+    weights: int = _WEIGHTS,
 ) -> Fit:
     """The state before any of `starts` (N, d) was tried.
 
     `spare` are those of another go, if the first ends in a local minimum; without `splitting` there
-    are no moves out of one; `whole` uses all neurons from the start.
+    are no moves out of one; `whole` uses all neurons from the start, else those of `weights` at
+    least.
 
     Raises:
         AttackFailed: nothing is left of ∂L/∂A.
@@ -184,7 +194,7 @@ def begin(
     if not seen.grad_output.any():
         raise AttackFailed("nothing is left of ∂L/∂A, which is to be fitted")
     unknowns = starts[0].numel() + len(starts[0]) * len(seen.output)
-    fewest = _WEIGHTS // seen.hidden.shape[1]
+    fewest = weights // seen.hidden.shape[1]
     sketch = Objective(seen if whole else seen.part(_EQUATIONS * unknowns, fewest))
     return Fit(
         seen=seen,
@@ -291,7 +301,7 @@ def _fit_rows(state: Fit) -> int:
 
 def _try_splits(state: Fit, left: int) -> int:
     """Try moves until one gains; if none does, none is tried again. The iterations."""
-    spent, floor = 0, state.objective.floor(state.noise)
+    spent, floor = 0, state.floor
     most = left if state.whole else min(left, _FEW * _CHUNK)
     for proposal in moves(state.sketch, state.features):
         if most - spent < _CHUNK:
@@ -299,7 +309,11 @@ def _try_splits(state: Fit, left: int) -> int:
         descent = _Descent(state.objective, proposal)
         features, loss = descent.run()
         spent += _CHUNK
-        if loss - floor < _FREED * (state.loss - floor):
+        if state.noise and loss - floor < _PROMISING * (state.loss - floor):
+            features, loss = descent.run()
+            spent += _CHUNK
+        freed = _FREED_BEHIND_NOISE if state.noise else _FREED
+        if loss - floor < freed * (state.loss - floor):
             state.features, state.loss, state.descent = features, loss, descent
             state.settled = False
             return spent

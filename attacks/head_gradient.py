@@ -24,6 +24,9 @@ from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 
+_BEYOND = 1.05
+"""Times the edge of noise, from which a direction is an image's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HeadGradient:
@@ -164,14 +167,18 @@ class HeadGradient:
     def noise(self) -> float:
         """Variance of the noise in each entry of ∂L/∂A; that of stochastic rounding at most.
 
-        Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span;
-        rounding to a grid shows its spacing in the smallest entry. 0 where neither is declared.
+        Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span: in all
+        directions but those, N at most, that noise alone could not be as long in (Marchenko and
+        Pastur's edge). Rounding to a grid shows its spacing in the smallest entry. 0 where neither
+        is declared.
         """
-        outside = self.hidden.shape[1] - self.rank
+        m, d = self.grad_hidden.shape
+        outside = d - self.rank
         if self.noisy and outside:
             gram = (self.grad_hidden.T @ self.grad_hidden).double()
-            rest = torch.linalg.eigvalsh(gram)[:outside].clamp(min=0).sum()
-            return float(rest) / (outside * len(self.grad_hidden))
+            lengths = torch.linalg.eigvalsh(gram).clamp(min=0) / m
+            edge = lengths[:outside].mean() * (1 + (d / m) ** 0.5) ** 2 * _BEYOND
+            return float(lengths[: max(outside, int((lengths < edge).sum()))].mean())
         size = self.grad_output.abs()
         rounded = not (self.exact or self.noisy or self.pruned)
         return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0

@@ -83,9 +83,12 @@ class Objective:
         root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
         return torch.linalg.vector_norm(features, dim=1).mean() * root.to(features.dtype)
 
-    def floor(self, variance: float) -> float:
-        """The share that noise of that variance in each entry leaves unexplained at the truth."""
-        return variance * self._observed.numel() / float(self._energy)
+    def floor(self, variance: float, unknowns: int = 0) -> float:
+        """The share that noise of that variance in each entry leaves unexplained at the truth.
+
+        Less what as many `unknowns` fit of the noise itself: at the best fit.
+        """
+        return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """The best D (K, n) for hidden values (n, m), and what it leaves (K, m)."""

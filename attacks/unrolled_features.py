@@ -34,6 +34,8 @@ from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.spectral_features import span
 
 _STARTS = 4
+_WEIGHTS = 1 << 16
+"""Of the neurons that a fit starts with: it is tried again if that was too few."""
 _SPREAD = 0.5
 """Of an image's features over the steps when they start, in units of their common one."""
 _HOPS = (0.6, 0.3)
@@ -135,7 +137,8 @@ def begin(seen: HeadGradient, rng: torch.Generator) -> Unrolling:
     size = min(seen.num_images * seen.steps, seen.hidden.shape[1])
     basis = span(seen.grad_hidden, size)[0].to(seen.hidden.dtype)
     inside = seen.within(basis)
-    fit = head_fit.begin(inside, list(head_fit.random_starts(inside, _STARTS, rng)))
+    starts = list(head_fit.random_starts(inside, _STARTS, rng))
+    fit = head_fit.begin(inside, starts, weights=_WEIGHTS)
     return Unrolling(
         loss=torch.full((), torch.inf, device=basis.device),
         seen=inside,
@@ -195,7 +198,7 @@ def _moved(state: Unrolling, features: Tensor, by: float) -> Fit:
     unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
     start = features + by * unit * F.normalize(noise, dim=1)
     # An image's features are alike: they are not to be merged.
-    return head_fit.begin(state.seen, [start], splitting=False)
+    return head_fit.begin(state.seen, [start], splitting=False, weights=_WEIGHTS)
 
 
 def _end_trial(state: Unrolling) -> None:

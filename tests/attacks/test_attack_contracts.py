@@ -15,6 +15,7 @@ from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
 from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
+from fedsim_attacks.prior_only import PriorOnly
 from fedsim_attacks.spectral_features import SpectralFeatures
 from fedsim_attacks.tensor_features import TensorFeatures
 from fedsim_attacks.unrolled_features import UnrolledFeatures
@@ -86,6 +87,11 @@ class TestFeatureInversionOfPixels(AttackContract):
 
     def make(self) -> FeatureInversion:
         return FeatureInversion(iterations=3, prior="pixel", features="none")
+
+
+class TestPriorOnly(AttackContract):
+    def make(self) -> PriorOnly:
+        return PriorOnly(iterations=3, width=8)
 
 
 class TestFactoredInversion(OfATwoLayerHead):
