@@ -42,6 +42,7 @@ class TensorFeatures(Attack[Decomposed]):
     its constant and linear part, which have zero expected moments but most of the variance.
     """
 
+    follows_tensor_rate: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Liu et al., Data Reconstruction Attacks and Defenses, section 2.1, Appendices A and B"
     )

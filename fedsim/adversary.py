@@ -68,6 +68,8 @@ class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
     needs: ClassVar[Needs] = Needs()
+    follows_tensor_rate: ClassVar[bool] = False
+    """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
 
     @abstractmethod
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:

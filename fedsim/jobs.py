@@ -94,7 +94,7 @@ class Result:
     """Metric -> its value for each true image, in the order of the truth."""
     baseline: dict[str, float | None]
     tensor_rate: float | None
-    """What the paper's theory says of the tensor attack, up to a constant."""
+    """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
     cost: dict[str, float | int | None]
 
 
@@ -178,10 +178,13 @@ def run_job(
     metrics: dict[str, float | None] = dict.fromkeys(baseline)
     per_image: dict[str, list[float]] = {}
     reason = None
+    rate = None
     try:
         seen, knowledge = grant(observation, truth, setting.labels, setting.bn)
+        attack = create(job.attack, job.parameters)
+        rate = observed_rate(observation) if attack.follows_tensor_rate else None
         solution = solve(
-            create(job.attack, job.parameters),
+            attack,
             seen,
             knowledge,
             seed,
@@ -204,7 +207,7 @@ def run_job(
         metrics=metrics,
         per_image=per_image,
         baseline=baseline,
-        tensor_rate=observed_rate(observation),
+        tensor_rate=rate,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
     )
 

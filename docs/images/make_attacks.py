@@ -3,8 +3,8 @@
     fedsim run scenarios/reconstruction/table3-small.yaml
     python docs/images/make_attacks.py runs/table3-small
 
-The first trial of every defense: the truth above, and below what each attack made of the update. The
-pixels are the scored ones, enlarged and not rescaled.
+The first trial of every defense: the truth above, and below what each attack made of the update.
+The pixels are the scored ones, enlarged and not rescaled.
 """
 
 from __future__ import annotations

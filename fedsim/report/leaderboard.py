@@ -61,8 +61,6 @@ class LeaderboardRow:
     stack: str
     undefended: bool
     attack: str
-    method: str
-    """The attack's own name; `attack` is its label."""
     vantage: str
     labels: str
     bn: str
@@ -96,7 +94,7 @@ class LeaderboardRow:
     privacy_reason: str | None
     audited_epsilon: float | None
     tensor_rate: float | None
-    """Mean of what theory says of the tensor attack, up to a constant."""
+    """Mean of what theory predicts of the attack's error, up to a constant; None for most."""
     seconds: float | None
     """Mean per trial."""
     strongest: bool = False
@@ -214,7 +212,6 @@ def _aggregate(
         stack=describe_stack(first.defense.stack),
         undefended=not first.defense.stack,
         attack=first.attack.label,
-        method=first.attack.name,
         vantage=first.vantage,
         labels=first.knowledge.labels,
         bn=first.knowledge.bn,

@@ -28,9 +28,6 @@ from fedsim.scoring import Summary
 _WIDE, _NARROW = 760, 380
 """Plots are drawn twice, so that their text is readable on a desk and on a phone."""
 
-_PREDICTED = "tensor_features"
-"""The attack whose rate theory gives."""
-
 Markup = str
 
 
@@ -220,7 +217,7 @@ def _errors(rows: Sequence[LeaderboardRow], painted: dict[str, int]) -> list[plo
         label += f", round {row.round}" if many_rounds else ""
         value = (painted[row.attack], found.mean, found.low, found.high)
         lines.setdefault(label, []).append(value)
-        if row.method == _PREDICTED and constant and row.tensor_rate:
+        if constant and row.tensor_rate:
             rate = min(1.0, constant * row.tensor_rate)
             predicted.setdefault(label, []).append((painted[row.attack], rate))
     return [
@@ -234,7 +231,7 @@ def _constant(rows: Sequence[LeaderboardRow]) -> float | None:
     ratios = [
         found.mean / row.tensor_rate
         for row in rows
-        if row.undefended and row.method == _PREDICTED and row.tensor_rate
+        if row.undefended and row.tensor_rate
         if (found := row.metrics["subspace_error"]) and found.mean
     ]
     return geometric_mean(ratios) if ratios else None

@@ -104,10 +104,10 @@ class CostOf(_Part):
 
 
 class TheoryOf(_Part):
-    """What theory says of the attacked update."""
+    """What theory predicts of the attack."""
 
     tensor_rate: float | None = None
-    """How the error of the tensor attack grows, up to a constant."""
+    """How its error grows, up to a constant; None if theory says nothing of it."""
 
 
 class ResultRow(_Part):
