@@ -6,7 +6,7 @@ With the mean cross-entropy over N images, D_ki = (p_ki - y_ki) / N and s_ij = �
     ∂L/∂w_j  = Σ_i s_ij σ'(w_j'x_i + b_j) x_i        ∂L/∂b_j the same without x_i
 
 (Liu et al., Data Reconstruction Attacks and Defenses, section 2.1 and Appendix B; their head has no
-bias and a factor 1/m, which scales everything alike.)
+bias and a factor 1/m; where the head has it, A stands for A / m here, ∂L/∂A for m times itself.)
 """
 
 from __future__ import annotations
@@ -65,6 +65,8 @@ class HeadGradient:
     """Local steps E on the same batch; 1 if each had images of its own."""
     first: float
     """Share of the first step in the mean gradient."""
+    divisor: float
+    """m, if the head divides by it; else 1."""
 
     @staticmethod
     def of(observation: Observation) -> HeadGradient:
@@ -95,15 +97,16 @@ class HeadGradient:
         noisy = bool(declared & {"gaussian_noise", "dp_sgd"})
         training = observation.training
         weights = step_weights(training)
+        divisor = float(head.config.width if head.config.divided else 1)
         return HeadGradient(
             hidden=head.hidden.weight.detach(),
             bias=head.hidden.bias.detach(),
-            output=head.output.weight.detach(),
+            output=head.output.weight.detach() / divisor,
             activation=head.activation,
             config=head.config,
             grad_hidden=seen["hidden.weight"],
             grad_bias=seen["hidden.bias"],
-            grad_output=seen["output.weight"],
+            grad_output=seen["output.weight"] * divisor,
             num_images=observation.num_images,
             pruned=pruned,
             noisy=noisy,
@@ -111,6 +114,7 @@ class HeadGradient:
             dropped=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,
             first=weights[0] / sum(weights),
+            divisor=divisor,
         )
 
     @cached_property
@@ -125,10 +129,12 @@ class HeadGradient:
 
         Without noise a short row is as exact as a long one, and an image whose loss is nearly zero
         shows only in short rows, those of the neurons that no other image activates: then they are
-        brought to unit length. Under noise their length is their evidence.
+        brought to unit length. Under noise their length is their evidence, and so is how long they
+        can be expected to be: s_ij varies over the neurons as the columns of A do (D sums to 0 over
+        the classes), and rows weighted by that stand out best from noise that is alike in all.
         """
         if self.noisy:
-            return self.grad_hidden
+            return self.grad_hidden * self.output.std(0, correction=0)[:, None]
         length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
         seen = length[:, 0] > 0
         return self.grad_hidden[seen] / length[seen].to(self.grad_hidden.dtype)
@@ -165,7 +171,7 @@ class HeadGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of the noise in each entry of ∂L/∂A; that of stochastic rounding at most.
+        """Variance of the noise in an entry of `grad_output`; that of stochastic rounding at most.
 
         Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span: in all
         directions but those, N at most, that noise alone could not be as long in (Marchenko and
@@ -178,7 +184,8 @@ class HeadGradient:
             gram = (self.grad_hidden.T @ self.grad_hidden).double()
             lengths = torch.linalg.eigvalsh(gram).clamp(min=0) / m
             edge = lengths[:outside].mean() * (1 + (d / m) ** 0.5) ** 2 * _BEYOND
-            return float(lengths[: max(outside, int((lengths < edge).sum()))].mean())
+            each = lengths[: max(outside, int((lengths < edge).sum()))].mean()
+            return float(each) * self.divisor**2
         size = self.grad_output.abs()
         rounded = not (self.exact or self.noisy or self.pruned)
         return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.adversary import Attack, AttackFailed, AttackState
+from fedsim.adversary import Attack, AttackFailed, AttackState, Needs
 from fedsim.models.layers import activation
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import hermite
@@ -53,6 +53,14 @@ class TensorFeatures(Attack[Decomposed]):
     """Of the power method for the span."""
     contraction: Literal["auto", "second", "third"] = "auto"
     """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
+    oracle: bool = False
+    """Order and signs by the true features, as the paper evaluates it (section 2, order recovery);
+    an upper bound that needs `knowledge.features: known`. Else signs are those that explain ∂L/∂A
+    best, and the order says nothing."""
+
+    def required(self) -> Needs:
+        """The true features, for the oracle."""
+        return Needs(features="known") if self.oracle else self.needs
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -70,6 +78,9 @@ class TensorFeatures(Attack[Decomposed]):
             contraction=self.contraction,
             rng=rng,
         )
+        if self.oracle:
+            assert knowledge.true_features is not None
+            found = greedily_ordered(found, knowledge.true_features.to(found))
         return Decomposed(loss=left, features=found)
 
     def step(self, state: Decomposed) -> Decomposed:
@@ -127,6 +138,23 @@ def decompose(
     tensor = hermite.third(g, y) if by_third else hermite.fourth_along(g, y, inside)
     directions, left = components(tensor, rng)
     return _signed(directions @ basis.T, seen), left
+
+
+def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
+    """`found` (r, d) in the order and with the signs of `truth` (N, d), r <= N: (N, d).
+
+    Each found direction, one after the other, goes to the free true feature that it has the largest
+    |cosine| with (Liu et al., Data Reconstruction Attacks and Defenses, Appendix D). Truths beyond
+    r get zeros.
+    """
+    cosines = F.normalize(found, dim=1) @ F.normalize(truth, dim=1).T
+    ordered = torch.zeros_like(truth)
+    free = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
+    for direction, cosine in zip(found, cosines, strict=True):
+        place = int(torch.where(free, cosine.abs(), -1).argmax())
+        ordered[place] = torch.copysign(direction.new_ones(()), cosine[place]) * direction
+        free[place] = False
+    return ordered
 
 
 def combine(seen: HeadGradient) -> Tensor:

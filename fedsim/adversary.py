@@ -22,6 +22,7 @@ from fedsim.models.base import Classifier, build
 from fedsim.plugins import Plugin
 from fedsim.types import (
     BatchNormKnowledge,
+    FeatureKnowledge,
     FedsimError,
     Knowledge,
     Labels,
@@ -40,15 +41,20 @@ class Needs:
 
     labels: Labels = "none"
     bn: BatchNormKnowledge = "none"
+    features: FeatureKnowledge = "none"
 
-    def unmet(self, labels: Labels, bn: BatchNormKnowledge) -> str | None:
-        """What is missing from a grant of (`labels`, `bn`), as advice; None if nothing is."""
+    def unmet(
+        self, labels: Labels, bn: BatchNormKnowledge, features: FeatureKnowledge = "none"
+    ) -> str | None:
+        """What is missing from such a grant, as advice; None if nothing is."""
         label_order: Sequence[Labels] = ("none", "inferred", "known")
         bn_order: Sequence[BatchNormKnowledge] = ("none", "running", "inferred", "exact")
         if label_order.index(labels) < label_order.index(self.labels):
             return f"needs knowledge.labels: {self.labels}, the scenario grants {labels}"
         if bn_order.index(bn) < bn_order.index(self.bn):
             return f"needs knowledge.bn: {self.bn}, the scenario grants {bn}"
+        if self.features == "known" and features == "none":
+            return "needs knowledge.features: known, the scenario grants none"
         return None
 
 
@@ -70,6 +76,10 @@ class Attack(Plugin, Generic[S]):
     needs: ClassVar[Needs] = Needs()
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
+
+    def required(self) -> Needs:
+        """What it needs with these parameters: `needs`, unless one of them asks for more."""
+        return self.needs
 
     @abstractmethod
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:

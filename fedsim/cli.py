@@ -69,6 +69,13 @@ class BatchNormGrant(StrEnum):
     exact = "exact"
 
 
+class FeatureGrant(StrEnum):
+    """`knowledge.features`."""
+
+    none = "none"
+    known = "known"
+
+
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
 Settings = Annotated[
     list[str] | None,
@@ -120,6 +127,9 @@ def attack(
     bn: Annotated[
         BatchNormGrant, typer.Option(help="What the attacker knows of batch-norm statistics.")
     ] = BatchNormGrant.none,
+    features: Annotated[
+        FeatureGrant, typer.Option(help="What the attacker knows of the features; for oracles.")
+    ] = FeatureGrant.none,
     truth: Annotated[
         Path | None,
         typer.Option(help="Run folder with truth/; found by itself beside the recording."),
@@ -149,6 +159,7 @@ def attack(
                 restarts=restarts,
                 labels=labels.value,
                 bn=bn.value,
+                features=features.value,
                 seed=seed,
                 device=device,
                 truth=truth,

@@ -27,6 +27,7 @@ from fedsim.privacy.recovery import observed_rate
 from fedsim.recording import load_observation, load_truth, write_tensors
 from fedsim.types import (
     BatchNormKnowledge,
+    FeatureKnowledge,
     FedsimError,
     GroundTruth,
     Labels,
@@ -47,6 +48,7 @@ class Setting:
     device: str
     labels: Labels
     bn: BatchNormKnowledge
+    features: FeatureKnowledge
     mean_image: Tensor
     """(C, H, W) pixels: the zero-information guess of an image."""
     majority_label: int
@@ -180,7 +182,7 @@ def run_job(
     reason = None
     rate = None
     try:
-        seen, knowledge = grant(observation, truth, setting.labels, setting.bn)
+        seen, knowledge = grant(observation, truth, setting.labels, setting.bn, setting.features)
         attack = create(job.attack, job.parameters)
         rate = observed_rate(observation) if attack.follows_tensor_rate else None
         solution = solve(

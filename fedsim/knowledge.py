@@ -10,7 +10,14 @@ from torch.func import functional_call
 
 from fedsim.adversary import rebuild
 from fedsim.models.base import normalize
-from fedsim.types import BatchNormKnowledge, GroundTruth, Knowledge, Labels, Observation
+from fedsim.types import (
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    GroundTruth,
+    Knowledge,
+    Labels,
+    Observation,
+)
 
 
 def grant(
@@ -18,26 +25,38 @@ def grant(
     truth: GroundTruth | None,
     labels: Labels,
     bn: BatchNormKnowledge,
+    features: FeatureKnowledge = "none",
 ) -> tuple[Observation, Knowledge]:
     """The observation as the threat model shows it, and the knowledge granted beside it.
 
-    Labels are handed over only if `labels == "known"`. The client's new batch-norm buffers, from
+    Labels are handed over only if `labels == "known"`, features only if `features == "known"` (None
+    if the model has no head whose features are recorded). The client's new batch-norm buffers, from
     which its batch's statistics follow, are withheld below `bn == "inferred"`.
 
     Raises:
-        ValueError: true labels or exact statistics are granted but there is no truth.
+        ValueError: what only the truth holds is granted, but there is no truth.
     """
-    if truth is None and (labels == "known" or bn == "exact"):
-        raise ValueError("known labels and exact statistics can only be granted with the truth")
+    if truth is None and from_truth(labels, bn, features):
+        raise ValueError(
+            "known labels, known features and exact statistics can only be granted with the truth"
+        )
     if bn in ("none", "running"):
         observation = replace(observation, buffers_update={})
     device = next(iter(observation.parameters.values())).device
+    true_features = truth.features if truth and features == "known" else None
     return observation, Knowledge(
         labels=labels,
         true_labels=truth.labels.to(device) if truth and labels == "known" else None,
         bn=bn,
         exact_bn=batch_statistics(observation, truth) if truth and bn == "exact" else None,
+        features=features,
+        true_features=None if true_features is None else true_features.to(device),
     )
+
+
+def from_truth(labels: Labels, bn: BatchNormKnowledge, features: FeatureKnowledge) -> bool:
+    """Whether such a grant holds anything that only the victim knows."""
+    return "known" in (labels, features) or bn == "exact"
 
 
 def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:

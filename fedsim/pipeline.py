@@ -240,6 +240,7 @@ class _Plan:
             device=self.device,
             labels=self.scenario.knowledge.labels,
             bn=self.scenario.knowledge.bn,
+            features=self.scenario.knowledge.features,
             mean_image=scoring.mean_image(self.dataset.test_images),
             majority_label=scoring.majority_label(self.dataset.test_labels),
             lpips_backbone=self.scenario.scoring.lpips_backbone,

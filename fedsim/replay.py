@@ -8,9 +8,16 @@ from pathlib import Path
 from fedsim import jobs, recording, scoring
 from fedsim.adversary import create, solve
 from fedsim.device import resolve_device
-from fedsim.knowledge import grant
+from fedsim.knowledge import from_truth, grant
 from fedsim.record import Row
-from fedsim.types import BatchNormKnowledge, FedsimError, Labels, Observation, Reconstruction
+from fedsim.types import (
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    FedsimError,
+    Labels,
+    Observation,
+    Reconstruction,
+)
 
 
 def attack(
@@ -21,6 +28,7 @@ def attack(
     restarts: int = 1,
     labels: Labels = "inferred",
     bn: BatchNormKnowledge = "none",
+    features: FeatureKnowledge = "none",
     seed: int | None = None,
     device: str = "cpu",
     truth: str | Path | None = None,
@@ -32,7 +40,7 @@ def attack(
         observation: A recording, or the path of its JSON file.
         name: The attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
-        labels, bn: What the threat model grants.
+        labels, bn, features: What the threat model grants.
         seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         truth: The run's folder that holds `truth/`. For a recording given by path it is found by
@@ -53,15 +61,15 @@ def attack(
         root = root or recording.root_of(path)
     known = root is not None and recording.has_truth(root, observation.id)
     victim = recording.load_truth(root, observation.id) if root and known else None
-    if victim is None and (labels == "known" or bn == "exact"):
+    if victim is None and from_truth(labels, bn, features):
         raise FedsimError(
-            "known labels and exact statistics come from the ground truth, and none was found: "
-            "name the run's folder (--truth), or grant less"
+            "known labels or features and exact statistics come from the ground truth, and none "
+            "was found: name the run's folder (--truth), or grant less"
         )
     chosen = create(name, parameters)
-    if unmet := chosen.needs.unmet(labels, bn):
+    if unmet := chosen.required().unmet(labels, bn, features):
         raise FedsimError(f"attack {name} {unmet}")
-    seen, knowledge = grant(observation, victim, labels, bn)
+    seen, knowledge = grant(observation, victim, labels, bn, features)
     solution = solve(
         chosen,
         seen,
@@ -78,7 +86,7 @@ def attack(
             "restarts": restarts,
             "parameters": chosen.model_dump(mode="json"),
         },
-        "knowledge": {"labels": labels, "bn": bn},
+        "knowledge": {"labels": labels, "bn": bn, "features": features},
         "metrics": scoring.score(found, victim).metrics() if victim else None,
         "cost": jobs.cost(solution),
     }

@@ -22,6 +22,7 @@ Batches = Literal["same", "different"]
 Vantage = Literal["server", "aggregate"]
 Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
+FeatureKnowledge = Literal["none", "known"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one"]
 
@@ -151,6 +152,9 @@ class Knowledge:
     bn: BatchNormKnowledge = "none"
     exact_bn: Tensors | None = None
     """Statistics of the victim batch, set only if `bn == "exact"`."""
+    features: FeatureKnowledge = "none"
+    true_features: Tensor | None = None
+    """(N, d) inputs of the head, set only if `features == "known"`."""
 
 
 @dataclass(frozen=True, kw_only=True)

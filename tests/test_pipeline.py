@@ -86,7 +86,11 @@ def test_the_undefended_control_succeeds_and_noise_does_not(finished: Run) -> No
 
 def test_rows_state_the_threat_model_and_the_claim(finished: Run) -> None:
     for row in finished.rows():
-        assert row["knowledge"] == {"labels": "inferred", "bn": "none"}
+        assert row["knowledge"] == {
+            "labels": "inferred",
+            "bn": "none",
+            "features": "none",
+        }
         summed = row["defense"]["name"] == "sum"
         assert row["vantage"] == ("aggregate" if summed else "server")
         assert row["client"] == (-1 if summed else 1)

@@ -207,6 +207,13 @@ def test_what_an_attack_needs_has_to_be_granted(install: Install) -> None:
         assert caught.value.path == "attacks[0]"
 
 
+def test_what_a_parameter_needs_has_to_be_granted() -> None:
+    oracle = {"name": "tensor_features", "oracle": True}
+    with pytest.raises(ScenarioError, match=r"needs knowledge\.features: known"):
+        resolve(scenario(attacks=[oracle]))
+    resolve(scenario(attacks=[oracle], knowledge={"features": "known"}))
+
+
 @pytest.mark.parametrize(
     ("attribute", "said"),
     [

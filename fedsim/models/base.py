@@ -38,6 +38,10 @@ class HeadConfig(BaseModel):
     """Factor of the planted rows of A."""
     activation: Activation = "relu"
     """σ."""
+    divided: bool = False
+    """Whether logits are divided by the width: f(x) = (1/m) A σ(W x + b), as in the paper."""
+    unit_features: bool = False
+    """Whether features are brought to unit length, as the paper assumes."""
 
     @model_validator(mode="after")
     def _planted_fit(self) -> HeadConfig:
@@ -61,16 +65,18 @@ class Dropout(nn.Module):
 class Classifier(nn.Module):
     """Body and head. Input (B, C, H, W) normalized; features (B, d); output (B, K) logits."""
 
-    def __init__(self, body: nn.Module, head: nn.Module) -> None:
+    def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
+        """`unit_features`: features are brought to unit length before the head."""
         super().__init__()
         self.body = body
         self.head = head
+        self._unit_features = unit_features
         self._dropouts = [part for part in self.modules() if isinstance(part, Dropout)]
 
     def features(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, d), flattened."""
-        features: Tensor = self.body(images)
-        return features.flatten(1)
+        features: Tensor = self.body(images).flatten(1)
+        return F.normalize(features, dim=1) if self._unit_features else features
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, K) logits."""

@@ -12,7 +12,7 @@ from fedsim.models.layers import activation
 
 
 class TwoLayerHead(nn.Module):
-    """f(x) = A σ(W x + b), from features (B, d) to logits (B, K).
+    """f(x) = A σ(W x + b), from features (B, d) to logits (B, K); `divided`, 1 / m times that.
 
     The last `planted` of the `width` hidden neurons are the server's: W is drawn from
     N(0, planted_std² I), b is 0, and each row of A is constant on them (`planted_rows`). The
@@ -40,7 +40,7 @@ class TwoLayerHead(nn.Module):
         """(B, d) -> (B, K) logits."""
         hidden = self.dropout(self.activation(self.hidden(features)))
         logits: Tensor = self.output(hidden)
-        return logits
+        return logits / self.config.width if self.config.divided else logits
 
     @torch.no_grad()
     def plant(self) -> None:
@@ -90,4 +90,6 @@ def assemble(
     num_classes: int,
 ) -> Classifier:
     """A freshly built `body` with the head that `head` describes, in train mode."""
-    return Classifier(body, make_head(head, feature_size(body, input_shape), num_classes))
+    features = feature_size(body, input_shape)
+    unit = head is not None and head.unit_features
+    return Classifier(body, make_head(head, features, num_classes), unit_features=unit)

@@ -64,6 +64,7 @@ class LeaderboardRow:
     vantage: str
     labels: str
     bn: str
+    features: str
     batch_size: int
     round: int
     n: int
@@ -215,6 +216,7 @@ def _aggregate(
         vantage=first.vantage,
         labels=first.knowledge.labels,
         bn=first.knowledge.bn,
+        features=first.knowledge.features,
         batch_size=first.batch_size,
         round=first.round,
         n=len(rows),

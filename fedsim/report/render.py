@@ -88,6 +88,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "vantage": row.vantage,
         "labels": row.labels,
         "bn": row.bn,
+        "features": row.features,
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,
@@ -222,7 +223,7 @@ def _width(columns: list[list[str]]) -> int:
     return sum(max(map(len, column)) + 1 for column in columns)
 
 
-_CASES = ("vantage", "labels", "bn", "round")
+_CASES = ("vantage", "labels", "bn", "features", "round")
 
 
 def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:

@@ -68,6 +68,7 @@ class KnowledgeOf(_Part):
 
     labels: str
     bn: str
+    features: str = "none"
 
 
 class ControlOf(_Part):

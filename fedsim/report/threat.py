@@ -34,6 +34,11 @@ _BATCH_NORM = {
     "exact": "the exact batch-norm statistics of the victim’s batch, which no real attacker has: "
     "read these figures as an upper bound",
 }
+_FEATURES = {
+    "none": "",
+    "known": "the true features, for oracles that order by them, which no real attacker has: read "
+    "their figures as an upper bound",
+}
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
@@ -48,6 +53,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     granted = [
         _each(rows, _LABELS, lambda row: row.knowledge.labels),
         _each(rows, _BATCH_NORM, lambda row: row.knowledge.bn),
+        _each(rows, _FEATURES, lambda row: row.knowledge.features),
     ]
     return [
         ("Sees", _sentence(seen)),

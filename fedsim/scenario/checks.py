@@ -135,8 +135,10 @@ def _needs(
 ) -> Iterator[Finding]:
     for index, entry in entries:
         cls = plugin_class("fedsim.attacks", entry.name)
-        unmet = cls.needs.unmet(knowledge.labels, knowledge.bn) if issubclass(cls, Attack) else None
-        if unmet:
+        if not issubclass(cls, Attack):
+            continue
+        required = cls.model_validate(dict(entry.parameters)).required()
+        if unmet := required.unmet(knowledge.labels, knowledge.bn, knowledge.features):
             yield ("attacks", index), f"{entry.name} {unmet}; grant it, or drop the attack"
 
 

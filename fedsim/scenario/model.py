@@ -10,7 +10,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from fedsim.types import DEVICE_PATTERN, Algorithm, Batches, BatchNormKnowledge, Labels, Mode
+from fedsim.types import (
+    DEVICE_PATTERN,
+    Algorithm,
+    Batches,
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    Labels,
+    Mode,
+)
 
 SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
 Slug = Annotated[str, Field(pattern=SLUG_PATTERN, max_length=64)]
@@ -139,6 +147,8 @@ class KnowledgeGrant(Section):
 
     labels: Labels = "inferred"
     bn: BatchNormKnowledge = "none"
+    features: FeatureKnowledge = "none"
+    """`known` is for oracles alone: no attacker has the features that it is after."""
 
 
 class Privacy(Section):

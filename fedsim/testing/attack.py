@@ -133,12 +133,13 @@ class AttackContract(PluginContract):
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
-        needs = self.make().needs
+        needs = self.make().required()
         return grant(
             observation,
             truth,
             "known" if most else needs.labels,
             "exact" if most else needs.bn,
+            "known" if most else needs.features,
         )
 
     def _solve(self, observation: Observation, knowledge: Knowledge) -> Reconstruction:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.adversary import Attack, AttackFailed, create, solve
+from fedsim.adversary import Attack, AttackFailed, create, rebuild, solve
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
 from fedsim_attacks import best_features, head_fit
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.spectral_features import span
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
@@ -95,6 +97,50 @@ def test_clipping_changes_nothing() -> None:
     for name in ("activation_features", "spectral_features", "best_features"):
         scores = attack(name, *observe(4, defense=[{"name": "clip", "norm": 0.001}]))
         assert max(scores.per_image["subspace_error"]) < 1e-6
+
+
+PAPER = {"divided": True, "unit_features": True, "planted_std": 1.0}
+"""The paper's scale: 1/m before the head, and features of unit length."""
+
+
+@pytest.mark.parametrize("name", ["activation_features", "spectral_features", "best_features"])
+def test_a_head_of_the_papers_scale_is_solved_as_well(name: str) -> None:
+    scores = attack(name, *observe(6, PAPER))
+    assert max(scores.per_image["subspace_error"]) < 1e-5
+    if name != "spectral_features":
+        assert min(scores.per_image["feature_cosine"]) > 1 - 1e-5
+        assert max(scores.per_image["feature_error"]) < 1e-4
+
+
+def test_error_signals_have_their_own_scale_whatever_the_heads() -> None:
+    for paper in ({}, PAPER):
+        observation, truth = observe(3, paper)
+        assert truth.features is not None
+        errors = Objective(HeadGradient.of(observation))(truth.features).errors
+        chances = rebuild(observation).head(truth.features).softmax(1).detach()
+        expected = (chances - torch.eye(10)[truth.labels]).T / 3
+        torch.testing.assert_close(errors, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_noise_is_known_at_the_papers_scale() -> None:
+    """∂L/∂A is 1/m of what the formulas take it for, and so is its noise."""
+    std = 1e-6
+    for paper in ({}, PAPER):
+        seen, _ = observe(3, paper, defense=[{"name": "gaussian_noise", "std": std}])
+        divisor = HEAD["width"] if paper else 1
+        assert HeadGradient.of(seen).noise == pytest.approx((divisor * std) ** 2, rel=0.05)
+
+
+def test_neurons_that_show_more_count_more_behind_noise() -> None:
+    """Planted neurons have next to nothing to show in ∂L/∂W: their noise is not to count."""
+    faint = {"planted_gain": 0.01, "width": 4608}
+    seen, truth = observe(4, faint, defense=[{"name": "gaussian_noise", "std": 0.003}])
+    weighted = attack("spectral_features", seen, truth).subspace_error
+    plain, _ = span(HeadGradient.of(seen).grad_hidden, 4)
+    alike = score(Reconstruction(features=plain.float(), loss=0, iterations=0), truth)
+    assert weighted is not None
+    assert alike.subspace_error is not None
+    assert weighted < 0.8 * alike.subspace_error
 
 
 def test_the_order_of_the_batch_does_not_matter() -> None:

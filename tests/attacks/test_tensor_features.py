@@ -15,7 +15,12 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import Knowledge
 from fedsim_attacks import hermite
-from fedsim_attacks.tensor_features import components, derivative_moments, power_method
+from fedsim_attacks.tensor_features import (
+    components,
+    derivative_moments,
+    greedily_ordered,
+    power_method,
+)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -142,3 +147,38 @@ def test_variance_reduction_helps() -> None:
         result = solve(attack, observation, Knowledge(), seed=1).reconstruction
         errors[reduced] = score(result, truth).subspace_error or 0.0
     assert errors[True] < 0.8 * errors[False]
+
+
+def test_the_greedy_order_is_that_of_the_truth_with_its_signs() -> None:
+    truth = normal(4, 20, seed=5)
+    found = F.normalize(truth[[2, 0, 3, 1]] * torch.tensor([[-1.0], [1], [-2], [3]]), dim=1)
+    torch.testing.assert_close(greedily_ordered(found, truth), F.normalize(truth, dim=1))
+    one = greedily_ordered(found[:1], truth)
+    assert one[2] @ truth[2] > 0
+    assert not one[[0, 1, 3]].any()
+
+
+def test_each_truth_is_taken_once_first_come_first_served() -> None:
+    truth = torch.eye(3)[:2]
+    found = F.normalize(torch.tensor([[1.0, 0.1, 0], [1, 0, 0]]), dim=1)
+    torch.testing.assert_close(greedily_ordered(found, truth), found)
+
+
+def test_the_oracle_needs_the_truth_and_gives_its_order() -> None:
+    head = {"width": 8192, "planted": 8192, "planted_std": 0.25, "planted_rows": "two_groups"}
+    observation, truth = make_observation(
+        torch.rand(2, 1, 4, 4, generator=rng.generator(0, "oracle")),
+        torch.tensor([0, 7]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": head},
+    )
+    assert truth.features is not None
+    oracle = create("tensor_features", {"oracle": True, "variance_reduction": True})
+    assert oracle.required().unmet("known", "exact") is not None
+    assert oracle.required().unmet("none", "none", "known") is None
+    assert create("tensor_features").required().unmet("none", "none") is None
+    for order in ([0, 1], [1, 0]):
+        knowledge = Knowledge(features="known", true_features=truth.features[order])
+        found = solve(oracle, observation, knowledge, seed=1).reconstruction.features
+        assert found is not None
+        assert bool((F.cosine_similarity(found, truth.features[order]) > 0.9).all())

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from pydantic import ValidationError
 
 from fedsim.models.base import Dropout, HeadConfig
-from fedsim.models.head import TwoLayerHead, feature_size, make_head
+from fedsim.models.head import TwoLayerHead, assemble, feature_size, make_head
 
 WIDTH, PLANTED, IN, CLASSES = 600, 500, 64, 4
 
@@ -21,6 +22,22 @@ def test_formula(head):
     w, b, a = head.hidden.weight, head.hidden.bias, head.output.weight
     torch.testing.assert_close(head(features), torch.relu(features @ w.T + b) @ a.T)
     assert head.output.bias is None
+
+
+def test_the_papers_scale_divides_logits_by_the_width(head):
+    divided = TwoLayerHead(HeadConfig(width=WIDTH, planted=PLANTED, divided=True), IN, CLASSES)
+    divided.load_state_dict(head.state_dict())
+    features = torch.randn(3, IN, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(divided(features), head(features) / WIDTH)
+
+
+def test_unit_features_are_what_head_and_attacker_get():
+    body, images = torch.nn.Flatten(), torch.rand(3, 1, 8, 8)
+    config = HeadConfig(width=WIDTH, unit_features=True)
+    model = assemble(body, config, (1, 8, 8), CLASSES)
+    unit = F.normalize(images.flatten(1), dim=1)
+    torch.testing.assert_close(model.features(images), unit)
+    torch.testing.assert_close(model(images), model.head(unit))
 
 
 def test_planted_neurons_are_standard_normal_and_constant(head):

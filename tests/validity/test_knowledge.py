@@ -22,6 +22,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import (
     BatchNormKnowledge,
+    FeatureKnowledge,
     GroundTruth,
     Knowledge,
     Labels,
@@ -123,12 +124,26 @@ def test_labels_and_statistics_are_handed_over_only_as_granted(
     assert kept == observation, "nothing else is changed"
 
 
+@pytest.mark.parametrize("features", ["none", "known"])
+def test_features_are_handed_over_only_as_granted(features: FeatureKnowledge) -> None:
+    head = {"width": 40, "planted": 30}
+    observation, truth = make_observation(
+        *example_batch(3), model="mlp", model_parameters={"hidden": [7], "head": head}
+    )
+    assert truth.features is not None
+    _, knowledge = grant(observation, truth, "none", "none", features)
+    assert knowledge.features == features
+    assert holds(knowledge, truth.features) == (features == "known")
+
+
 def test_without_the_truth_it_cannot_be_granted() -> None:
     observation, _ = batch_norm()
     with pytest.raises(ValueError, match="truth"):
         grant(observation, None, "known", "none")
     with pytest.raises(ValueError, match="truth"):
         grant(observation, None, "none", "exact")
+    with pytest.raises(ValueError, match="truth"):
+        grant(observation, None, "none", "none", "known")
     _, knowledge = grant(observation, None, "inferred", "inferred")
     assert knowledge == Knowledge(labels="inferred", bn="inferred")
 
