@@ -11,6 +11,7 @@ from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.feature_inversion import FeatureInversion
+from fedsim_attacks.grad_inversion import GradInversion
 from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
 from fedsim_attacks.inverting_gradients import InvertingGradients
@@ -87,6 +88,19 @@ class TestFeatureInversionOfPixels(AttackContract):
 
     def make(self) -> FeatureInversion:
         return FeatureInversion(iterations=3, prior="pixel", features="none")
+
+
+class TestGradInversion(AttackContract):
+    def make(self) -> GradInversion:
+        return GradInversion(iterations=4, seeds=2)
+
+
+class TestGradInversionWithBatchNorm(AttackContract):
+    model = "convnet"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
+
+    def make(self) -> GradInversion:
+        return GradInversion(iterations=3, seeds=2)
 
 
 class TestPriorOnly(AttackContract):
