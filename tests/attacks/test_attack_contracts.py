@@ -14,6 +14,7 @@ from fedsim_attacks.feature_inversion import FeatureInversion
 from fedsim_attacks.grad_inversion import GradInversion
 from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
+from fedsim_attacks.imprint import ImprintAttack
 from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
 from fedsim_attacks.prior_only import PriorOnly
@@ -101,6 +102,20 @@ class TestGradInversionWithBatchNorm(AttackContract):
 
     def make(self) -> GradInversion:
         return GradInversion(iterations=3, seeds=2)
+
+
+class TestImprint(AttackContract):
+    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 64}}
+
+    def make(self) -> ImprintAttack:
+        return ImprintAttack()
+
+
+class TestInvertingGradientsBehindAnImprint(AttackContract):
+    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 16}}
+
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=3)
 
 
 class TestPriorOnly(AttackContract):
