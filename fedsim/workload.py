@@ -133,6 +133,8 @@ class Workload:
             honest = {**spec.parameters["head"], "planted": 0}
             spec = replace(spec, parameters={**spec.parameters, "head": honest})
         fresh = build(spec, rng.derive(self.scenario.seed, "model"))
+        if self.scenario.observe.plant and fresh.imprint is not None:
+            fresh.imprint.unplant()
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
 

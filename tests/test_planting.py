@@ -106,6 +106,8 @@ IMPRINTED: dict[str, Any] = {
 def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> None:
     for plant in (True, False):
         scenario = {**IMPRINTED, "observe": {**IMPRINTED["observe"], "plant": plant}}
+        start, _ = Workload(resolve(scenario), "none").initial()
+        assert bool(start["imprint.output.weight"].any()) != plant
         out = tmp_path / str(plant)
         fedsim.run(resolve(scenario), out=out)
         seen = load_observation(next((out / "observations").rglob("*-b4-t0.json")))

@@ -76,3 +76,8 @@ class Imprint(nn.Module):
         self.hidden.bias.copy_(-config.scale * thresholds)
         pattern = torch.randn(size, 1) * (config.gain / (config.bins * config.scale))
         self.output.weight.copy_(pattern.expand_as(self.output.weight))
+
+    @torch.no_grad()
+    def unplant(self) -> None:
+        """Set V to zero: images pass as they are, and no gradient shows them."""
+        self.output.weight.zero_()
