@@ -27,10 +27,10 @@ def _planted(workload: Workload) -> None:
     observe = workload.scenario.observe
     if observe.plant and not observe.batch_sizes:
         raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
-    if observe.plant and not plants(workload.model.head):
+    if observe.plant and not plants(workload.model):
         raise FedsimError(
             "observe.plant: the model has no neurons for the server to plant; set "
-            "model.head.planted"
+            "model.head.planted or model.imprint"
         )
 
 

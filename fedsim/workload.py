@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
@@ -24,8 +24,9 @@ from fedsim.data.base import DataSource
 from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
 from fedsim.learners.sgd import train
-from fedsim.models.base import build, normalize
+from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.head import TwoLayerHead
+from fedsim.models.imprint import Imprint
 from fedsim.models.local import features_of
 from fedsim.models.weights import read_weights
 from fedsim.recording import observation_id
@@ -127,11 +128,13 @@ class Workload:
             with blaming("training.weights"):
                 return read_weights(Path(self.scenario.training.weights).expanduser(), self.model)
         spec = self.spec
-        if self.scenario.observe.plant and plants(self.model.head):
+        if self.scenario.observe.plant and spec.parameters.get("head"):
             # The server trains honestly and plants when it probes.
             honest = {**spec.parameters["head"], "planted": 0}
             spec = replace(spec, parameters={**spec.parameters, "head": honest})
         fresh = build(spec, rng.derive(self.scenario.seed, "model"))
+        if self.scenario.observe.plant and fresh.imprint is not None:
+            fresh.imprint.unplant()
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
 
@@ -151,19 +154,19 @@ class Workload:
 
     def probed(self, parameters: Tensors, round: int) -> Tensors:
         """The weights at which the probes of `round` are computed, for the global `parameters`."""
-        head = self.model.head
-        if not self.scenario.observe.plant or not isinstance(head, TwoLayerHead):
+        if not self.scenario.observe.plant:
             return parameters
-        head = deepcopy(head)
-        own = {n: t for n, t in parameters.items() if n.startswith("head.")}
-        head.load_state_dict({n.removeprefix("head."): t for n, t in own.items()})
+        planted = dict(parameters)
         with rng.global_stream(rng.derive(self.scenario.seed, "plant", round)):
-            head.plant()
-        fresh = dict(head.named_parameters())
-        return {
-            name: fresh[name.removeprefix("head.")].detach().cpu() if name in own else value
-            for name, value in parameters.items()
-        }
+            for name, part in self.model.named_children():
+                if isinstance(part, TwoLayerHead | Imprint):
+                    part = deepcopy(part)
+                    own = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
+                    part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in own.items()})
+                    part.plant()
+                    fresh = dict(part.named_parameters(prefix=name))
+                    planted |= {n: fresh[n].detach().cpu() for n in own}
+        return planted
 
     def participants(self, round: int) -> list[int]:
         """Clients sampled in `round` (1-based), ascending."""
@@ -390,9 +393,10 @@ def load_dataset(scenario: Scenario) -> Dataset:
         return source.load()
 
 
-def plants(head: nn.Module) -> bool:
-    """Whether `head` has neurons for the server to plant."""
-    return isinstance(head, TwoLayerHead) and head.config.planted > 0
+def plants(model: Classifier) -> bool:
+    """Whether `model` has neurons for the server to plant."""
+    head = model.head
+    return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 
 
 @contextmanager

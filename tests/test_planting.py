@@ -89,3 +89,33 @@ def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path
 def test_nothing_to_plant_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FedsimError, match=message):
         refusal.check(Workload(resolve({**TINY, **changes}), "none"))
+
+
+IMPRINTED: dict[str, Any] = {
+    **TINY,
+    "name": "imprinted",
+    "data": {"source": {"name": "faces", "size": 16}, "clients": 2},
+    "model": {"name": "mlp", "hidden": [24], "imprint": {"bins": 64}},
+    "training": {"rounds": 3, "local": {"batch_size": 6, "lr": 0.5}},
+    "defenses": {"none": []},
+    "attacks": ["imprint"],
+    "observe": {**TINY["observe"], "batch_sizes": [4]},
+}
+
+
+def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> None:
+    for plant in (True, False):
+        scenario = {**IMPRINTED, "observe": {**IMPRINTED["observe"], "plant": plant}}
+        start, _ = Workload(resolve(scenario), "none").initial()
+        assert bool(start["imprint.output.weight"].any()) != plant
+        out = tmp_path / str(plant)
+        fedsim.run(resolve(scenario), out=out)
+        seen = load_observation(next((out / "observations").rglob("*-b4-t0.json")))
+        weight = seen.parameters["imprint.hidden.weight"]
+        assert bool((weight == weight[0, 0]).all()) == plant
+        rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+        assert [row["status"] for row in rows] == ["ok", "ok"]
+        assert all(row["model"]["parameters"]["imprint"]["bins"] == 64 for row in rows)
+        assert "module of 64 neurons in front of the model" in (out / "report.html").read_text()
+        if plant:
+            assert max(row["metrics"]["psnr"] for row in rows) > 30

@@ -1,19 +1,28 @@
 """What every model is: a body that computes features and a head that classifies them.
 
-The split is what feature attacks work on: `forward(x) = head(features(x))` always holds.
+The split is what feature attacks work on: `forward(x) = head(features(x))` always holds. An imprint
+module, if there is one, comes before the body and is part of `features`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 from torch import Tensor, nn
 
 from fedsim import plugins, rng
+from fedsim.models.imprint import Imprint, ImprintConfig
 from fedsim.models.layers import Activation
 from fedsim.plugins import Plugin
 from fedsim.types import ModelSpec
@@ -68,6 +77,7 @@ class Classifier(nn.Module):
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
         """`unit_features`: features are brought to unit length before the head."""
         super().__init__()
+        self.imprint: Imprint | None = None
         self.body = body
         self.head = head
         self._unit_features = unit_features
@@ -75,7 +85,7 @@ class Classifier(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, d), flattened."""
-        features: Tensor = self.body(images).flatten(1)
+        features: Tensor = self.body(self.imprint(images) if self.imprint else images).flatten(1)
         return F.normalize(features, dim=1) if self._unit_features else features
 
     def forward(self, images: Tensor) -> Tensor:
@@ -94,10 +104,20 @@ class ModelPlugin(Plugin):
 
     head: HeadConfig | None = None
     """A two-layer head in place of the single linear layer."""
+    imprint: ImprintConfig | None = None
+    """A malicious server's module in front of the model, which attack `imprint` reads."""
+
+    @model_serializer(mode="wrap")
+    def _without_absent_imprint(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Checkpoints name their scenario: those from before there were imprints stay valid.
+        written: dict[str, Any] = write(self)
+        if self.imprint is None:
+            del written["imprint"]
+        return written
 
     @abstractmethod
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """The model with freshly drawn weights (from torch's global stream).
+        """The model with freshly drawn weights (from torch's global stream), without imprint.
 
         Raises:
             FedsimError: the architecture does not fit images of this shape.
@@ -114,8 +134,12 @@ def build(spec: ModelSpec, seed: int) -> Classifier:
     cls = plugins.load("fedsim.models", spec.name)
     if not issubclass(cls, ModelPlugin):
         raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
+    plugin = cls.model_validate(dict(spec.parameters))
     with rng.global_stream(seed):
-        return cls.model_validate(dict(spec.parameters)).build(spec.input_shape, spec.num_classes)
+        model = plugin.build(spec.input_shape, spec.num_classes)
+        if plugin.imprint:
+            model.imprint = Imprint(plugin.imprint, spec.input_shape)
+    return model
 
 
 def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:

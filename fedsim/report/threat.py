@@ -72,14 +72,22 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
 
 
 def _conduct(rows: Sequence[ResultRow]) -> str:
-    heads = [row.model.parameters.get("head") or {} for row in rows]
-    planted = max(int(head.get("planted") or 0) for head in heads)
-    if not planted:
-        return "It follows the protocol."
-    return (
-        f"It follows the protocol, but the weights of {planted:,} hidden neurons of the head are "
-        "of its own choice (planted)."
+    heads, imprints = (
+        [row.model.parameters.get(part) or {} for row in rows] for part in ("head", "imprint")
     )
+    planted = max(int(head.get("planted") or 0) for head in heads)
+    bins = max(int(imprint.get("bins") or 0) for imprint in imprints)
+    done = []
+    if planted:
+        done.append(
+            f"the weights of {planted:,} hidden neurons of the head are of its own choice (planted)"
+        )
+    if bins:
+        done.append(
+            f"it has put a module of {bins:,} neurons in front of the model, whose gradient shows "
+            "images (imprint)"
+        )
+    return f"It follows the protocol{', but ' if done else ''}{', and '.join(done)}."
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -139,7 +139,8 @@ class Observe(Section):
     the mean, over which a defense's randomness averages out; the ledger counts every release."""
     plant: bool = False
     """Whether the server trains honestly, and plants the neurons of `model.head.planted` only in
-    the weights that it sends with a probe. Else they are planted at the start and trained."""
+    the weights that it sends with a probe. Else they are planted at the start and trained. The
+    same for the imprint module of `model.imprint`, which starts out passing images as they are."""
 
 
 class KnowledgeGrant(Section):

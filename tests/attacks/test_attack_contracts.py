@@ -11,8 +11,10 @@ from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.feature_inversion import FeatureInversion
+from fedsim_attacks.grad_inversion import GradInversion
 from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
+from fedsim_attacks.imprint import ImprintAttack
 from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
 from fedsim_attacks.prior_only import PriorOnly
@@ -87,6 +89,33 @@ class TestFeatureInversionOfPixels(AttackContract):
 
     def make(self) -> FeatureInversion:
         return FeatureInversion(iterations=3, prior="pixel", features="none")
+
+
+class TestGradInversion(AttackContract):
+    def make(self) -> GradInversion:
+        return GradInversion(iterations=4, seeds=2)
+
+
+class TestGradInversionWithBatchNorm(AttackContract):
+    model = "convnet"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
+
+    def make(self) -> GradInversion:
+        return GradInversion(iterations=3, seeds=2)
+
+
+class TestImprint(AttackContract):
+    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 64}}
+
+    def make(self) -> ImprintAttack:
+        return ImprintAttack()
+
+
+class TestInvertingGradientsBehindAnImprint(AttackContract):
+    model_parameters: ClassVar[dict[str, Any]] = {"imprint": {"bins": 16}}
+
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=3)
 
 
 class TestPriorOnly(AttackContract):

@@ -1,0 +1,83 @@
+"""The imprint module: two linear layers in front of a model that write images into its gradient.
+
+Fowl, Geiping, Czaja, Goldblum and Goldstein, Robbing the Fed: Directly Obtaining Private Data in
+Federated Learning with Modified Models, ICLR 2022, section 3.
+"""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+from typing import Annotated
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+_BELOW_ALL = -10.0
+"""Lower end of the first bin, in standard deviations: a quantile of 0 would be infinite."""
+
+
+class ImprintConfig(BaseModel):
+    """An imprint module in front of a model: a malicious server's modification."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    bins: Annotated[int, Field(ge=2, le=4096)] = 128
+    """Neurons. An image that is alone in its bin of brightness can be read off the gradient."""
+    std: Annotated[float, Field(gt=0, le=1e6)] = 0.6
+    """Standard deviation over images of the brightness of a normalized image (the mean of all its
+    entries), which the bins take to be N(0, std²): 0.5 to 0.7 for photographs."""
+    gain: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """How much brightness is added back to the image, as a fixed noise pattern. The gradient that
+    carries the images grows with it, and so does what the model has to put up with."""
+    scale: Annotated[float, Field(gt=0, le=1e6)] = 1.0
+    """Factor of the first layer, divided out of the second. The model stays the same, but that
+    gradient is divided by it: with a small one it stands out of noise, but local steps and training
+    soon move the bins out of place."""
+
+
+class Imprint(nn.Module):
+    """x + V relu(W x + b), for normalized images x (B, C, H, W) as vectors of d = CHW entries.
+
+    Each of the k rows of W is s h, h being the mean, (1/d, ..., 1/d), and b_i = -s c_i, where c_i
+    are the quantiles i/k of N(0, std²) and s is the scale: image x passes the neurons with
+    c_i < h'x. All columns of V are (gain/sk) v for one v of N(0, I), drawn from torch's global
+    stream, so that x enters the gradient of each row it passes with the same factor
+    g = (gain/sk) <v, ∂L/∂y>, and the difference of two rows' gradients is Σ g x over the images in
+    the bin between them. The paper's V is all ones, s is 1, and there is no x +: with it the model
+    goes on working.
+    """
+
+    def __init__(self, config: ImprintConfig, input_shape: tuple[int, int, int]) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        size = channels * height * width
+        self.hidden = nn.Linear(size, config.bins)
+        """W (k, d) and b (k,)."""
+        self.activation = nn.ReLU()
+        self.output = nn.Linear(config.bins, size, bias=False)
+        """V (d, k)."""
+        self.config = config
+        self.plant()
+
+    def forward(self, images: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        written: Tensor = self.output(self.activation(self.hidden(images.flatten(1))))
+        return images + written.view_as(images)
+
+    @torch.no_grad()
+    def plant(self) -> None:
+        """Set all weights anew; v is drawn from torch's global stream."""
+        config, size = self.config, self.hidden.in_features
+        self.hidden.weight.fill_(config.scale / size)
+        brightness = NormalDist(sigma=config.std)
+        quantiles = [brightness.inv_cdf(i / config.bins) for i in range(1, config.bins)]
+        thresholds = torch.tensor([_BELOW_ALL * config.std, *quantiles])
+        self.hidden.bias.copy_(-config.scale * thresholds)
+        pattern = torch.randn(size, 1) * (config.gain / (config.bins * config.scale))
+        self.output.weight.copy_(pattern.expand_as(self.output.weight))
+
+    @torch.no_grad()
+    def unplant(self) -> None:
+        """Set V to zero: images pass as they are, and no gradient shows them."""
+        self.output.weight.zero_()
