@@ -4,12 +4,13 @@ They are the test split of a data source, of which no client ever holds an image
 which, and the attack has to declare the same (`public`). Prints what to write in a scenario.
 
     python benchmarks/train_generator.py photos photos-generator.safetensors
-        [--set size=32 ...] [--width 64] [--iterations 3000] [--seed 0]
+        [--set size=32 ...] [--width 32] [--iterations 2000] [--seed 0]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -28,10 +29,12 @@ def main() -> None:
     parser.add_argument("source", help="see fedsim list data")
     parser.add_argument("out", type=Path, help="the safetensors file to write")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--width", type=int, default=64, help="channels, a multiple of 8")
-    parser.add_argument("--iterations", type=int, default=3000, help="batches of 16 images")
+    parser.add_argument("--width", type=int, default=32, help="channels")
+    parser.add_argument("--iterations", type=int, default=2000, help="batches of 16 images")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
+    if arguments.width % 8 or not 16 <= arguments.width <= 1024:
+        parser.error("--width: give a multiple of 8 from 16 to 1024")
     parameters = parameters_of("fedsim.data", arguments.source, arguments.set)
     source = load("fedsim.data", arguments.source).model_validate(parameters)
     assert isinstance(source, DataSource)
@@ -50,7 +53,8 @@ def main() -> None:
     )
     public = " ".join([arguments.source, *arguments.set, f"test split, {len(images)} images"])
     write_bytes(arguments.out, pack_generator(generator, public))
-    print(f"{{name: generative_prior, weights: {arguments.out}, public: {public!r}}}")
+    attack = {"name": "generative_prior", "weights": str(arguments.out), "public": public}
+    print(json.dumps(attack))
 
 
 if __name__ == "__main__":
