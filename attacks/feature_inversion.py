@@ -23,7 +23,7 @@ from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.body_gradient import signals
 from fedsim_attacks.forward_prior import Features, ForwardPrior
-from fedsim_attacks.inverting_gradients import total_variation
+from fedsim_attacks.inverting_gradients import decayed, regularized
 from fedsim_attacks.matching import (
     Candidate,
     Distance,
@@ -34,7 +34,6 @@ from fedsim_attacks.matching import (
 )
 from fedsim_attacks.unet import UNet
 
-_DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 _ROUNDING = 1e-11
 """Share of the update's energy below which a tensor is rounding."""
 _RATES = {"pixel": 0.1, "unet": 1e-3}
@@ -161,7 +160,6 @@ class FeatureInversion(Attack[Inversion]):
 
         rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
         optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
-        milestones = [int(self.iterations * fraction) for fraction in _DECAY_AT]
         counts = [float((t != 0).sum()) for t in observation.parameters.values()]
         infinite = torch.full((), torch.inf, device=matching.device)
         wanted: Features | None = None
@@ -182,7 +180,7 @@ class FeatureInversion(Attack[Inversion]):
             ),
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
             optimizer=optimizer,
-            schedule=torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1),
+            schedule=decayed(optimizer, self.iterations),
             features=features,
             best=draw().detach().clone(),
             best_loss=infinite,
@@ -194,10 +192,9 @@ class FeatureInversion(Attack[Inversion]):
             drawn = state.draw()
         images = drawn.detach()
         candidate = Candidate(images, state.labels, None)
-        loss, (slope,) = state.matching.differentiate(candidate, state.distance)
-        variation, variation_slope = total_variation(images)
-        slope = slope.add(variation_slope, alpha=self.total_variation)
-        loss = loss + self.total_variation * variation
+        loss, (slope,) = regularized(
+            state.matching, candidate, state.distance, self.total_variation
+        )
         known, known_slope = state.prior(images)
         state.loss, slope = loss + known, slope + known_slope
         better = state.loss < state.best_loss

@@ -16,7 +16,13 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks.matching import Candidate, Matching, cosine_distance, granted_labels
+from fedsim_attacks.matching import (
+    Candidate,
+    Distance,
+    Matching,
+    cosine_distance,
+    granted_labels,
+)
 
 _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
@@ -58,13 +64,12 @@ class InvertingGradients(Attack[Inversion]):
         matching = Matching(observation, calls=self.iterations)
         candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
         optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size, fused=True)
-        milestones = [int(self.iterations * fraction) for fraction in _DECAY_AT]
         return Inversion(
             loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             candidate=candidate,
             optimizer=optimizer,
-            schedule=torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1),
+            schedule=decayed(optimizer, self.iterations),
             best_images=candidate.images.detach().clone(),
             best_labels=candidate.hard_labels(),
             best_loss=torch.full((), torch.inf, device=matching.device),
@@ -74,14 +79,14 @@ class InvertingGradients(Attack[Inversion]):
         """One signed step of Adam, projected onto valid pixels."""
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
-        distance, (slope, *rest) = matching.differentiate(candidate, cosine_distance)
-        variation, variation_slope = total_variation(images)
-        state.loss = distance + self.total_variation * variation
+        state.loss, (slope, *rest) = regularized(
+            matching, candidate, cosine_distance, self.total_variation
+        )
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best_images = torch.where(better, images, state.best_images)
         state.best_labels = torch.where(better, candidate.hard_labels(), state.best_labels)
-        candidate.images.grad = slope.add_(variation_slope, alpha=self.total_variation).sign_()
+        candidate.images.grad = slope.sign_()
         if candidate.logits is not None:
             (candidate.logits.grad,) = rest
         state.optimizer.step()
@@ -106,6 +111,22 @@ class InvertingGradients(Attack[Inversion]):
     def total(self) -> int:
         """`iterations`."""
         return self.iterations
+
+
+def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
+    """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
+    milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
+
+
+def regularized(
+    matching: Matching, candidate: Candidate, distance: Distance, weight: float
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Distance + `weight` times the total variation (0-d), and its gradients in the variables."""
+    value, (slope, *rest) = matching.differentiate(candidate, distance)
+    variation, variation_slope = total_variation(candidate.images.detach())
+    slope = slope.add_(variation_slope, alpha=weight)
+    return value + weight * variation, (slope, *rest)
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,9 +32,7 @@ class UNet(nn.Module):
         """Weights and input are drawn from torch's global stream."""
         super().__init__()
         channels, height, columns = shape
-        levels = 1
-        while _halves(height, levels) and _halves(columns, levels):
-            levels += 1
+        levels = resolutions(height, columns)
         widths = [width] + [2 * width] * (levels - 1)
         sizes = [max(height, columns) >> level for level in range(levels)]
         self.register_buffer("start", _NOISE * torch.randn(count, width, height, columns))
@@ -65,6 +63,14 @@ class UNet(nn.Module):
             x = self.up[level](self.merge[level](torch.cat([skips[level], x], 1)), features)
         drawn: Tensor = self.out(x)
         return drawn.sigmoid()
+
+
+def resolutions(height: int, width: int) -> int:
+    """How many: each halves the one before, for as long as both sizes are even and stay at 4."""
+    levels = 1
+    while _halves(height, levels) and _halves(width, levels):
+        levels += 1
+    return levels
 
 
 def _halves(size: int, levels: int) -> bool:

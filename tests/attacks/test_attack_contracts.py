@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, ClassVar
+
+import pytest
 
 from fedsim.plugins import names
 from fedsim.testing import AttackContract
@@ -11,6 +14,8 @@ from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.feature_inversion import FeatureInversion
+from fedsim_attacks.generative_prior import GenerativePrior
+from fedsim_attacks.generator import over_parameterized, pack_generator
 from fedsim_attacks.grad_inversion import GradInversion
 from fedsim_attacks.head_fit import HeadFit
 from fedsim_attacks.idlg import IDLG
@@ -116,6 +121,25 @@ class TestInvertingGradientsBehindAnImprint(AttackContract):
 
     def make(self) -> InvertingGradients:
         return InvertingGradients(iterations=3)
+
+
+class TestGenerativePrior(AttackContract):
+    def make(self) -> GenerativePrior:
+        return GenerativePrior(iterations=3)
+
+
+class TestGenerativePriorOfAFile(AttackContract):
+    file = Path("unwritten")
+
+    @pytest.fixture(autouse=True)
+    def _written(self, tmp_path: Path) -> None:
+        self.file = tmp_path / "generator.safetensors"
+        self.file.write_bytes(pack_generator(over_parameterized(1, (1, 16, 16)), "nothing"))
+
+    def make(self) -> GenerativePrior:
+        return GenerativePrior(
+            weights=str(self.file), public="nothing", iterations=4, latent_iterations=2
+        )
 
 
 class TestPriorOnly(AttackContract):
