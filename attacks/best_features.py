@@ -4,7 +4,8 @@ What the attacker can check is whether features reproduce the observed ∂L/∂A
 (`activation_features`). What that leaves open, or a defense has disturbed, is fitted (`head_fit`)
 from the features that peeling did find; where the row space is exact, in its coordinates, and where
 pruning or rounding has blurred it, first in its strongest directions. Several local steps on the
-same batch are unrolled (`unrolled_features`).
+same batch are unrolled (`unrolled_features`). Behind noise that leaves the row space to be seen,
+all of the head's gradient is fitted together (`joint_fit`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackFailed, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks import activation_features, head_fit, unrolled_features
+from fedsim_attacks import activation_features, head_fit, joint_fit, unrolled_features
 from fedsim_attacks.activation_features import Peeling
 from fedsim_attacks.head_fit import Fit
 from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.joint_fit import Joint
 from fedsim_attacks.spectral_features import span
 from fedsim_attacks.unrolled_features import Unrolling
 
@@ -42,7 +44,7 @@ class Best(AttackState):
     """The peeling, and what follows unless it explains everything."""
 
     peeling: Peeling | None
-    then: Fit | Unrolling | None = None
+    then: Fit | Joint | Unrolling | None = None
     basis: Tensor | None = None
     """(r, d): of the row space, where the fit is in its coordinates."""
     refine: HeadGradient | None = None
@@ -82,6 +84,9 @@ class BestFeatures(Attack[Best]):
         if seen.steps > 1 and seen.exact:
             state.then = unrolled_features.begin(seen, rng)
             return state
+        if joint_fit.applies(seen):
+            state.then = joint_fit.begin(seen, self.starts, rng)
+            return state
         known = seen.hidden[:0]
         if peeling is not None:
             known = activation_features.features(peeling.shares).to(known.dtype)
@@ -107,6 +112,9 @@ class BestFeatures(Attack[Best]):
         if isinstance(state.then, Unrolling):
             state.then = unrolled_features.improve(state.then, self.iterations)
             state.loss = state.then.loss
+        elif isinstance(state.then, Joint):
+            state.then = joint_fit.improve(state.then, self.total())
+            state.loss = state.then.loss
         elif state.then is not None:
             most = self.total()
             if state.refine is not None:
@@ -128,6 +136,8 @@ class BestFeatures(Attack[Best]):
         """Peeling explains everything, or the fit or the unrolling is done."""
         if isinstance(state.then, Unrolling):
             return unrolled_features.finished(state.then, self.trials)
+        if isinstance(state.then, Joint):
+            return state.then.over
         spent = state.then is None or head_fit.finished(state.then, self.total())
         return spent and state.refine is None
 
@@ -137,6 +147,9 @@ class BestFeatures(Attack[Best]):
         loss = float(state.loss)
         if isinstance(then, Unrolling):
             found = unrolled_features.found(then)
+        elif isinstance(then, Joint):
+            assert then.features is not None
+            found = then.features
         elif then is None or (peeling is not None and float(peeling.loss) <= loss):
             assert peeling is not None
             found, loss = activation_features.filled_up(peeling), float(peeling.loss)

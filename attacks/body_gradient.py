@@ -17,6 +17,7 @@ from torch import Tensor
 from fedsim.adversary import rebuild
 from fedsim.models.local import features_function
 from fedsim.types import Observation
+from fedsim_attacks.feature_norms import labels_of
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.matching import layout
@@ -50,21 +51,20 @@ class Signals(NamedTuple):
 def signals(observation: Observation, features: Tensor) -> Signals:
     """Labels and error signals that `features` (N, d), with their norms, imply.
 
-    The label is the class in which ∂L/∂A pulls a feature up; the scale, that of ∂L/∂A against what
+    The label is the class in which ∂L/∂A pulls a feature up; the scale, ∂L/∂A's against what
     the head itself computes of them.
     """
     seen = HeadGradient.of(observation)
     model = rebuild(observation).eval()
-    features = features.detach().requires_grad_()
     with torch.no_grad():
-        observed = Objective(seen)(features.detach()).errors
-        labels = observed.argmin(0)
+        observed = Objective(seen)(features).errors
+        labels = labels_of(seen, features, observed)
+    features = features.detach().requires_grad_()
     logits = model.head(features)
     (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
     implied = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
-    clipped = any(member["name"] == "clip" for member in observation.defense)
     scale = (observed * implied).sum() / implied.square().sum()
-    return Signals(labels, errors, scale if clipped else torch.ones_like(scale))
+    return Signals(labels, errors, scale if seen.clipped else torch.ones_like(scale))
 
 
 @final

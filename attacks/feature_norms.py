@@ -9,6 +9,22 @@ from torch import Tensor
 from fedsim_attacks.head_gradient import HeadGradient
 
 
+def labels_of(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
+    """(N,) int64: the labels that `errors` D (K, N) imply of `features` (N, d) with their norms.
+
+    N D_i - softmax(f(x_i)) is -1 at the label and 0 else, which noise hides less than where D_i,
+    which is small for a confident model, is least.
+    """
+    hidden = seen.activation(features @ seen.hidden.T + seen.bias)
+    chances = (hidden @ seen.output.T).softmax(1)
+    wanted = seen.num_images * errors.T
+    labels = wanted.argmin(1)
+    if seen.clipped:
+        implied = chances - F.one_hot(labels, len(errors))
+        wanted = wanted * (implied.square().sum() / (wanted * implied).sum())
+    return (wanted - chances).argmin(1)
+
+
 def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of `features` (n, d) at which they imply `errors` D (K, n), and what is left of them.
 

@@ -59,6 +59,8 @@ class HeadGradient:
     """Whether they add noise."""
     exact: bool
     """Whether they leave the row space of ∂L/∂W as it is."""
+    clipped: bool
+    """Whether they may scale the update by a factor of the client's own."""
     dropped: bool
     """Whether each image met other neurons (dropout), which no formula above allows for."""
     steps: int
@@ -111,6 +113,7 @@ class HeadGradient:
             pruned=pruned,
             noisy=noisy,
             exact=not pruned and not noisy and "quantization" not in declared,
+            clipped="clip" in declared,
             dropped=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,
             first=weights[0] / sum(weights),
