@@ -21,20 +21,40 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackState, solve
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.body_gradient import BodyGradient, Misfit, signals
+from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, signals
 from fedsim_attacks.inverting_gradients import total_variation
 from fedsim_attacks.matching import Matching
-from fedsim_attacks.unrolled_update import UnrolledUpdate
+from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
 
 _FINAL = 0.005
 """Step size at the end, over that of the beginning."""
+_ROUGH = 0.7
+"""Share of the iterations that take several steps for one gradient, at a seventh of the cost."""
+_ROUGH_FEATURES, _ROUGH_VARIATION = 10.0, 0.1
+"""Weights there: features are known better than that holds, and it leaves more to be smoothed."""
+_FINE_STEP = 0.3
+"""Times the step size when the steps are then unrolled: from far they lead anywhere."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What images are compared with for some iterations, and how they move."""
+
+    misfit: Callable[[Tensor], Misfit]
+    iterations: int
+    step_size: float
+    feature_weight: float
+    total_variation: float
 
 
 @dataclass(kw_only=True)
 class Descent(AttackState):
     """The candidate images and what they are compared with."""
 
-    misfit: Callable[[Tensor], Misfit]
+    phases: list[Phase]
+    """Those to come, and the present one first."""
+    begun: int = 0
+    """Iterations before the present one."""
     matching: Matching
     images: Tensor
     """(N, C, H, W), normalized."""
@@ -50,8 +70,9 @@ class Descent(AttackState):
 class FactoredInversion(Attack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
-    It needs a two-layer head and no knowledge of labels. Several local steps on the same batch are
-    simulated instead, from the labels and the features that it recovers.
+    It needs a two-layer head and no knowledge of labels. Of several local steps it takes the mean
+    gradient for one step's at first, and then simulates them, from the labels and the features that
+    it recovers.
     """
 
     paper: ClassVar[str] = (
@@ -82,23 +103,14 @@ class FactoredInversion(Attack[Descent]):
         known = signals(observation, found.features)
         matching = Matching(observation)
         images = matching.random_candidate(known.labels, rng, std=0.3).images.detach()
-        several = observation.training.steps > 1 or observation.num_clients > 1
-        make = UnrolledUpdate if several else BodyGradient
-        misfit = make(
-            observation,
-            found.features,
-            known,
-            weight=self.feature_weight,
-            width=self.jump_width,
-            calls=self.iterations,
-        )
+        phases = self._phases(observation, found.features, known)
         infinite = torch.full((), torch.inf, device=images.device)
         return Descent(
             loss=infinite,
-            misfit=misfit,
+            phases=phases,
             matching=matching,
             images=images,
-            optimizer=torch.optim.Adam([images], lr=self.step_size, betas=(0.9, 0.99), fused=True),
+            optimizer=_adam(images),
             features=found.features,
             labels=known.labels,
             best=images.clone(),
@@ -107,17 +119,23 @@ class FactoredInversion(Attack[Descent]):
 
     def step(self, state: Descent) -> Descent:
         """One step of Adam, projected onto valid pixels."""
-        images = state.images
-        misfit = state.misfit(images)
+        while state.iteration - state.begun >= state.phases[0].iterations:
+            del state.phases[0]
+            state.begun = state.iteration
+            state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
+            state.best, state.optimizer = state.best.clone(), _adam(state.images)
+        phase, images = state.phases[0], state.images
+        misfit = phase.misfit(images)
         variation, slope = total_variation(images)
-        state.loss = misfit.update + self.feature_weight * misfit.features
-        state.loss = state.loss + self.total_variation * variation
+        state.loss = misfit.update + phase.feature_weight * misfit.features
+        state.loss = state.loss + phase.total_variation * variation
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        images.grad = slope.mul_(self.total_variation).add_(misfit.slope)
-        left = 0.5 + 0.5 * math.cos(math.pi * state.iteration / self.iterations)
-        state.optimizer.param_groups[0]["lr"] = self.step_size * (_FINAL + (1 - _FINAL) * left)
+        images.grad = slope.mul_(phase.total_variation).add_(misfit.slope)
+        done = (state.iteration - state.begun) / phase.iterations
+        left = 0.5 + 0.5 * math.cos(math.pi * done)
+        state.optimizer.param_groups[0]["lr"] = phase.step_size * (_FINAL + (1 - _FINAL) * left)
         state.optimizer.step()
         images.clamp_(*state.matching.box)
         state.iteration += 1
@@ -140,3 +158,46 @@ class FactoredInversion(Attack[Descent]):
     def total(self) -> int:
         """`iterations`."""
         return self.iterations
+
+    def _phases(self, observation: Observation, features: Tensor, known: Signals) -> list[Phase]:
+        """One; of several local steps two: as if they were one gradient, and then unrolled."""
+
+        def phase(
+            make: type[BodyGradient | UnrolledUpdate],
+            of: Observation,
+            iterations: int,
+            step_size: float,
+            weight: float,
+            variation: float,
+        ) -> Phase:
+            misfit = make(
+                of, features, known, weight=weight, width=self.jump_width, calls=iterations
+            )
+            return Phase(misfit, iterations, step_size, weight, variation)
+
+        size, weight, variation = self.step_size, self.feature_weight, self.total_variation
+        if observation.training.steps == 1 and observation.num_clients == 1:
+            return [phase(BodyGradient, observation, self.iterations, size, weight, variation)]
+        rough = int(_ROUGH * self.iterations)
+        return [
+            phase(
+                BodyGradient,
+                as_one_gradient(observation),
+                rough,
+                size,
+                _ROUGH_FEATURES * weight,
+                max(_ROUGH_VARIATION, variation),
+            ),
+            phase(
+                UnrolledUpdate,
+                observation,
+                self.iterations - rough,
+                _FINE_STEP * size,
+                weight,
+                variation,
+            ),
+        ]
+
+
+def _adam(images: Tensor) -> torch.optim.Adam:
+    return torch.optim.Adam([images], betas=(0.9, 0.99), fused=True)

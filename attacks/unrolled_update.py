@@ -2,14 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
+import torch
 from torch import Tensor
 
+from fedsim.models.local import mean_gradient_factor
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.body_gradient import Misfit, Signals
 from fedsim_attacks.forward_prior import Features, ForwardPrior
-from fedsim_attacks.matching import Matching, squared_distance
+from fedsim_attacks.matching import Distance, Matching, Target
+
+
+def as_one_gradient(observation: Observation) -> Observation:
+    """The same, as if its update were the gradient of one step: the mean of its steps'.
+
+    Near for a small learning rate, and no more than a start for a large one.
+    """
+    factor = mean_gradient_factor(observation.training)
+    return replace(
+        observation,
+        update={name: value * factor for name, value in observation.update.items()},
+        training=replace(
+            observation.training,
+            algorithm="fedsgd",
+            batch_size=observation.training.num_images,
+            steps=1,
+        ),
+    )
+
+
+def distance_by_part(names: Sequence[str]) -> Distance:
+    """Sum over body and head of |u - t|² / |t|²: the head's planted neurons outweigh all else."""
+    body = [name.startswith("body.") for name in names]
+
+    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+        left = [u - t for u, t in zip(update, target.tensors, strict=True)]
+        unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
+        loss = sum(_energy(left, body, part) / unit[part] for part in (True, False))
+        direction = [each / unit[part] for each, part in zip(left, body, strict=True)]
+        return torch.as_tensor(loss), direction, left[0].new_tensor(2.0)
+
+    return distance
+
+
+def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tensor:
+    chosen = [each.square().sum() for each, of in zip(tensors, body, strict=True) if of == part]
+    return torch.stack(chosen).sum().clamp_min(torch.finfo(tensors[0].dtype).tiny)
 
 
 @final
@@ -27,6 +68,7 @@ class UnrolledUpdate:
         calls: int,
     ) -> None:
         """As `BodyGradient`."""
+        self._distance = distance_by_part(list(observation.parameters))
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = known.labels, weight
         self._prior = ForwardPrior(observation, Knowledge(), Features(features, "relative"))
@@ -34,6 +76,6 @@ class UnrolledUpdate:
     def __call__(self, images: Tensor) -> Misfit:
         """At normalized `images` (N, C, H, W)."""
         candidate = self._matching.candidate(images, self._labels, None)
-        loss, (slope,) = self._matching.differentiate(candidate, squared_distance)
+        loss, (slope,) = self._matching.differentiate(candidate, self._distance)
         away, pull = self._prior(images)
         return Misfit(loss, away, slope + self._weight * pull)

@@ -9,20 +9,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim.testing.updates import same
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
 from fedsim_attacks.body_gradient import BodyGradient, Misfit, signals
+from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.inverting_gradients import total_variation
+from fedsim_attacks.matching import Target
 from fedsim_attacks.smooth_slopes import max_pool, relu
-from fedsim_attacks.unrolled_update import UnrolledUpdate
+from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient, distance_by_part
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 MODEL: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
 
 
-def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
-    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=0.001)
+def observe(defense: list[dict[str, Any]], lr: float = 0.001) -> tuple[Observation, GroundTruth]:
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=lr)
     return make_observation(*example_batch(3), **MODEL, defense=defense, training=training)
 
 
@@ -71,6 +76,54 @@ def test_what_pruning_removed_counts_only_beyond_its_bound() -> None:
     )
     assert removed > 0
     assert float(misfit(observation, truth, truth.images).update) < 1e-6
+
+
+LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
+
+
+def test_small_steps_are_nearly_one_gradient() -> None:
+    observation, truth = observe(LOCAL, lr=1e-5)
+    one = as_one_gradient(observation)
+    assert one.training.steps == 1
+    assert 0 < float(misfit(one, truth, truth.images).update) < 1e-2
+    plain, _ = observe([])
+    assert same(as_one_gradient(plain).update, plain.update)
+
+
+def test_body_and_head_count_alike_whatever_their_size() -> None:
+    names = ["body.0.weight", "head.output.weight"]
+    target, update = [torch.ones(5), torch.ones(7)], [torch.full((5,), 1.5), torch.full((7,), 0.8)]
+    zero = torch.zeros(())
+
+    def at(factor: float) -> tuple[Tensor, list[Tensor]]:
+        scaled = [update[0], factor * update[1]]
+        goal = Target([target[0], factor * target[1]], square=zero, outside=zero)
+        loss, direction, scale = distance_by_part(names)(scaled, goal)
+        return loss, [scale * each for each in direction]
+
+    (loss, slopes), (other, others) = at(1.0), at(1000.0)
+    assert float(loss) == pytest.approx(0.25 + 0.04)
+    assert float(other) == pytest.approx(float(loss), rel=1e-4)
+    torch.testing.assert_close(slopes[0], torch.full((5,), 2 * 0.5 / 5))
+    torch.testing.assert_close(others[1], torch.full((7,), -2 * 0.2 / 7 / 1000), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("defense", [[], LOCAL], ids=["one step", "local steps"])
+def test_several_steps_are_unrolled_in_the_end(defense: list[dict[str, Any]]) -> None:
+    observation, _ = observe(defense)
+    attack = FactoredInversion(iterations=10)
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    kinds = []
+    while not attack.terminate(state):
+        state = attack.step(state)
+        kinds.append(type(state.phases[0].misfit))
+    several = bool(defense)
+    assert kinds == [BodyGradient] * (7 if several else 10) + [UnrolledUpdate] * 3 * several
+    phase = state.phases[0]
+    at = phase.misfit(state.best)
+    variation, _ = total_variation(state.best)
+    expected = at.update + phase.feature_weight * at.features + phase.total_variation * variation
+    torch.testing.assert_close(state.best_loss, expected)
 
 
 def test_features_tell_labels_signals_and_the_clipped_scale() -> None:
