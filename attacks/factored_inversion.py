@@ -123,7 +123,7 @@ class FactoredInversion(Attack[Descent]):
             del state.phases[0]
             state.begun = state.iteration
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
-            state.best, state.optimizer = state.best.clone(), _adam(state.images)
+            state.optimizer = _adam(state.images)
         phase, images = state.phases[0], state.images
         misfit = phase.misfit(images)
         variation, slope = total_variation(images)

@@ -21,6 +21,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,13 @@ from fedsim.types import (
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convnet": ("convnet", {}),
+    "convnet-planted": (
+        "convnet",
+        {
+            "width": 16,
+            "head": {"width": 4096, "planted": 3072, "planted_std": 0.3, "planted_gain": 0.03},
+        },
+    ),
     "convnet64": ("convnet", {"depth": 8, "width": 64, "norm": "batch"}),
     "resnet18-imagenet": ("resnet18", {"stem": "imagenet"}),
     "resnet18-small": ("resnet18", {"stem": "small"}),
@@ -105,10 +113,12 @@ Runner = Callable[[int, int], Tensor]
 """(iterations, of an attack that is so many long) -> pixels."""
 
 
-def fedsim_runner(observation: Observation, truth: GroundTruth) -> Runner:
+def fedsim_runner(
+    observation: Observation, truth: GroundTruth, name: str = "inverting_gradients"
+) -> Runner:
     def run(iterations: int, length: int) -> Tensor:
         keep_freed()
-        attack = adversary.create("inverting_gradients", {"iterations": length})
+        attack = adversary.create(name, {"iterations": length})
         knowledge = Knowledge(labels="known", true_labels=truth.labels)
         state = attack.init(observation, knowledge, rng.generator(0, "attack", 0))
         for _ in range(iterations):
@@ -232,7 +242,10 @@ RUNNERS: dict[str, Callable[[Observation, GroundTruth], Runner | None]] = {
     "fedsim": fedsim_runner,
     "plain": plain_runner,
     "breaching": breaching_runner,
+    "factored": partial(fedsim_runner, name="factored_inversion"),
 }
+SUITES = ("fedsim", "plain", "breaching")
+"""Of the same method, whose iterations are compared."""
 
 
 def profile(run: Runner) -> str:
@@ -308,9 +321,7 @@ def main() -> None:
     print(f"threads {arguments.threads}, matrix product peak {floating_point_peak():.0f} GFLOP/s")
     for case in cases:
         for batch in [1] if quick else arguments.batches:
-            suites = {
-                n: Suite(n, case, batch, arguments.images, arguments.threads) for n in RUNNERS
-            }
+            suites = {n: Suite(n, case, batch, arguments.images, arguments.threads) for n in SUITES}
             suites = {n: suite for n, suite in suites.items() if suite.ask("available")}
             row: dict[str, Any] = {"case": case, "batch": batch}
             if arguments.quality:
