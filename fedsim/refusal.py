@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from fedsim.models.planting import plants
 from fedsim.types import FedsimError
-from fedsim.workload import Workload, blaming, plants
+from fedsim.workload import Workload, blaming
 
 
 def check(workload: Workload) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,10 +24,9 @@ from fedsim.data.base import DataSource
 from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
 from fedsim.learners.sgd import train
-from fedsim.models.base import Classifier, build, normalize
-from fedsim.models.head import TwoLayerHead
-from fedsim.models.imprint import Imprint
+from fedsim.models.base import build, normalize
 from fedsim.models.local import features_of
+from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
@@ -127,14 +126,8 @@ class Workload:
         if self.scenario.training.weights is not None:
             with blaming("training.weights"):
                 return read_weights(Path(self.scenario.training.weights).expanduser(), self.model)
-        spec = self.spec
-        if self.scenario.observe.plant and spec.parameters.get("head"):
-            # The server trains honestly and plants when it probes.
-            honest = {**spec.parameters["head"], "planted": 0}
-            spec = replace(spec, parameters={**spec.parameters, "head": honest})
-        fresh = build(spec, rng.derive(self.scenario.seed, "model"))
-        if self.scenario.observe.plant and fresh.imprint is not None:
-            fresh.imprint.unplant()
+        make = honest if self.scenario.observe.plant else build
+        fresh = make(self.spec, rng.derive(self.scenario.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
 
@@ -156,17 +149,8 @@ class Workload:
         """The weights at which the probes of `round` are computed, for the global `parameters`."""
         if not self.scenario.observe.plant:
             return parameters
-        planted = dict(parameters)
-        with rng.global_stream(rng.derive(self.scenario.seed, "plant", round)):
-            for name, part in self.model.named_children():
-                if isinstance(part, TwoLayerHead | Imprint):
-                    part = deepcopy(part)
-                    own = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
-                    part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in own.items()})
-                    part.plant()
-                    fresh = dict(part.named_parameters(prefix=name))
-                    planted |= {n: fresh[n].detach().cpu() for n in own}
-        return planted
+        seed = rng.derive(self.scenario.seed, "plant", round)
+        return planted(self.model, parameters, seed)
 
     def participants(self, round: int) -> list[int]:
         """Clients sampled in `round` (1-based), ascending."""
@@ -391,12 +375,6 @@ def load_dataset(scenario: Scenario) -> Dataset:
         source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
         assert isinstance(source, DataSource)
         return source.load()
-
-
-def plants(model: Classifier) -> bool:
-    """Whether `model` has neurons for the server to plant."""
-    head = model.head
-    return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
 
 
 @contextmanager

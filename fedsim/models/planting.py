@@ -1,0 +1,50 @@
+"""What a malicious server plants in a model: a two-layer head's neurons, or an imprint module.
+
+`observe.plant` has it train an honest model and plant only in the weights that it sends with a
+probe: what trains is `honest`, what is probed with is `planted`.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.models.base import Classifier, build
+from fedsim.models.head import TwoLayerHead
+from fedsim.models.imprint import Imprint
+from fedsim.types import ModelSpec, Tensors
+
+
+def plants(model: Classifier) -> bool:
+    """Whether `model` has neurons for the server to plant."""
+    head = model.head
+    return model.imprint is not None or (isinstance(head, TwoLayerHead) and head.config.planted > 0)
+
+
+def honest(spec: ModelSpec, seed: int) -> Classifier:
+    """The model as `build` makes it, with nothing planted."""
+    if spec.parameters.get("head"):
+        head = {**spec.parameters["head"], "planted": 0}
+        spec = replace(spec, parameters={**spec.parameters, "head": head})
+    model = build(spec, seed)
+    if model.imprint is not None:
+        model.imprint.unplant()
+    return model
+
+
+def planted(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
+    """`parameters` of `model`, with what it plants drawn anew, a function of `seed`."""
+    found = dict(parameters)
+    with rng.global_stream(seed):
+        for name, part in model.named_children():
+            if isinstance(part, TwoLayerHead | Imprint):
+                part = deepcopy(part)
+                own = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
+                part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in own.items()})
+                part.plant()
+                fresh = dict(part.named_parameters(prefix=name))
+                found |= {n: fresh[n].detach().cpu() for n in own}
+    return found
