@@ -27,8 +27,8 @@ from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.spectral_features import span
 
 _CLEAR = 1.2
-"""Times the edge of noise, from which the weakest direction of ∂L/∂W's images shows where they are:
-then they are within 0.1 of their span."""
+"""Times the edge of noise, from which a direction of ∂L/∂W shows where images are. Half of them
+have to: what the others hide, the fit of all finds."""
 _EXPLAINED = 1.01
 """Mean squared residual, over the noise's variance, up to which features explain all."""
 _CHUNK = 20
@@ -108,7 +108,7 @@ class Joint:
 
 
 def applies(seen: HeadGradient) -> bool:
-    """Whether noise has left the span of the features to be seen in ∂L/∂W."""
+    """Whether noise has left most of the features' span to be seen in ∂L/∂W."""
     if not seen.noisy or seen.pruned or seen.steps > 1 or not seen.noise:
         return False
     rows, weights = seen.rows.double(), seen.output.double().var(0, correction=0)
@@ -116,8 +116,8 @@ def applies(seen: HeadGradient) -> bool:
     total, squares = weights.sum(), weights.square().sum()
     # The largest that rows of these weights have of noise alone (Marchenko and Pastur's edge).
     edge = total * (1 + (rows.shape[1] * squares / total.square()).sqrt()).square()
-    weakest = lengths[seen.rank - 1] * seen.divisor**2 / seen.noise
-    return bool(weakest > _CLEAR * edge)
+    median = lengths[seen.rank // 2] * seen.divisor**2 / seen.noise
+    return bool(median > _CLEAR * edge)
 
 
 def begin(seen: HeadGradient, starts: int, rng: torch.Generator) -> Joint:
