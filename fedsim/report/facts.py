@@ -15,7 +15,7 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
         return "This run has no results: no update was recorded, or no attack was run."
     clients = _same(run.setting("data", "clients") for run in runs)
     rounds = max((row.round for run in runs for row in run.rounds), default=None)
-    by = f" by {_count(clients, 'client')}" if clients else " by a federation"
+    by = f" by {_count(clients, 'client')}" if isinstance(clients, int) else " by a federation"
     over = f" over {_count(rounds, 'round')}" if rounds else ""
     stacks = {row.defense.name for row in rows if row.defense.stack}
     bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
