@@ -1,0 +1,86 @@
+"""What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, a calibration, an audit.
+
+Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
+gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows which there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+Direction = Literal["forward", "reverse", "both"]
+"""Which of the two neighbours plays the first part in δ; `forward` is the removal of the row."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What was asked, and all that goes with it; None is what does not apply."""
+
+    epsilon: float
+    delta: float
+    log_delta: float
+    """Natural logarithm of δ, right where δ itself underflows; -inf for δ = 0."""
+    method: str
+    """How the figure was found, in words: `closed form`, `Monte-Carlo of the dominating pair`."""
+    direction: Direction | None = None
+    """The direction that δ was taken from: the larger."""
+    sigma: float | None = None
+    """Standard deviation of the noise, in the units of the release."""
+    noise_multiplier: float | None = None
+    """Standard deviation of the noise over the sensitivity."""
+    max_leverage: float | None = None
+    """The largest leverage of a row at which the release is still (ε, δ)-private."""
+    interval: tuple[float, float] | None = None
+    """Of an estimated figure: a confidence interval of the figure that was asked for."""
+    confidence: float | None = None
+    """That of the interval."""
+
+
+class _Keys(BaseModel, ABC):
+    """Fields are what a user writes as key=value; unknown keys are refused."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Curve(_Keys):
+    """A release whose privacy is known."""
+
+    @abstractmethod
+    def delta(self, epsilon: float) -> Answer:
+        """The least δ for ε >= 0; where the two directions differ, the larger."""
+
+    @abstractmethod
+    def epsilon(self, delta: float) -> Answer:
+        """The least ε >= 0 for δ in (0, 1); ε = inf if there is none."""
+
+
+class Calibration(_Keys):
+    """A release whose noise is to be found."""
+
+    @abstractmethod
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """The least noise that makes the release (ε, δ)-private."""
+
+
+class Experiment(_Keys):
+    """A release that can be drawn under either neighbour, so that its claim can be tried."""
+
+    @abstractmethod
+    def claim(self, delta: float) -> float:
+        """The ε that is claimed at δ."""
+
+    @abstractmethod
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
+        """(draws,) scores of independent releases; the higher, the likelier that `present` is true.
+
+        The score should be the likelihood ratio's logarithm (or increase with it): no other test of
+        the two neighbours is stronger (Neyman and Pearson).
+        """
