@@ -44,6 +44,8 @@ _EXPLAINED = 0.04
 """What is left of an error signal up to which the first head counts as explaining it."""
 _SAME = 0.98
 """Cosine from which two features of one label count as one."""
+_ALIKE = 4.0
+"""Times the median length, or a part of it, within which a feature's length is plausible."""
 _MOVED, _NEARLY_MOVED = 2e-3, 2e-2
 """Part of ∂L/∂A that one feature an image leaves unexplained, from which features have moved, and
 from which that feature is of no use."""
@@ -222,6 +224,11 @@ def _explained(state: Unrolling, fit: Fit, errors: Tensor) -> tuple[Tensor, Tens
     And the part of the worst of those signals that it does not explain.
     """
     factors, left = norms(state.seen, fit.features, errors)
+    length = factors * torch.linalg.vector_norm(fit.features, dim=1)
+    usual = length[left < _EXPLAINED].median() if bool((left < _EXPLAINED).any()) else length.median()
+    # Some norm explains nearly any error signal that is one-hot, be it absurd.
+    absurd = (length > _ALIKE * usual) | (length < usual / _ALIKE)
+    left = left + absurd  # 1 is what no feature at all would leave
     order = _distinct(fit.features, errors, left)[: state.seen.num_images]
     return fit.features[order] * factors[order, None], left[order].max().sqrt()
 
