@@ -225,8 +225,9 @@ def _explained(state: Unrolling, fit: Fit, errors: Tensor) -> tuple[Tensor, Tens
     """
     factors, left = norms(state.seen, fit.features, errors)
     length = factors * torch.linalg.vector_norm(fit.features, dim=1)
-    usual = length[left < _EXPLAINED].median() if bool((left < _EXPLAINED).any()) else length.median()
-    # Some norm explains nearly any error signal that is one-hot, be it absurd.
+    plausible = length[left < _EXPLAINED]
+    usual = (plausible if len(plausible) else length).median()
+    # An error signal of one label alone is explained by almost any feature that is long enough.
     absurd = (length > _ALIKE * usual) | (length < usual / _ALIKE)
     left = left + absurd  # 1 is what no feature at all would leave
     order = _distinct(fit.features, errors, left)[: state.seen.num_images]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
@@ -13,7 +15,7 @@ from fedsim.adversary import Attack, AttackFailed, create, rebuild, solve
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
-from fedsim_attacks import best_features, head_fit
+from fedsim_attacks import best_features, head_fit, unrolled_features
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.spectral_features import span
@@ -294,6 +296,25 @@ def test_a_single_gradient_is_one_step() -> None:
     assert scores.subspace_error is not None
     assert scores.subspace_error < 1e-4
     assert max(scores.per_image["feature_error"]) < 1e-2
+
+
+def test_a_feature_of_absurd_length_explains_nothing() -> None:
+    """Long enough, it makes the model certain of a wrong class, as its error signal says."""
+    observation, truth = moving([48], 4.0, 0.0)
+    seen = HeadGradient.of(observation)
+    assert truth.features is not None
+    logits = rebuild(observation).eval().head(truth.features)
+    errors = (logits.softmax(1) - F.one_hot(truth.labels, 10)).detach().T / len(truth.labels)
+    errors[:, 0] += 0.02 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
+    state = unrolled_features.begin(seen, rng.generator(0, "unused"))
+    decoy = torch.randn(1, len(state.basis), generator=rng.generator(0, "decoy")) @ state.basis
+    wrong = int(rebuild(observation).head(1e9 * decoy).argmax())
+    signal = torch.zeros(10, 1)
+    signal[[wrong, (wrong + 1) % 10]] = torch.tensor([[100.0], [-100.0]])
+    fit = replace(state.fit, features=torch.cat([truth.features, decoy]) @ state.basis.T)
+    chosen, left = unrolled_features._explained(state, fit, torch.cat([errors, signal], dim=1))
+    assert 0.005 < float(left) < 0.04
+    assert float(chosen.norm(dim=1).max()) < 2 * float(truth.features.norm(dim=1).max())
 
 
 def test_steps_are_not_unrolled_behind_noise() -> None:
