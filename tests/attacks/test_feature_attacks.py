@@ -305,7 +305,7 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
     assert truth.features is not None
     logits = rebuild(observation).eval().head(truth.features)
     errors = (logits.softmax(1) - F.one_hot(truth.labels, 10)).detach().T / len(truth.labels)
-    errors[:, 0] += 0.02 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
+    errors[:, 0] += 0.05 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
     state = unrolled_features.begin(seen, rng.generator(0, "unused"))
     decoy = torch.randn(1, len(state.basis), generator=rng.generator(0, "decoy")) @ state.basis
     wrong = int(rebuild(observation).head(1e9 * decoy).argmax())
