@@ -307,7 +307,7 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
     errors = (logits.softmax(1) - F.one_hot(truth.labels, 10)).detach().T / len(truth.labels)
     errors[:, 0] += 0.05 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
     state = unrolled_features.begin(seen, rng.generator(0, "unused"))
-    decoy = torch.randn(1, len(state.basis), generator=rng.generator(0, "decoy")) @ state.basis
+    decoy = truth.features[:1] - truth.features[1:2]
     wrong = int(rebuild(observation).head(1e9 * decoy).argmax())
     signal = torch.zeros(10, 1)
     signal[[wrong, (wrong + 1) % 10]] = torch.tensor([[100.0], [-100.0]])
