@@ -52,13 +52,19 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     """Labels and error signals that `features` (N, d), with their norms, imply.
 
     The label is the class in which ∂L/∂A pulls a feature up; the scale, ∂L/∂A's against what
-    the head itself computes of them.
+    the head itself computes of them. Under dropout the head computes something else for each image,
+    and error signals are read off instead: with ∂L/∂W = S X, e_i = Σ_j s_ji w_j, whatever the
+    neurons that were dropped, and scaled as the update is.
     """
     seen = HeadGradient.of(observation)
     model = rebuild(observation).eval()
     with torch.no_grad():
         observed = Objective(seen)(features).errors
         labels = labels_of(seen, features, observed)
+    if seen.dropped and seen.exact and seen.steps == 1:
+        shares = seen.grad_hidden.double() @ torch.linalg.pinv(features.double())  # (m, N)
+        read = (shares.T @ seen.hidden.double()).to(features.dtype)
+        return Signals(labels, read, observed.new_ones(()))
     features = features.detach().requires_grad_()
     logits = model.head(features)
     (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)

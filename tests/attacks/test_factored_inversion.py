@@ -52,8 +52,18 @@ def misfit(
         [{"name": "gradient_pruning", "ratio": 0.9}],
         [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
         [{"name": "local_aggregation", "steps": 3, "batches": "same"}],
+        [{"name": "dropout", "rate": 0.5}],
+        [{"name": "dropout", "rate": 0.3}, {"name": "clip", "norm": 1e-3}],
     ],
-    ids=["none", "clip", "pruning", "pruning by tensor", "local steps"],
+    ids=[
+        "none",
+        "clip",
+        "pruning",
+        "pruning by tensor",
+        "local steps",
+        "dropout",
+        "dropout, clip",
+    ],
 )
 def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]], width: float) -> None:
     observation, truth = observe(defense)
