@@ -34,16 +34,29 @@ def as_one_gradient(observation: Observation) -> Observation:
     )
 
 
-def distance_by_part(names: Sequence[str]) -> Distance:
-    """Sum over body and head of |u - t|² / |t|²: the head's planted neurons outweigh all else."""
+def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
+    """Sum over body and head of |u - t|² / |t|²: the head's planted neurons outweigh all else.
+
+    `clipped` updates t have been scaled by the client: of c u, for the c that fits best.
+    """
     body = [name.startswith("body.") for name in names]
 
     def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
-        left = [u - t for u, t in zip(update, target.tensors, strict=True)]
         unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
+        units = [unit[part] for part in body]
+        factor = update[0].new_ones(())
+        if clipped:
+            own = [u.square().sum() / unit for u, unit in zip(update, units, strict=True)]
+            across = [
+                (u * t).sum() / unit
+                for u, t, unit in zip(update, target.tensors, units, strict=True)
+            ]
+            factor = torch.stack(across).sum() / torch.stack(own).sum()
+        left = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
         loss = sum(_energy(left, body, part) / unit[part] for part in (True, False))
-        direction = [each / unit[part] for each, part in zip(left, body, strict=True)]
-        return torch.as_tensor(loss), direction, left[0].new_tensor(2.0)
+        # At the best factor the loss does not change with it.
+        direction = [each / unit for each, unit in zip(left, units, strict=True)]
+        return torch.as_tensor(loss), direction, 2 * factor
 
     return distance
 
@@ -68,7 +81,8 @@ class UnrolledUpdate:
         calls: int,
     ) -> None:
         """As `BodyGradient`."""
-        self._distance = distance_by_part(list(observation.parameters))
+        clipped = any(member["name"] == "clip" for member in observation.defense)
+        self._distance = distance_by_part(list(observation.parameters), clipped=clipped)
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = known.labels, weight
         self._prior = ForwardPrior(observation, Knowledge(), Features(features, "relative"))

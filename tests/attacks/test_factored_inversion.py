@@ -52,6 +52,10 @@ def misfit(
         [{"name": "gradient_pruning", "ratio": 0.9}],
         [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
         [{"name": "local_aggregation", "steps": 3, "batches": "same"}],
+        [
+            {"name": "local_aggregation", "steps": 3, "batches": "same"},
+            {"name": "clip", "norm": 1e-4},
+        ],
         [{"name": "dropout", "rate": 0.5}],
         [{"name": "dropout", "rate": 0.3}, {"name": "clip", "norm": 1e-3}],
     ],
@@ -61,6 +65,7 @@ def misfit(
         "pruning",
         "pruning by tensor",
         "local steps",
+        "local steps, clip",
         "dropout",
         "dropout, clip",
     ],
@@ -116,6 +121,26 @@ def test_body_and_head_count_alike_whatever_their_size() -> None:
     assert float(other) == pytest.approx(float(loss), rel=1e-4)
     torch.testing.assert_close(slopes[0], torch.full((5,), 2 * 0.5 / 5))
     torch.testing.assert_close(others[1], torch.full((7,), -2 * 0.2 / 7 / 1000), rtol=1e-3, atol=0)
+
+
+def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
+    """And the slope is that of the loss: compared with differences of it."""
+    names = ["body.0.weight", "head.output.weight"]
+    stream = rng.generator(0, "scale")
+    target, at, along = ([torch.randn(n, generator=stream) for n in (5, 7)] for _ in range(3))
+    zero = torch.zeros(())
+
+    def loss(step: float, factor: float = 1.0) -> Tensor:
+        goal = Target([factor * t for t in target], square=zero, outside=zero)
+        moved = [u + step * v for u, v in zip(at, along, strict=True)]
+        return distance_by_part(names, clipped=True)(moved, goal)[0].double()
+
+    assert float(loss(0.0, 1e-3)) == pytest.approx(float(loss(0.0)), rel=1e-4)
+    _, direction, scale = distance_by_part(names, clipped=True)(
+        at, Target(target, square=zero, outside=zero)
+    )
+    slope = scale * sum((d * v).sum() for d, v in zip(direction, along, strict=True))
+    assert float(slope) == pytest.approx(float(loss(0.01) - loss(-0.01)) / 0.02, rel=1e-2)
 
 
 @pytest.mark.parametrize("defense", [[], LOCAL], ids=["one step", "local steps"])
