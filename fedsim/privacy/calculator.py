@@ -68,7 +68,7 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
             missing or out of range.
 
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
-    0.006864
+    0.00683
     """
     return curve(mechanism, keys).delta(_epsilon(epsilon))
 
@@ -82,9 +82,7 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     return curve(mechanism, keys).epsilon(_delta(delta))
 
 
-def calibrate(
-    mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float
-) -> Answer:
+def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """The least noise that makes `mechanism` (ε, δ)-private.
 
     Raises:
