@@ -31,7 +31,7 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
         FedsimError: an argument is out of range, or ε = 0.
 
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
-    11.3614
+    11.3611
     """
     tiny = np.finfo(float).tiny
     eps = checked("epsilon", epsilon, tiny, _MOST, "a number above 0")

@@ -47,8 +47,8 @@ def delta(
     Raises:
         FedsimError: an argument is out of range.
 
-    >>> float(delta(0.1, 20, 1.0).round(6)), float(delta(0.1, 20, 1.0, "reverse").round(6))
-    (0.007087, 0.002293)
+    >>> float(delta(0.1, 20, 1.0).round(8)), float(delta(0.1, 20, 1.0, "reverse").round(16))
+    (0.00190344, 1.678e-12)
     """
     return np.exp(log_delta(leverage, r, epsilon, direction))
 

@@ -124,7 +124,7 @@ def vertical(log_moment: Any, epsilon: float, at: float, step: float, count: int
     return total * step / mp.pi
 
 
-def rotated(log_moment: Any, epsilon: float, at: float) -> Any:
+def rotated(log_moment: Any, epsilon: float, at: Any) -> Any:
     """The same integral up a ray from `at` at 45 degrees, to the side on which it converges."""
 
     def height(t: Any, turn: Any) -> Any:

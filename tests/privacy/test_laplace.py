@@ -14,7 +14,7 @@ from fedsim.types import FedsimError
 
 def reference(gap: float, scale: float, bound: float, epsilon: float) -> object:
     """The integral of the positive part of f(x) - exp(ε) f(x - gap)."""
-    with mp.workdps(40):
+    with mp.workdps(40 + int(bound / scale)):  # the ends have a density of exp(-bound / scale)
         gap, scale, bound = mp.mpf(gap), mp.mpf(scale), mp.mpf(bound)
         factor = mp.exp(mp.mpf(epsilon))
         mass = 2 * scale * -mp.expm1(-bound / scale)
