@@ -12,13 +12,12 @@ of entries in which neighbours differ; the curve here is that of one number.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 
 _MOST = np.finfo(float).max
@@ -137,7 +136,7 @@ class TruncatedLaplaceCurve(Curve):
         found = epsilon(self.sensitivity, self.scale, self.bound, delta)
         return self._answer(found, math.log(delta))
 
-    def log_deltas(self, epsilons: Array) -> dict[Literal["forward", "reverse", "both"], Array]:
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         """See `Curve`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 

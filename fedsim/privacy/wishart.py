@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 
 from fedsim.privacy import gaussian, quadratic
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
@@ -178,7 +178,7 @@ class GaussianSamplingCurve(Curve):
         accountant = paper_epsilon if self.variant == "paper" else epsilon
         return self._answer(accountant(self.k, self.distance, delta), math.log(delta))
 
-    def log_deltas(self, epsilons: Array) -> dict[Literal["forward", "reverse", "both"], Array]:
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         """See `Curve`."""
         return {"both": log_delta(self.k, self.distance, epsilons)}
 
