@@ -13,7 +13,7 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
@@ -57,8 +57,6 @@ MECHANISMS: dict[str, Known] = {
 QUESTIONS = {"delta": "curve", "epsilon": "curve", "calibrate": "calibration"}
 """Which part of a mechanism answers which question."""
 
-_Part = TypeVar("_Part", bound=BaseModel)
-
 
 def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """The least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
@@ -88,7 +86,8 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
     Raises:
         FedsimError: as of `delta`; or the mechanism has no noise to find.
     """
-    made = _made(mechanism, "calibration", keys, Calibration)
+    made = make(mechanism, "calibration", keys)
+    assert isinstance(made, Calibration)
     return made.calibrate(_epsilon(epsilon), _delta(delta))
 
 
@@ -98,7 +97,9 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
     Raises:
         FedsimError: as of `delta`.
     """
-    return _made(mechanism, "curve", keys, Curve)
+    made = make(mechanism, "curve", keys)
+    assert isinstance(made, Curve)
+    return made
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
@@ -146,12 +147,6 @@ def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
             if path[-1:] not in [(key,) for key in missing]
         ]
         raise FedsimError("\n".join(f"{mechanism}: {line}" for line in lines)) from error
-
-
-def _made(mechanism: str, part: str, keys: Mapping[str, Any], kind: type[_Part]) -> _Part:
-    made = make(mechanism, part, keys)
-    assert isinstance(made, kind)
-    return made
 
 
 def parse(words: list[str] | None) -> dict[str, Any]:

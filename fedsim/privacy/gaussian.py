@@ -152,7 +152,7 @@ def _log_mills(x: Array) -> Array:
 
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         positive = np.log(erfcx(np.maximum(x, 0.0) / np.sqrt(2))) + np.log(np.pi / 2) / 2
-        return np.where(x > 0, positive, log_ndtr(-x) - _log_normal(x))
+        return np.asarray(np.where(x > 0, positive, log_ndtr(-x) - _log_normal(x)))
 
 
 def _mills_slope(x: Array) -> Array:
@@ -164,7 +164,8 @@ def _mills_slope(x: Array) -> Array:
     for k in range(23, 0, -2):  # x^-2 - 3 x^-4 + 15 x^-6 - ...
         series = far * k * (1 - series) if k > 1 else far * (1 - series)
     near = np.clip(x, -1.0, 20.0)
-    return np.where(x > 20, series, 1 - near * np.sqrt(np.pi / 2) * erfcx(near / np.sqrt(2)))
+    direct = 1 - near * np.sqrt(np.pi / 2) * erfcx(near / np.sqrt(2))
+    return np.asarray(np.where(x > 20, series, direct))
 
 
 class GaussianCurve(Curve):

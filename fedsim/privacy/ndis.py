@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from fedsim.privacy import quadratic
@@ -63,7 +63,7 @@ class Pair:
     def log_ratio(self, z: Array) -> Array:
         """log N1(x) / N2(x) at draws of N1: `z` standard normal, of shape (..., dimensions)."""
         constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
-        return -(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant)
+        return np.asarray(-(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant))
 
 
 def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> Pair:
@@ -174,7 +174,8 @@ def estimate(
 
 
 def _apart() -> Pair:
-    return Pair(*np.empty((3, 0)), apart=True)
+    none = np.empty(0)
+    return Pair(none, none, none, apart=True)
 
 
 def _array(name: str, value: Any, dimensions: int) -> Array:
@@ -218,7 +219,7 @@ def _symmetric(array: Array) -> Array:
     return (array + array.T) / 2
 
 
-def _positive(name: str, values: Array) -> Array:
+def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
     """Which eigenvalues are not 0."""
     share = values / values[-1]
     unsure = (share > _ROUNDING * len(values)) & (share < _CERTAIN)
@@ -227,7 +228,7 @@ def _positive(name: str, values: Array) -> Array:
             f"{name}: too ill-conditioned (an eigenvalue of {share[unsure][0]:.1e} of the largest) "
             "to tell whether it is singular; drop or combine the dimensions that depend on others"
         )
-    return share >= _CERTAIN
+    return np.asarray(share >= _CERTAIN)
 
 
 class NormalCurve(Curve):

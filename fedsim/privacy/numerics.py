@@ -58,7 +58,7 @@ def _stirling(a: Array) -> Array:
     exact = gammaln(near) - ((near - 0.5) * np.log(near) - near + np.log(2 * np.pi) / 2)
     far = np.maximum(a, 16.0)
     series = (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / far**2) / far**2) / far**2) / far
-    return np.where(a < 16, exact, series)
+    return np.asarray(np.where(a < 16, exact, series))
 
 
 def log_gammaincc(a: Array, x: Array) -> Array:

@@ -64,8 +64,7 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
         )
     axes.set_xlim(0, reach)
     axes.set_ylim(lowest, 0.5)
-    ticks = axes.get_yticks()
-    ticks = [tick for tick in ticks if lowest <= tick <= 0]
+    ticks = [float(tick) for tick in axes.get_yticks() if lowest <= tick <= 0]
     axes.set_yticks(ticks, [f"$10^{{{tick:g}}}$" if tick else "1" for tick in ticks])
     axes.set_xlabel("ε")
     axes.set_ylabel("δ")

@@ -56,7 +56,10 @@ def delta(
 def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0."""
+    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0.
+
+    Leverages below 1e-300 count as that.
+    """
     p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, a, eps = np.broadcast_arrays(p, columns / 2, checked_epsilon(epsilon))
@@ -64,7 +67,7 @@ def log_delta(
     inside = (p > 0) & (p < 1)
     curve = _reverse if direction == "reverse" else _forward
     with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
-        result[inside] = curve(p[inside], a[inside], eps[inside])
+        result[inside] = curve(np.maximum(p[inside], _LEAST), a[inside], eps[inside])
     return result[()]
 
 
@@ -166,7 +169,7 @@ def _forward(p: Array, a: Array, eps: Array) -> Array:
     result = first + np.log1p(-np.where(rest, 0.0, ratio))
     if rest.any():
         result[rest] = _upper_integral(p[rest], a[rest], eps[rest], u[rest])
-    return result
+    return np.where(np.isinf(v), -np.inf, result)
 
 
 def _reverse(p: Array, a: Array, eps: Array) -> Array:
@@ -181,6 +184,7 @@ def _reverse(p: Array, a: Array, eps: Array) -> Array:
     return result
 
 
+_LEAST = 1e-300
 _APART = 0.7
 """Two terms whose ratio is below this lose nothing in their difference."""
 _DEPTH = 45.0
@@ -203,7 +207,7 @@ def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
     t = u[:, None] * z * (z + 2)
     fallen = np.exp((2 * a - 1)[:, None] * np.log1p(z) - t)
     total = (fallen * -np.expm1(-(p / (1 - p))[:, None] * t)) @ weights
-    return log_gamma_term(a, _excess(p, a, eps)[0]) + np.log(2 * beyond * total)
+    return np.asarray(log_gamma_term(a, _excess(p, a, eps)[0]) + np.log(2 * beyond * total))
 
 
 def _lower_integral(p: Array, a: Array, y: Array) -> Array:
@@ -217,7 +221,7 @@ def _lower_integral(p: Array, a: Array, y: Array) -> Array:
     left = y[:, None] * (1 - z) * (1 + z)
     fallen = np.exp((2 * a - 1)[:, None] * np.log(z) + left)
     total = (fallen * -np.expm1(-p[:, None] * left)) @ weights
-    return log_gamma_term(a, y / a - 1) + np.log(2 * (1 - start) * total)
+    return np.asarray(log_gamma_term(a, y / a - 1) + np.log(2 * (1 - start) * total))
 
 
 _METHOD = "closed form (Lu et al., Theorem 2)"

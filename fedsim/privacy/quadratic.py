@@ -64,7 +64,8 @@ def log_delta_and_slope(
     flat = [np.broadcast_to(x, shape).reshape(-1, shape[-1]) for x in given]
     idle = (flat[2] == 0) & (flat[3] == 0)
     flat[:2] = np.where(idle, 0.0, flat[0]), np.where(idle, 1.0, flat[1])
-    form = _Form(*flat, np.broadcast_to(eps, shape[:-1]).ravel())
+    a, rest, shift, count = flat
+    form = _Form(a, rest, shift, count, np.broadcast_to(eps, shape[:-1]).ravel())
     value, slope = np.full(form.eps.shape, -np.inf), np.full(form.eps.shape, -np.inf)
     live = form.most() > 0
     if live.any():
@@ -108,7 +109,8 @@ class _Form:
     @property
     def log_rest(self) -> Array:
         """log(1 - a)."""
-        return np.where(np.abs(self.a) < 0.5, np.log1p(-self.a), np.log(self.rest))
+        near = np.abs(self.a) < 0.5
+        return np.asarray(np.where(near, np.log1p(-self.a), np.log(self.rest)))
 
     def divergence(self) -> Array:
         """K'(0), the Kullback-Leibler divergence of the first distribution from the second."""

@@ -127,7 +127,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
     def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
         q = max_leverage * points[1]
         found = np.empty(reverse.shape)
-        for way, rows in (("forward", ~reverse), ("reverse", reverse)):
+        for way, rows in zip(_WAYS, (~reverse, reverse), strict=True):
             found[rows] = log_delta((points[0] * q)[rows], q[rows], r, d, epsilon, way)
         return found
 
@@ -245,7 +245,9 @@ def _checked(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Ar
     return p, q, r, d
 
 
-def _form(p: Array, q: Array, r: Array, d: Array, direction: Direction) -> tuple[Array, ...]:
+def _form(
+    p: Array, q: Array, r: Array, d: Array, direction: Direction
+) -> tuple[Array, Array, Array, Array]:
     """Theorem 4 as (a, rest, shift, count) of `quadratic`, for q < 1."""
     s, kept = q - p, 1 - p
     if direction == "forward":

