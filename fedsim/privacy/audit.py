@@ -181,7 +181,9 @@ def _worlds(
     worlds = np.asarray(absent, dtype=np.float64), np.asarray(present, dtype=np.float64)
     for name, scores in zip(("absent", "present"), worlds, strict=True):
         if scores.ndim != 1:
-            raise FedsimError(f"{name}: scores of shape {scores.shape}; expected one axis, (draws,)")
+            raise FedsimError(
+                f"{name}: scores of shape {scores.shape}; expected one axis, (draws,)"
+            )
         if len(scores) < LEAST_DRAWS:
             raise FedsimError(
                 f"{name}: {len(scores)} scores are too few for a bound; draw {LEAST_DRAWS} or more"

@@ -1,4 +1,4 @@
-"""What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, a calibration, an audit.
+"""What the privacy calculator asks of a mechanism: its curve, a calibration, an audit.
 
 Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
 gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows which there are.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,6 +72,9 @@ class Calibration(_Keys):
 
 class Experiment(_Keys):
     """A release that can be drawn under either neighbour, so that its claim can be tried."""
+
+    gaussian_dp: ClassVar[bool] = False
+    """Whether the claim is one of μ-GDP and the release's trade-off curve a Gaussian one."""
 
     @abstractmethod
     def claim(self, delta: float) -> float:
