@@ -89,7 +89,7 @@ def gaussian_bound(
     """
     error = error_probability(delta, confidence) / 2
     mu = mu_bound(absent, present, error=error)
-    epsilon = gaussian.epsilon(1 / mu, delta) if mu > 0 else 0.0
+    epsilon = float(gaussian.epsilon(1 / mu, delta)) if mu > 0 else 0.0
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="gaussian_dp")
 
 
