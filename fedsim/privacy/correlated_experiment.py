@@ -16,7 +16,7 @@ Floats = NDArray[np.float64]
 
 _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
-_CHUNK = 1 << 23
+_CHUNK = 1 << 20
 """Entries of an array of (draws, patterns)."""
 
 
@@ -107,7 +107,10 @@ class CorrelatedExperiment(Experiment):
 
 def _log_density(seen: Floats, means: Floats, chances: Floats, sigma: float) -> Floats:
     """(draws,) log Σ_m p_m N(seen; m, σ²), up to what does not depend on the means."""
-    from scipy.special import logsumexp
-
+    if not means.any():
+        return np.zeros(len(seen))
     exponents = (seen @ means.T - (means**2).sum(1) / 2) / sigma**2
-    return np.asarray(logsumexp(exponents, axis=1, b=chances))
+    most = exponents.max(1)
+    exponents -= most[:, None]
+    found: Floats = most + np.log(np.exp(exponents, out=exponents) @ chances)
+    return found

@@ -149,7 +149,8 @@ class TruncatedLaplaceExperiment(_Sabotaged):
         share = -math.expm1(-bound / scale)
         size = -scale * np.log1p(-share * rng.random(draws))
         moved = self.sensitivity * present + rng.choice([-1.0, 1.0], draws) * size
-        ratio = (np.abs(moved) - np.abs(moved - self.sensitivity)) / scale
+        # |x| - |x - s|, without the rounding that would tell the neighbours apart
+        ratio = np.clip(2 * moved - self.sensitivity, -self.sensitivity, self.sensitivity) / scale
         ratio[moved > bound] = math.inf
         ratio[moved < self.sensitivity - bound] = -math.inf
         return ratio
