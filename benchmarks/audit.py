@@ -22,7 +22,7 @@ CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("random_projection", 1e-3, {"leverage": 0.1, "r": 20}),
     ("random_projection", 1e-2, {"leverage": 0.02, "r": 300}),
     ("least_squares", 1e-3, {"p": 0.05, "q": 0.1, "r": 100, "d": 10}),
-    ("truncated_laplace", 1e-2, {"sensitivity": 1.0, "epsilon": 1.0, "delta": 1e-2}),
+    ("truncated_laplace", 1e-2, {"sensitivity": 1.0, "scale": 1.0, "bound": 4.5}),
     ("gaussian_sampling", 1e-3, {"k": 100, "distance": 0.15}),
     ("poisson_gaussian", 1e-3, {"steps": 20, "sampling_rate": 0.1, "noise_multiplier": 1.0}),
     ("correlated_gaussian", 1e-3, {"steps": 20, "correlation": 0.7, "sampling": "full",

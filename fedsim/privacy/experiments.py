@@ -129,31 +129,56 @@ class TruncatedLaplaceExperiment(_Sabotaged):
 
     sensitivity: Annotated[float, Field(gt=0)] = 1.0
     """How far one row moves the number."""
-    epsilon: Annotated[float, Field(gt=0)]
-    """That the noise was made for."""
-    delta: Annotated[float, Field(gt=0, lt=0.5)]
-    """That the noise was made for."""
+    scale: Annotated[float, Field(gt=0)]
+    """b of the density exp(-|x| / b), in the units of the release."""
+    bound: Annotated[float, Field(gt=0)]
+    """The largest magnitude of the noise, in the units of the release."""
 
     def curve(self) -> Curve:
         """Truncated Laplace noise's."""
         from fedsim.privacy.laplace import TruncatedLaplaceCurve
 
         return TruncatedLaplaceCurve(
-            sensitivity=self.sensitivity, epsilon=self.epsilon, delta=self.delta
+            sensitivity=self.sensitivity, scale=self.scale, bound=self.bound
         )
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios; infinite where only one neighbour can be the source."""
-        scale = self.sabotage * self.sensitivity / self.epsilon
-        bound = scale * math.log1p(math.expm1(self.epsilon) / (2 * self.delta))
-        share = -math.expm1(-bound / scale)
-        size = -scale * np.log1p(-share * rng.random(draws))
+        scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
+        size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))
         moved = self.sensitivity * present + rng.choice([-1.0, 1.0], draws) * size
         # |x| - |x - s|, without the rounding that would tell the neighbours apart
         ratio = np.clip(2 * moved - self.sensitivity, -self.sensitivity, self.sensitivity) / scale
         ratio[moved > bound] = math.inf
         ratio[moved < self.sensitivity - bound] = -math.inf
         return ratio
+
+
+@final
+class GaussianSamplingExperiment(_Sabotaged):
+    """k draws of N(0, K) against k of N(0, K'), in the one direction in which the two differ.
+
+    There K' has 1 / (1 - M) times K's variance, M being the distance: the worst pair, but for ε so
+    small that more directions are. `sabotage` acts on k, whose square root is what more draws take
+    from the noise of their mean: 0.8 is k / 0.64 draws.
+    """
+
+    k: Annotated[int, Field(ge=1)]
+    """Draws."""
+    distance: Annotated[float, Field(gt=0, lt=1)]
+    """M = |K^½ K'⁻¹ K^½ - I|, in Frobenius norm."""
+
+    def curve(self) -> Curve:
+        """Gaussian sampling's."""
+        from fedsim.privacy.wishart import GaussianSamplingCurve
+
+        return GaussianSamplingCurve(k=self.k, distance=self.distance)
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
+        """(draws,) log likelihood ratios; `present` is K'."""
+        count, precision = round(self.k / self.sabotage**2), 1 - self.distance
+        squares = rng.chisquare(count, draws) / (precision if present else 1.0)
+        return self.distance * squares / 2 + count / 2 * math.log(precision)
 
 
 @final

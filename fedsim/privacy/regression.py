@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from fedsim.privacy import quadratic
 from fedsim.privacy.contract import Direction
-from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon, solve
+from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
 Variant = Literal["tight", "paper"]

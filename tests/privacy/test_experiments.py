@@ -14,6 +14,7 @@ from fedsim.privacy.contract import Experiment
 from fedsim.privacy.correlated_experiment import CorrelatedExperiment
 from fedsim.privacy.experiments import (
     GaussianExperiment,
+    GaussianSamplingExperiment,
     LeastSquaresExperiment,
     PoissonGaussianExperiment,
     RandomProjectionExperiment,
@@ -31,6 +32,7 @@ def correlated(sampling: str, **keys: Any) -> CorrelatedExperiment:
 EXPERIMENTS: list[Experiment] = [
     GaussianExperiment(sensitivity=2.0, sigma=3.0),
     RandomProjectionExperiment(leverage=0.3, r=5),
+    GaussianSamplingExperiment(k=20, distance=0.2),
     LeastSquaresExperiment(p=0.1, q=0.25, r=30, d=4),
     LeastSquaresExperiment(p=0.0, q=0.2, r=30, d=1),
     PoissonGaussianExperiment(steps=5, sampling_rate=0.3, noise_multiplier=1.5),
@@ -58,7 +60,8 @@ def test_the_score_is_the_likelihood_ratio_of_what_is_drawn(
 
 @pytest.mark.parametrize("sabotage", [1.0, 0.8])
 def test_truncated_laplace_is_the_likelihood_ratio_where_both_can_be(sabotage: float) -> None:
-    experiment = TruncatedLaplaceExperiment(epsilon=1.0, delta=0.05, sabotage=sabotage)
+    bound = math.log1p(math.expm1(1.0) / (2 * 0.05))  # where δ is 0.05
+    experiment = TruncatedLaplaceExperiment(scale=1.0, bound=bound, sabotage=sabotage)
     absent = experiment.scores(False, 400_000, np.random.default_rng(1))
     present = experiment.scores(True, 400_000, np.random.default_rng(2))
     assert np.isneginf(absent).any() and not np.isposinf(absent).any()
