@@ -18,4 +18,9 @@ class Known:
     experiment: str | None = None
 
 
-MECHANISMS: dict[str, Known] = {}
+MECHANISMS: dict[str, Known] = {
+    "correlated_gaussian": Known(
+        curve="fedsim.privacy.correlated_gaussian:CorrelatedCurve",
+        calibration="fedsim.privacy.correlated_gaussian:CorrelatedCalibration",
+    ),
+}

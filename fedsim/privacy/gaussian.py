@@ -53,3 +53,16 @@ def _log_delta(c: float, mu: float) -> float:
     if difference <= 0:
         return -math.inf
     return -(c**2) / 2 - math.log(2 * math.pi) / 2 + math.log(difference)
+
+
+def log_delta(noise_multiplier: float, epsilon: float) -> float:
+    """The natural logarithm of the least δ at ε >= 0, right where δ underflows; -inf for δ = 0.
+
+    >>> round(math.exp(log_delta(1.0, 1.0)), 6)
+    0.126937
+    """
+    if noise_multiplier == 0:
+        return 0.0
+    mu = 1 / noise_multiplier
+    c = epsilon / mu - mu / 2
+    return 0.0 if c < -_WIDEST else min(0.0, _log_delta(c, mu))
