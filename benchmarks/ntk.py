@@ -88,8 +88,7 @@ def experiment(
     train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
 ) -> dict[str, Any]:
     """Accuracies, and what they cost by either accounting."""
-    from fedsim.privacy.laplace import truncated_laplace_noise
-    from fedsim.privacy.wishart import sampling_epsilon
+    from fedsim.privacy import laplace, wishart
 
     n, d = train.shape
     weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))
@@ -109,10 +108,10 @@ def experiment(
     scores: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
     control = []
     for trial in range(trials):
-        noise = truncated_laplace_noise(
-            (n, d), math.sqrt(d) * BETA, INPUT_EPSILON, INPUT_DELTA, rng.derive(trial, "inputs")
-        )
-        rows = train + torch.from_numpy(noise)
+        reach = math.sqrt(d) * BETA
+        bound = float(laplace.bound(reach, INPUT_EPSILON, INPUT_DELTA))
+        noise = rng.generator(trial, "inputs")
+        rows = ntk.noisy_inputs(train, reach / INPUT_EPSILON, bound, noise)
         control.append(accuracy(ntk.fit_without_kernel(labels, RIDGE), rows))
         samples = ntk.gaussian_samples(root, max(counts.values()), rng.generator(trial, "samples"))
         for epsilon, count in counts.items():
@@ -133,8 +132,8 @@ def experiment(
                 "samples": count,
                 "lemma_applies": ntk.paper_condition(epsilon, DELTA, count, printed),
                 "within_radius": printed <= ntk.paper_radius(epsilon, DELTA, count),
-                "epsilon_exact_at_paper_distance": sampling_epsilon(count, printed, DELTA),
-                "epsilon_exact": sampling_epsilon(count, holds, DELTA),
+                "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
+                "epsilon_exact": wishart.epsilon(count, holds, DELTA),
                 "accuracy": _spread(scores[epsilon]),
             }
             for epsilon, count in counts.items()

@@ -109,6 +109,19 @@ def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Te
     return root @ noise
 
 
+def noisy_inputs(train: Tensor, scale: float, bound: float, generator: torch.Generator) -> Tensor:
+    """X̃ = X + truncated Laplace noise of density ~ exp(-|x| / scale) within ± bound, per entry.
+
+    For a row that moves by β in L2 norm the scale is sqrt(d) β / ε, that being its L1 sensitivity;
+    `fedsim.privacy.laplace` has the bound of a δ.
+    """
+    shape = train.shape
+    share = torch.rand(shape, generator=generator, dtype=torch.float64)
+    size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
+    signs = 2 * torch.randint(2, shape, generator=generator) - 1
+    return train + signs * size
+
+
 def neighbour_distance(gram: Tensor, other: Tensor) -> float:
     """M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
 

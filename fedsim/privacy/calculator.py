@@ -68,7 +68,12 @@ MECHANISMS: dict[str, Known] = {
     "poisson_gaussian": Known(experiment="fedsim.privacy.experiments:PoissonGaussianExperiment"),
 }
 
-QUESTIONS = {"delta": "curve", "epsilon": "curve", "calibrate": "calibration", "audit": "experiment"}
+QUESTIONS = {
+    "delta": "curve",
+    "epsilon": "curve",
+    "calibrate": "calibration",
+    "audit": "experiment",
+}
 """Which part of a mechanism answers which question."""
 
 _Part = TypeVar("_Part", bound=BaseModel)
@@ -96,9 +101,7 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     return curve(mechanism, keys).epsilon(_delta(delta))
 
 
-def calibrate(
-    mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float
-) -> Answer:
+def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """The least noise that makes `mechanism` (ε, δ)-private.
 
     Raises:

@@ -44,7 +44,7 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
     """log δ(ε) where an example's contribution to C G has norm at most `reach`: exact."""
-    return gaussian.log_delta(noise_multiplier / reach, epsilon)
+    return float(gaussian.log_delta(noise_multiplier / reach, epsilon))
 
 
 def log_delta_revealed(

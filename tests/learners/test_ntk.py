@@ -114,6 +114,19 @@ def test_many_samples_are_the_kernel_itself() -> None:
     assert float(gap.abs().max()) < 0.02
 
 
+def test_noise_on_the_inputs_is_truncated_laplace() -> None:
+    """Against its density's own moments, and within its bound."""
+    rows = torch.full((200, 300), 5.0, dtype=torch.float64)
+    noise = ntk.noisy_inputs(rows, 2.0, 3.0, stream(0)) - 5
+    assert float(noise.abs().max()) <= 3
+    assert abs(float(noise.mean())) < 0.03
+    share = 1 - math.exp(-1.5)
+    expected = 2.0 - 3.0 * math.exp(-1.5) / share  # E|x|
+    assert float(noise.abs().mean()) == pytest.approx(expected, rel=0.01)
+    inside = (1 - math.exp(-0.5)) / share
+    assert float((noise.abs() <= 1).double().mean()) == pytest.approx(inside, rel=0.01)
+
+
 def moved(x: Tensor, beta: float, seed: int) -> Tensor:
     """A neighbour: the last row moved by `beta`, no longer than before."""
     step = torch.randn(x.shape[1], generator=stream(seed), dtype=torch.float64)
