@@ -130,7 +130,8 @@ def audit(
         from fedsim.privacy import calculator
 
         if mechanism is None:
-            return _list(as_json)
+            _list(as_json)
+            return
         found = calculator.audit(
             mechanism,
             calculator.parse(keys),

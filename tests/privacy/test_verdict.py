@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fedsim.privacy import calculator
 from fedsim.privacy_cli import app
-from fedsim.types import FedsimError
 
 STEPS = {"steps": 3, "sampling_rate": 0.5, "correlation": 0.5, "noise_multiplier": 1.5}
 CASES: list[tuple[str, dict[str, Any]]] = [
