@@ -133,7 +133,9 @@ def experiment(
                 "lemma_applies": ntk.paper_condition(epsilon, DELTA, count, printed),
                 "within_radius": printed <= ntk.paper_radius(epsilon, DELTA, count),
                 "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
-                "epsilon_exact": wishart.epsilon(count, holds, DELTA),
+                "epsilon_exact": (
+                    wishart.epsilon(count, holds, DELTA) if math.isfinite(holds) else math.inf
+                ),
                 "accuracy": _spread(scores[epsilon]),
             }
             for epsilon, count in counts.items()
