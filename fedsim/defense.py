@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,8 @@ class Mechanism:
     exchanged for zero and the sensitivity is C; under `replace_one` it is exchanged for any other
     and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampled`
     says that each drew its own batch uniformly without replacement from the client's data,
-    independently of all others.
+    independently of all others. `correlation` is λ where a client's t-th release has the noise
+    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t.
     """
 
     noise_multiplier: float
@@ -43,6 +45,7 @@ class Mechanism:
     relation: Relation
     releases: int = 1
     sampled: bool = False
+    correlation: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +114,23 @@ class TrainingDefense(Plugin):
         """What holds of the update after training that is described by `training`."""
 
 
+class RememberingDefense(TrainingDefense):
+    """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
+
+    @abstractmethod
+    def recalling(
+        self, loss: LossFn, gradient: GradientFn, memory: dict[str, Tensor]
+    ) -> GradientFn:
+        """As `gradient`, going on from `memory`, which each step replaces with its own.
+
+        It is empty before a client's first step, and is kept between rounds as it was left.
+        """
+
+    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+        """The direction of the first step and of those that follow it."""
+        return self.recalling(loss, gradient, {})
+
+
 class AggregationDefense(Plugin):
     """Changes what the server sees of a round: one combined update instead of each client's."""
 
@@ -133,6 +153,9 @@ class Stack:
     training_defenses: tuple[TrainingDefense, ...] = ()
     update_defenses: tuple[UpdateDefense, ...] = ()
     aggregation: AggregationDefense | None = None
+    _memories: dict[int, dict[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def vantage(self) -> Vantage:
@@ -147,9 +170,39 @@ class Stack:
 
     def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
         """The direction of a local step after every training defense."""
-        for defense in self.training_defenses:
-            gradient = defense.gradient(loss, gradient)
+        for index, defense in enumerate(self.training_defenses):
+            if isinstance(defense, RememberingDefense):
+                memory = self._memories.setdefault(index, {})
+                gradient = defense.recalling(loss, gradient, memory)
+            else:
+                gradient = defense.gradient(loss, gradient)
         return gradient
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a client has to keep a state between its rounds."""
+        training = any(isinstance(d, RememberingDefense) for d in self.training_defenses)
+        return training or bool(self.update_defenses)
+
+    @contextmanager
+    def recalling(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
+        """Let steps inside go on from the client's `state`; afterwards it holds what they left.
+
+        `state` is the client's after its round before (empty before its first); the value is filled
+        on exit, to be kept with the state of the update defenses.
+        """
+        self._memories.clear()
+        for name, tensor in state.items():
+            if name.startswith(_TRAINING):
+                index, _, own = name.removeprefix(_TRAINING).partition(".")
+                self._memories.setdefault(int(index), {})[own] = tensor
+        left: dict[str, Tensor] = {}
+        try:
+            yield left
+            for number, memory in self._memories.items():
+                left |= {f"{_TRAINING}{number}.{name}": t.cpu() for name, t in memory.items()}
+        finally:
+            self._memories.clear()
 
     def guarantees(self, declared: LocalTraining) -> list[Guarantee]:
         """What holds before the first update defense, and after each stage behind it."""
@@ -185,6 +238,10 @@ class Stack:
             defended, own_after = defense.apply(defended, own, rng)
             after |= {prefix + name: tensor for name, tensor in own_after.items()}
         return {name: defended.get(name, tensor) for name, tensor in update.items()}, after
+
+
+_TRAINING = "training."
+"""How the names of what training defenses remember begin; others begin with a number."""
 
 
 def chain(*defenses: Defense) -> Stack:

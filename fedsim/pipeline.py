@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import federation, progress, record, recording, refusal, rows, scoring
+from fedsim import canaries, federation, progress, record, recording, refusal, rows, scoring
 from fedsim.adversary import Progress
 from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
@@ -109,6 +109,9 @@ class _Plan:
         federation.check(scenario)
         for workload in self.workloads.values():
             refusal.check(workload)
+        if scenario.audit:
+            last = scenario.training.rounds
+            canaries.check({n: rows.spent(w, last) for n, w in self.workloads.items()})
         self._refuse_other_run()
 
     def execute(self, display: progress.Display) -> None:
@@ -158,6 +161,7 @@ class _Plan:
             self.variant,
             self.workloads,
             record.read_lines(self.out / "rounds.jsonl"),
+            self._audit(display),
         )
 
         def on_progress(job: Job, at: Progress) -> None:
@@ -179,6 +183,17 @@ class _Plan:
             on_progress=on_progress,
             on_result=on_result,
         )
+
+    def _audit(self, display: progress.Display) -> dict[str, float | None]:
+        """Of each stack, what canaries show of its claim, if the scenario asks for it."""
+        if self.scenario.audit:
+            display.stage("audit", len(self.workloads))
+        found = {}
+        for name, workload in self.workloads.items():
+            found[name] = rows.audited(workload)
+            if self.scenario.audit:
+                display.advance(f"{name}: ε of at least {found[name]}" if found[name] else "")
+        return found
 
     def _finish(self, seconds: float) -> None:
         """Controls, canonical order, the record."""

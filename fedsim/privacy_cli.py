@@ -112,6 +112,42 @@ def calibrate(
         _show(answer, as_json)
 
 
+@app.command()
+def audit(
+    mechanism: Mechanism = None,
+    keys: Keys = None,
+    delta: Delta = None,
+    draws: Annotated[
+        int, typer.Option(help="Releases to draw under each of the two neighbours.")
+    ] = 1_000_000,
+    confidence: Annotated[
+        float, typer.Option(help="With which a true claim is not refuted, above 0 and below 1.")
+    ] = 0.99,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Try to refute what a mechanism claims; exit status 1 if that succeeds."""
+    with exits():
+        from dataclasses import asdict
+
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        found = calculator.audit(
+            mechanism,
+            calculator.parse(keys),
+            delta=_given("delta", delta),
+            draws=draws,
+            confidence=confidence,
+            seed=seed,
+        )
+        _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
+        if not found.holds:
+            raise typer.Exit(1)
+
+
 def _given(name: str, value: float | None) -> float:
     from fedsim.types import FedsimError
 
@@ -126,7 +162,10 @@ _EXAMPLES = {"epsilon": "1", "delta": "1e-5"}
 def _show(answer: Answer, as_json: bool) -> None:
     from dataclasses import asdict
 
-    fields = asdict(answer)
+    _print(asdict(answer), as_json)
+
+
+def _print(fields: dict[str, Any], as_json: bool) -> None:
     if as_json:
         # Strict JSON has no infinity: what is infinite is written as text.
         typer.echo(json.dumps({name: _strict(value) for name, value in fields.items()}, indent=2))
@@ -145,6 +184,8 @@ def _strict(value: Any) -> Any:
 def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{_text(each)} ({name})" for name, each in value.items())
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     return str(value)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import scoring
+from fedsim.canaries import audited_epsilon
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
 from fedsim.learners import sgd
@@ -33,21 +34,41 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     Worst is the most participations so far together with the least data. In a round that is
     observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
-    observe = workload.scenario.observe
-    counts, repeated = [0] * len(workload.parts), [0] * len(workload.parts)
-    for past in range(1, round + 1):
-        again = observe.releases > 1 and workload.is_observed(past)
-        for client in workload.participants(past):
-            (repeated if again else counts)[client] += 1
+    rounds, repeated = participations(workload, round)
     return claim(
         workload.stack,
         workload.declared,
-        rounds=max(counts),
-        repeated_rounds=max(repeated),
-        repeats=observe.releases,
+        rounds=rounds,
+        repeated_rounds=repeated,
+        repeats=workload.scenario.observe.releases,
         num_examples=min(len(part) for part in workload.parts),
         delta=workload.scenario.privacy.delta,
         buffers_released=workload.releases_statistics,
+    )
+
+
+def participations(workload: Workload, round: int) -> tuple[int, int]:
+    """The most that any client has had after `round` rounds: (plain ones, repeated releases)."""
+    counts, repeated = [0] * len(workload.parts), [0] * len(workload.parts)
+    for past in range(1, round + 1):
+        again = workload.scenario.observe.releases > 1 and workload.is_observed(past)
+        for client in workload.participants(past):
+            (repeated if again else counts)[client] += 1
+    return max(counts), max(repeated)
+
+
+def audited(workload: Workload) -> float | None:
+    """A lower bound of what the stack's claim must say, by canaries; None if none are asked for."""
+    scenario = workload.scenario
+    if scenario.audit is None:
+        return None
+    last = scenario.training.rounds
+    return audited_epsilon(
+        workload,
+        spent(workload, last),
+        rounds=max(participations(workload, last)),
+        canaries=scenario.audit.canaries,
+        confidence=scenario.audit.confidence,
     )
 
 
@@ -65,6 +86,8 @@ class Context:
     variant: Mapping[str, Any]
     workloads: Mapping[str, Workload]
     rounds: Sequence[Row]
+    audited: Mapping[str, float | None]
+    """Stack -> lower bound of its ε, by canaries."""
 
     def row(self, job: Job, result: Result) -> Row:
         """The line of one attack on one observation; its control is added at the end."""
@@ -115,7 +138,7 @@ class Context:
                 "unit": guarantee.unit,
                 "relation": guarantee.relation,
                 "reason": guarantee.reason,
-                "audited_epsilon": None,
+                "audited_epsilon": self.audited[stack],
             },
             "cost": {**result.cost, "bytes_up": _per_client(attacked)},
         }

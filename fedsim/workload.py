@@ -245,7 +245,8 @@ class Workload:
         ]
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(self.scenario.seed, "defense", *path, *again)
-        trained = train(self.model, parameters, buffers, batches, training, self.stack, stream)
+        with self.stack.recalling(state) as remembered:
+            trained = train(self.model, parameters, buffers, batches, training, self.stack, stream)
         update = {name: value.cpu() for name, value in trained.update.items()}
         before = state or self.stack.init(update, self._declared(probe))
         defended, after = self.stack.apply(update, before, stream)
@@ -256,7 +257,7 @@ class Workload:
                 buffers={name: value.cpu() for name, value in trained.buffers.items()},
             ),
             truth=self._truth(round, batches, pixels, labels, parameters, buffers, training),
-            state=after if probe is None else state,
+            state={**after, **remembered} if probe is None else state,
             loss=trained.loss,
         )
 

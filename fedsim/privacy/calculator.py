@@ -1,4 +1,4 @@
-"""The privacy calculator: δ(ε), ε(δ) and the noise of any mechanism it knows, by name.
+"""The privacy calculator: δ(ε), ε(δ), noise and audit of any mechanism it knows, by name.
 
     from fedsim.privacy import calculator
 
@@ -13,12 +13,15 @@ import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment
 from fedsim.types import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.privacy.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,27 +37,43 @@ MECHANISMS: dict[str, Known] = {
     "gaussian": Known(
         curve="fedsim.privacy.gaussian:GaussianCurve",
         calibration="fedsim.privacy.gaussian:GaussianCalibration",
+        experiment="fedsim.privacy.experiments:GaussianExperiment",
     ),
     "random_projection": Known(
         curve="fedsim.privacy.projection:RandomProjectionCurve",
         calibration="fedsim.privacy.projection:RandomProjectionCalibration",
+        experiment="fedsim.privacy.experiments:RandomProjectionExperiment",
     ),
     "least_squares": Known(
         curve="fedsim.privacy.regression:LeastSquaresCurve",
         calibration="fedsim.privacy.regression:LeastSquaresCalibration",
+        experiment="fedsim.privacy.experiments:LeastSquaresExperiment",
     ),
     "normal": Known(curve="fedsim.privacy.ndis:NormalCurve"),
     "gaussian_sampling": Known(
         curve="fedsim.privacy.wishart:GaussianSamplingCurve",
         calibration="fedsim.privacy.wishart:GaussianSamplingCalibration",
+        experiment="fedsim.privacy.experiments:GaussianSamplingExperiment",
     ),
     "truncated_laplace": Known(
         curve="fedsim.privacy.laplace:TruncatedLaplaceCurve",
         calibration="fedsim.privacy.laplace:TruncatedLaplaceCalibration",
+        experiment="fedsim.privacy.experiments:TruncatedLaplaceExperiment",
     ),
+    "correlated_gaussian": Known(
+        curve="fedsim.privacy.correlated_gaussian:CorrelatedCurve",
+        calibration="fedsim.privacy.correlated_gaussian:CorrelatedCalibration",
+        experiment="fedsim.privacy.correlated_experiment:CorrelatedExperiment",
+    ),
+    "poisson_gaussian": Known(experiment="fedsim.privacy.experiments:PoissonGaussianExperiment"),
 }
 
-QUESTIONS = {"delta": "curve", "epsilon": "curve", "calibrate": "calibration"}
+QUESTIONS = {
+    "delta": "curve",
+    "epsilon": "curve",
+    "calibrate": "calibration",
+    "audit": "experiment",
+}
 """Which part of a mechanism answers which question."""
 
 
@@ -89,6 +108,29 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
     made = make(mechanism, "calibration", keys)
     assert isinstance(made, Calibration)
     return made.calibrate(_epsilon(epsilon), _delta(delta))
+
+
+def audit(
+    mechanism: str,
+    keys: Mapping[str, Any],
+    *,
+    delta: float,
+    draws: int = 1_000_000,
+    confidence: float = 0.99,
+    seed: int = 0,
+) -> Verdict:
+    """What `mechanism` claims at δ in (0, 1), and what an attacker can show of its releases.
+
+    The key `sabotage` multiplies the noise without the claim's knowing. `draws` are releases of
+    each neighbour, `confidence` is that a true claim is not refuted.
+
+    Raises:
+        FedsimError: as of `delta`; or draws are too few.
+    """
+    from fedsim.privacy.verdict import try_claim
+
+    made = _made(mechanism, "experiment", keys, Experiment)
+    return try_claim(made, delta=_delta(delta), draws=draws, confidence=confidence, seed=seed)
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
@@ -202,7 +244,7 @@ def render(rows: list[dict[str, Any]]) -> str:
         lines += [row["mechanism"], f"    {row['summary']}"]
         for part, keys in row["keys"].items():
             asked = [question for question, needs in QUESTIONS.items() if needs == part]
-            lines += [f"    {', '.join(asked) or 'audit'}:", *key_table(keys)]
+            lines += [f"    {', '.join(asked)}:", *key_table(keys)]
         lines.append("")
     return "\n".join(lines)
 

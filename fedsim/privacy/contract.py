@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,9 @@ class Calibration(_Keys):
 
 class Experiment(_Keys):
     """A release that can be drawn under either neighbour, so that its claim can be tried."""
+
+    gaussian_dp: ClassVar[bool] = False
+    """Whether the claim is one of μ-GDP and the release's trade-off curve a Gaussian one."""
 
     @abstractmethod
     def claim(self, delta: float) -> float:

@@ -4,7 +4,9 @@ A stack is accounted only if it proves a `Mechanism`; every other stack has ε =
 Without sampling, T Gaussian releases are one Gaussian release with noise multiplier z / sqrt(T),
 whose curve is exact. Batches sampled without replacement are accounted by Rényi divergences (Wang,
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
-AISTATS 2019, Theorem 27) as implemented by dp_accounting.
+AISTATS 2019, Theorem 27) as implemented by dp_accounting. Noise that is correlated between steps is
+one Gaussian release of them all (`fedsim.privacy.correlated`); there no amplification by sampling
+without replacement is known but the mean over the batches, as if they were known.
 
 What the claim covers: the update itself. A client's number of examples and reported loss, its
 taking part, and the choice of hyper-parameters are outside of it.
@@ -61,6 +63,11 @@ def claim(
             "clients release batch-norm statistics, which the defense does not protect; "
             "choose the model's norm: group"
         )
+    if held.mechanism.correlation and repeated_rounds and repeats > 1:
+        return _unproven(
+            "several releases of the same batch are not accounted for correlated noise; set "
+            "observe.releases: 1"
+        )
     batch_size = stack.training(declared).batch_size
     if held.mechanism.sampled and batch_size > num_examples:
         raise FedsimError(
@@ -98,6 +105,8 @@ def _spent(
     releases = sum(rounds * repeats for rounds, repeats in spent)
     if releases == 0:
         return 0.0, EXACT
+    if mechanism.correlation:
+        return _correlated(mechanism, releases, batch_size, num_examples, delta)
     multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
     exact = float(gaussian.epsilon(multiplier / math.sqrt(releases), delta))
     if not mechanism.sampled or batch_size == num_examples:
@@ -114,6 +123,24 @@ def _spent(
     sampled = float(compute_epsilon(orders, total, delta)[0])
     # Whatever the batches, at most one example differs between them: the exact curve holds too.
     return (sampled, RENYI) if sampled < exact else (exact, EXACT)
+
+
+def _correlated(
+    mechanism: Mechanism, steps: int, batch_size: int, num_examples: int, delta: float
+) -> tuple[float, str]:
+    from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+
+    sampled = mechanism.sampled and batch_size < num_examples
+    curve = CorrelatedCurve(
+        steps=steps,
+        sampling_rate=batch_size / num_examples if sampled else 1.0,
+        correlation=mechanism.correlation,
+        sampling="fixed_size" if sampled else "full",
+        relation=mechanism.relation,
+        noise_multiplier=mechanism.noise_multiplier,
+    )
+    found = curve.epsilon(delta)
+    return found.epsilon, f"{found.method}, correlated noise"
 
 
 @cache

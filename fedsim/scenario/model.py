@@ -158,6 +158,15 @@ class Privacy(Section):
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
 
 
+class Audit(Section):
+    """Try every stack's claim with a canary, besides the run (`fedsim.canaries`)."""
+
+    canaries: Annotated[int, Field(ge=200, le=10_000_000)] = 1000
+    """How often the canary takes part in the whole training, and how often it does not."""
+    confidence: Annotated[float, Field(gt=0, lt=1)] = 0.99
+    """That a claim that is true is not refuted."""
+
+
 class Scoring(Section):
     """How reconstructions are scored."""
 
@@ -185,4 +194,5 @@ class Scenario(Section):
     observe: Observe = Observe()
     knowledge: KnowledgeGrant = KnowledgeGrant()
     privacy: Privacy = Privacy()
+    audit: Audit | None = None
     scoring: Scoring = Scoring()

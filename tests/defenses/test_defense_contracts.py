@@ -11,6 +11,7 @@ from fedsim.testing.defense import (
 )
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
+from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
@@ -58,6 +59,11 @@ class TestQuantization(UpdateDefenseContract):
 class TestQuantizationDeterministic(UpdateDefenseContract):
     def make(self) -> Quantization:
         return Quantization(bits=8, rounding="deterministic")
+
+
+class TestCorrelatedNoise(TrainingDefenseContract):
+    def make(self) -> CorrelatedNoise:
+        return CorrelatedNoise(norm=0.8, noise_multiplier=1.1, correlation=0.6)
 
 
 class TestDPSGD(TrainingDefenseContract):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import fedsim_defenses.dp_sgd as module
+import fedsim_defenses.per_example as module
 from fedsim.defense import Guarantee, Mechanism, global_norm
 from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function

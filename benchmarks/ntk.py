@@ -1,0 +1,207 @@
+"""Private NTK regression: accuracy against ε, by the paper's accounting and by the exact one.
+
+The experiment of Figure 1 of Differential Privacy Mechanisms in Neural Tangent Kernel Regression:
+10 classes, m = 256 neurons, λ = 10, δ = 2e-3, β = 1e-6, unit features, k samples as equation (1)
+allows at ε with the paper's n = 1,000 and η_min = 7e-3. Beside it: whether the lemma that the paper
+rests on applies at all, the exact ε of so many samples at the paper's distance M, a distance that
+holds for these data, and the control α = Y / λ, which drops the kernel matrix and its ε.
+
+Bundled digits (8x8 pixels), or images of a folder or zip with `train/` and `test/`, of which a
+ResNet-18 gives the features (scenarios/ntk/features.yaml trains it on the other images).
+
+    python benchmarks/ntk.py [--trials 5] [--json FILE] [--plot FILE.png]
+    python benchmarks/ntk.py --images cifar10-images.zip --weights none.safetensors [--features F]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.learners import ntk
+from fedsim.recording import read_tensors, write_tensors
+
+NEURONS, RIDGE, DELTA, BETA = 256, 10.0, 2e-3, 1e-6
+PAPER_N, PAPER_SMALLEST = 1_000, 7e-3
+INPUT_EPSILON, INPUT_DELTA = 0.1, 1e-6
+"""Of X̃, on top of what K̃ costs; at so small a β it costs no accuracy."""
+EPSILONS = (2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0)
+CLASSES = 10
+
+
+def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unit rows of 64 pixels: 1,000 to train on, the other 797 to test."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    order = torch.randperm(len(data.target), generator=rng.generator(0, "digits"))
+    rows = _unit(torch.from_numpy(data.data)[order])
+    labels = torch.from_numpy(data.target)[order].long()
+    return rows[:1000], labels[:1000], rows[1000:], labels[1000:]
+
+
+def images(path: Path, weights: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Unit features of the last 1,000 training and the first 100 test images of every class."""
+    from fedsim.data.folder import ImageFolder
+    from fedsim.models.base import build, normalize
+    from fedsim.models.weights import read_weights
+    from fedsim.types import ModelSpec
+
+    data = ImageFolder(path=str(path), limit=5000).load()
+    first = ImageFolder(path=str(path), limit=4000).load()  # what the ResNet was trained on
+    spec = ModelSpec(
+        name="resnet18",
+        parameters={"stem": "imagenet"},
+        input_shape=data.input_shape,
+        num_classes=len(data.classes),
+        mean=first.mean,
+        std=first.std,
+    )
+    model = build(spec, 0)
+    parameters, buffers = read_weights(weights, model)
+    model.load_state_dict({**parameters, **buffers}, strict=False)
+    model.eval()
+
+    def features(pixels: Tensor, labels: Tensor, chosen: slice) -> tuple[Tensor, Tensor]:
+        picked = torch.cat([torch.where(labels == c)[0][chosen] for c in range(CLASSES)])
+        with torch.no_grad():
+            rows = [
+                model.features(normalize(pixels[part].float() / 255, spec))
+                for part in picked.split(200)
+            ]
+        return _unit(torch.cat(rows).double()), labels[picked]
+
+    train = features(data.train_images, data.train_labels, slice(-1000, None))
+    return *train, *features(data.test_images, data.test_labels, slice(100))
+
+
+def experiment(
+    train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
+) -> dict[str, Any]:
+    """Accuracies, and what they cost by either accounting."""
+    from fedsim.privacy import laplace, wishart
+
+    n, d = train.shape
+    weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))
+    labels = ntk.one_hot(classes, CLASSES)
+    gram = ntk.kernel(train, train, weights)
+    smallest = float(torch.linalg.eigvalsh(gram)[0])
+    gain = float(torch.linalg.eigvalsh(weights.T @ weights / NEURONS)[-1])
+    printed = ntk.paper_distance(PAPER_N, BETA, PAPER_SMALLEST)
+    holds = ntk.distance_bound(n, BETA, smallest, gain=gain)
+
+    def accuracy(alpha: Tensor, rows: Tensor) -> float:
+        found = ntk.predict(test, rows, alpha, weights).argmax(1)
+        return float((found == truth).double().mean())
+
+    counts = {epsilon: ntk.paper_samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
+    root = ntk.square_root(gram)
+    scores: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
+    control = []
+    for trial in range(trials):
+        reach = math.sqrt(d) * BETA
+        bound = float(laplace.bound(reach, INPUT_EPSILON, INPUT_DELTA))
+        noise = rng.generator(trial, "inputs")
+        rows = ntk.noisy_inputs(train, reach / INPUT_EPSILON, bound, noise)
+        control.append(accuracy(ntk.fit_without_kernel(labels, RIDGE), rows))
+        samples = ntk.gaussian_samples(root, max(counts.values()), rng.generator(trial, "samples"))
+        for epsilon, count in counts.items():
+            alpha = ntk.fit_sampled(samples[:, :count], labels, RIDGE)
+            scores[epsilon].append(accuracy(alpha, rows))
+    return {
+        "n": n,
+        "tested": len(truth),
+        "trials": trials,
+        "smallest_eigenvalue": smallest,
+        "paper_distance": printed,
+        "distance": holds,
+        "not_private": accuracy(ntk.fit(gram, labels, RIDGE), train),
+        "without_kernel": _spread(control),
+        "rows": [
+            {
+                "epsilon_paper": epsilon,
+                "samples": count,
+                "lemma_applies": ntk.paper_condition(epsilon, DELTA, count, printed),
+                "within_radius": printed <= ntk.paper_radius(epsilon, DELTA, count),
+                "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
+                "epsilon_exact": (
+                    wishart.epsilon(count, holds, DELTA) if math.isfinite(holds) else math.inf
+                ),
+                "accuracy": _spread(scores[epsilon]),
+            }
+            for epsilon, count in counts.items()
+        ],
+    }
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Accuracy against ε by either accounting."""
+    import matplotlib.pyplot as plt
+
+    rows = found["rows"]
+    mean = [row["accuracy"]["mean"] for row in rows]
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.plot([row["epsilon_paper"] for row in rows], mean, "o-", label="as the paper accounts")
+    exact = [row["epsilon_exact_at_paper_distance"] for row in rows]
+    axes.plot(exact, mean, "s-", label="the same releases, exactly")
+    axes.axhline(found["not_private"], color="black", label="not private")
+    axes.axhline(
+        found["without_kernel"]["mean"], color="red", ls="--", label="without K, α = Y / λ"
+    )
+    axes.set(xscale="log", xlabel=f"ε of K̃ at δ = {DELTA:g}", ylabel="test accuracy")
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _unit(rows: Tensor) -> Tensor:
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    spread = statistics.stdev(values) if len(values) > 1 else math.nan
+    return {"mean": statistics.fmean(values), "std": spread}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=Path, help="folder or zip; default: bundled digits")
+    parser.add_argument("--weights", type=Path, help="a ResNet-18's, needed with --images")
+    parser.add_argument("--features", type=Path, help="where to keep the features of the images")
+    parser.add_argument("--trials", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    asked = parser.parse_args()
+    started = time.perf_counter()
+    names = ("train", "train_labels", "test", "test_labels")
+    if asked.features and asked.features.exists():
+        kept = read_tensors(asked.features)
+        data = kept["train"], kept["train_labels"], kept["test"], kept["test_labels"]
+    elif asked.images:
+        if not asked.weights:
+            parser.error("--images needs --weights: see scenarios/ntk/features.yaml")
+        data = images(asked.images, asked.weights)
+    else:
+        data = digits()
+    if asked.features and not asked.features.exists():
+        write_tensors(asked.features, dict(zip(names, data, strict=True)))
+    found = experiment(*data, trials=asked.trials)
+    found["seconds"] = time.perf_counter() - started
+    text = json.dumps(found, indent=2)
+    print(text)
+    if asked.json:
+        asked.json.write_text(text + "\n", encoding="utf-8")
+    if asked.plot:
+        draw(found, asked.plot)
+
+
+if __name__ == "__main__":
+    main()

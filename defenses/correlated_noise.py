@@ -1,0 +1,93 @@
+"""DP-CGD: per-example clipping, and noise that takes back part of the step before's."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.defense import (
+    GradientFn,
+    Guarantee,
+    LossFn,
+    Mechanism,
+    RememberingDefense,
+    add_gaussian,
+)
+from fedsim.types import LocalTraining, Tensors
+from fedsim_defenses.per_example import clipped_mean
+
+
+@final
+class CorrelatedNoise(RememberingDefense):
+    """Clips each example's gradient to `norm`, takes the mean, adds (C / B) (z_t - λ z_(t-1)).
+
+    z_t ~ N(0, z^2) with z the `noise_multiplier`, λ the `correlation`, B the batch size; t counts
+    the client's own steps, over local steps and rounds alike, and z_0 = 0. The noise of earlier
+    steps partly cancels in the weights, and each release is more exposed: the ledger accounts all
+    of a client's steps as one release (`fedsim.privacy.correlated`). At λ = 0 it is dp_sgd, bit for
+    bit. z_(t-1) is the client's own secret, and stays with it between rounds.
+
+    It replaces the gradient of training defenses before it. Batch norm in train mode is refused.
+    """
+
+    paper: ClassVar[str] = (
+        "Kalinin et al., DP-CGD: Efficient Noise Correlation for Differentially Private Model "
+        "Training, 2026; Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD "
+        "with Correlated Noise, 2026, Algorithm 1 (without its projection, which acts on the "
+        "server's weights)"
+    )
+
+    norm: Annotated[float, Field(ge=1e-12, le=1e12)]
+    """Bound C on an example's gradient, all tensors together."""
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
+    """z: standard deviation of z_t on the sum of clipped gradients, over C."""
+    correlation: Annotated[float, Field(ge=0, lt=1)]
+    """λ."""
+
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The training as it is."""
+        return declared
+
+    def recalling(
+        self, loss: LossFn, gradient: GradientFn, memory: dict[str, Tensor]
+    ) -> GradientFn:
+        """The noisy mean of clipped gradients; `memory` holds z_(t-1) in units of its deviation.
+
+        Raises:
+            FedsimError: (when called) the loss cannot be taken one example at a time.
+        """
+
+        def direction(
+            parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
+        ) -> Tensors:
+            mean = clipped_mean(loss, parameters, images, labels, self.norm)
+            std = self.noise_multiplier * self.norm / len(images)
+            if self.correlation == 0 or std == 0:
+                return add_gaussian(mean, std, rng)
+            fresh = add_gaussian({n: torch.zeros_like(g) for n, g in mean.items()}, 1.0, rng)
+            noisy = {name: grad + std * fresh[name] for name, grad in mean.items()}
+            for name, last in memory.items():
+                noisy[name] -= self.correlation * std * last.to(noisy[name])
+            memory.update(fresh)
+            return noisy
+
+        return direction
+
+    def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
+        """Correlated Gaussian noise over all of a client's steps."""
+        if self.noise_multiplier == 0:
+            return Guarantee(reason="correlated_noise adds no noise: its noise_multiplier is 0")
+        steps = 1 if training.algorithm == "fedsgd" else training.steps
+        return Guarantee(
+            mechanism=Mechanism(
+                noise_multiplier=self.noise_multiplier,
+                unit="example",
+                relation="replace_one",
+                releases=steps,
+                sampled=steps == 1 or training.batches == "different",
+                correlation=self.correlation,
+            )
+        )

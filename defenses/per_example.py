@@ -1,0 +1,80 @@
+"""Clipping of each example's own gradient, shared by the defenses that add noise to the sum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedsim.defense import LossFn
+from fedsim.types import FedsimError, Tensors
+
+_CHUNK_BYTES = 1 << 28
+_CHUNK_EXAMPLES = 256
+
+
+def clipped_mean(
+    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor, norm: float
+) -> dict[str, Tensor]:
+    """The mean of the examples' gradients, each scaled to an L2 norm of at most `norm`.
+
+    The norm is over all tensors together. An example whose gradient is not finite counts as zero.
+
+    Raises:
+        FedsimError: the loss cannot be taken one example at a time.
+    """
+    fixed = {name: value.detach() for name, value in parameters.items()}
+    total = {name: torch.zeros_like(value) for name, value in fixed.items()}
+    size = _chunk_size(fixed)
+    for x, y in zip(torch.split(images, size), torch.split(labels, size), strict=True):
+        for name, part in _clipped_sum(_per_example(loss, fixed, x, y), norm).items():
+            total[name] += part
+    return {name: value / len(images) for name, value in total.items()}
+
+
+def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:
+    norms = torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(_rows(g), dim=1) for g in grads.values()]), dim=0
+    ).double()
+    finite = norms.isfinite()
+    # rounding must not lift a clipped gradient above the bound
+    slack = 1 - 8 * max(torch.finfo(g.dtype).eps for g in grads.values())
+    scale = torch.where(norms > norm, norm / norms * slack, 1.0) * finite
+    if not finite.all():
+        grads = {
+            name: g.masked_fill(~finite.view(-1, *[1] * (g.dim() - 1)), 0)
+            for name, g in grads.items()
+        }
+    return {name: torch.tensordot(scale.to(g.dtype), g, dims=1) for name, g in grads.items()}
+
+
+def _per_example(
+    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor
+) -> dict[str, Tensor]:
+    """Name -> (B, *shape): the gradient of each example's own loss."""
+
+    def own_loss(at: dict[str, Tensor], image: Tensor, label: Tensor) -> Tensor:
+        return loss(at, image[None], label[None])
+
+    each = vmap(grad(own_loss), in_dims=(None, 0, 0), randomness="different")
+    try:
+        grads: dict[str, Tensor] = each(dict(parameters), images, labels)
+    except RuntimeError as error:
+        if not any(word in str(error) for word in ("vmap", "transform")):  # torch.func's own words
+            raise
+        raise FedsimError(
+            "per-example clipping: this model's loss cannot be taken one example at a time, as with batch norm "
+            "in train mode, whose statistics mix the examples; choose the model's norm: group "
+            f"(or training.local.mode: eval). Cause: {str(error).splitlines()[0]}"
+        ) from error
+    return grads
+
+
+def _rows(grads: Tensor) -> Tensor:
+    return grads.flatten(1) if grads.dim() > 1 else grads[:, None]
+
+
+def _chunk_size(parameters: Tensors) -> int:
+    """Examples whose gradients are held at once."""
+    per_example = sum(value.numel() * value.element_size() for value in parameters.values())
+    return min(_CHUNK_EXAMPLES, max(1, _CHUNK_BYTES // max(1, per_example)))

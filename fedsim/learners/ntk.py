@@ -1,0 +1,190 @@
+"""Neural tangent kernel regression with quadratic activation, and its private release.
+
+Differential Privacy Mechanisms in Neural Tangent Kernel Regression, section 3.3 (kernels), 3.4
+(regression), Algorithm 1 (Gaussian sampling mechanism) and Algorithm 2 (private regression). The
+network f(x) = Σ_r a_r (w_r'x)² has the kernel K(x, z) = (x'z) (x'Sz) with S = W'W / m, which tends
+to σ² (x'z)² as m grows.
+
+What is released of a training set (X, Y) is X̃, X behind truncated Laplace noise, and
+α̃ = (K̃ + λ I)⁻¹ Y, K̃ being a Wishart draw of mean K. Labels are not protected, and neighbours are
+sets of which one x is moved by at most β: a record is hidden only among records that close.
+Prediction lacks Definition 3.8's factor 1 / n, as Algorithm 2 does; no class depends on it.
+
+Arrays are float64 on the CPU. `X` is (n, d), `Y` (n, c) with one column a class, and `weights` are
+(m, d), or None for the continuous kernel.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedsim.types import FedsimError
+
+
+def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
+    """(neurons, dimension) weights w_r ~ N(0, scale² I): public, drawn without the data."""
+    return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
+
+
+def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+    """(a, b) kernel values of x (a, d) and z (b, d).
+
+    Discrete with `weights` (Definition 3.5), which carry the scale σ themselves; without, the
+    continuous kernel σ² (x'z)² (Definition 3.6).
+    """
+    product = x @ z.T
+    if weights is None:
+        return scale**2 * product**2
+    return product * ((x @ weights.T) @ (z @ weights.T).T) / len(weights)
+
+
+def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
+    """α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n) and `ridge` λ > 0.
+
+    Raises:
+        FedsimError: `ridge` is not positive.
+    """
+    _require_ridge(ridge)
+    shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
+    return torch.cholesky_solve(labels, torch.linalg.cholesky(shifted))
+
+
+def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
+    """α̃ = (K̃ + λ I)⁻¹ Y for K̃ = G G' / k, by Woodbury's identity where k < n.
+
+    `samples` G are (n, k), as `gaussian_samples` draws them.
+
+    Raises:
+        FedsimError: `ridge` is not positive.
+    """
+    _require_ridge(ridge)
+    n, k = samples.shape
+    if k >= n:
+        return fit(samples @ samples.T / k, labels, ridge)
+    small = samples.T @ samples + k * ridge * torch.eye(k, dtype=samples.dtype)
+    inner = torch.cholesky_solve(samples.T @ labels, torch.linalg.cholesky(small))
+    return (labels - samples @ inner) / ridge
+
+
+def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
+    """α = Y / λ: the control that drops the kernel matrix, and all that its release may tell."""
+    _require_ridge(ridge)
+    return labels / ridge
+
+
+def predict(
+    x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
+) -> Tensor:
+    """(a, c) values K(x, X) α, of which the largest is the class."""
+    return kernel(x, train, weights, scale=scale) @ alpha
+
+
+def one_hot(labels: Tensor, classes: int) -> Tensor:
+    """(n, classes) of zeros and ones."""
+    return torch.nn.functional.one_hot(labels, classes).double()
+
+
+def square_root(gram: Tensor) -> Tensor:
+    """(n, n) R with R R' = K: Cholesky's, or by eigenvectors where rounding makes K singular."""
+    lower: Tensor
+    lower, info = torch.linalg.cholesky_ex(gram)
+    if int(info):
+        values, vectors = torch.linalg.eigh(gram)
+        lower = vectors * values.clamp(min=0).sqrt()
+    return lower
+
+
+def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(n, count) independent draws of N(0, K), K = root root': Algorithm 1 before its average.
+
+    Raises:
+        FedsimError: `count` is not positive.
+    """
+    if count < 1:
+        raise FedsimError(f"gaussian sampling needs at least one sample, not {count}")
+    noise = torch.randn(root.shape[1], count, generator=generator, dtype=root.dtype)
+    return root @ noise
+
+
+def noisy_inputs(train: Tensor, scale: float, bound: float, generator: torch.Generator) -> Tensor:
+    """X̃ = X + truncated Laplace noise of density ~ exp(-|x| / scale) within ± bound, per entry.
+
+    For a row that moves by β in L2 norm the scale is sqrt(d) β / ε, that being its L1 sensitivity;
+    `fedsim.privacy.laplace` has the bound of a δ.
+    """
+    shape = train.shape
+    share = torch.rand(shape, generator=generator, dtype=torch.float64)
+    size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
+    signs = 2 * torch.randint(2, shape, generator=generator) - 1
+    return train + signs * size
+
+
+def neighbour_distance(gram: Tensor, other: Tensor) -> float:
+    """M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
+
+    Raises:
+        FedsimError: `other` is singular.
+    """
+    lower, info = torch.linalg.cholesky_ex(other)
+    if int(info):
+        raise FedsimError(
+            "the neighbour's kernel matrix is singular: no distance is finite, and no number of "
+            "samples is private"
+        )
+    # K^½ K'⁻¹ K^½ has the eigenvalues of L⁻¹ K L⁻' (L L' = K').
+    half = torch.linalg.solve_triangular(lower, gram, upper=False)
+    inner = torch.linalg.solve_triangular(lower, half.T, upper=False)
+    return float(torch.linalg.matrix_norm(inner - torch.eye(len(gram), dtype=gram.dtype)))
+
+
+def paper_distance(
+    n: int, beta: float, smallest: float, *, scale: float = 1.0, bound: float = 1.0
+) -> float:
+    """The bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
+
+    `smallest` is η_min, the least eigenvalue of K, and `bound` B the largest norm of a row. Lemmas
+    E.4 and E.15, which it is made of, have B³. It is no bound: see `distance_bound`.
+    """
+    return n * scale**2 * bound**4 * beta / smallest
+
+
+def distance_bound(
+    n: int, beta: float, smallest: float, *, gain: float = 1.0, bound: float = 1.0
+) -> float:
+    """A bound of M that holds, infinite where there is none.
+
+    Moving one row of norm at most B by β changes 2 (n - 1) entries of K by at most 2 s B³ β and one
+    by at most 4 s B³ β, s being `gain`: the largest eigenvalue of S, σ² for the continuous kernel.
+    M is at most the change's Frobenius norm over the neighbour's least eigenvalue. The paper hides
+    the constant 2 sqrt(2), and multiplies by sqrt(n) where nothing asks for it.
+    """
+    change = 2 * gain * bound**3 * beta * math.sqrt(2 * n + 2)
+    return change / (smallest - change) if change < smallest else math.inf
+
+
+def paper_radius(epsilon: float, delta: float, samples: int) -> float:
+    """Δ = min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2): the M that is allowed."""
+    information = 8 * math.log(1 / delta)
+    return min(epsilon / math.sqrt(samples * information), epsilon / information)
+
+
+def paper_samples(epsilon: float, delta: float, distance: float) -> int:
+    """The largest k with `distance` <= ε / sqrt(8 k ln(1/δ)): equation (1) of the paper.
+
+    The lemma that it rests on needs more: `paper_condition`.
+    """
+    return math.floor(epsilon**2 / (8 * math.log(1 / delta) * distance**2))
+
+
+def paper_condition(epsilon: float, delta: float, samples: int, distance: float) -> bool:
+    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3)."""
+    radius = paper_radius(epsilon, delta, samples)
+    return 0 < epsilon < 1 and radius < 1 and distance <= radius
+
+
+def _require_ridge(ridge: float) -> None:
+    if not ridge > 0:
+        raise FedsimError(f"ridge {ridge}: λ has to be positive, or K + λ I may be singular")

@@ -1,0 +1,102 @@
+"""A two-layer Kolmogorov-Arnold network with B-splines on both layers."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from fedsim import rng
+from fedsim.models.base import Classifier, Dropout, ModelPlugin
+from fedsim.models.head import make_head
+from fedsim.models.layers import activation
+from fedsim.models.splines import basis_size, spline_basis
+
+
+@final
+class KAN(ModelPlugin):
+    """f(x) = m^(-1/2) Σ_k c_k · b(σ(h_k)), h_k = d^(-1/2) w_k · b(tanh(x)), b the spline basis.
+
+    x is the flattened image, squashed into the splines' interval [-1, 1]. With two classes
+    cross-entropy is the paper's logistic loss of the difference of the logits.
+    """
+
+    paper: ClassVar[str] = (
+        "Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated "
+        "Noise, 2026, section 3.1; Liu et al., KAN: Kolmogorov-Arnold Networks, ICLR 2025"
+    )
+
+    hidden: Annotated[int, Field(gt=0, le=1 << 16)] = 32
+    """m: hidden units."""
+    degree: Annotated[int, Field(ge=1, le=7)] = 3
+    """Of the splines; the paper assumes cubic or higher."""
+    intervals: Annotated[int, Field(ge=1, le=256)] = 5
+    """Pieces that [-1, 1] is cut into; there are intervals + degree basis functions."""
+    activation: Literal["tanh", "sigmoid"] = "tanh"
+    """σ, which brings hidden units into the splines' interval."""
+    train: Literal["first", "all"] = "all"
+    """`first`: as in the paper, the second layer stays as it was drawn."""
+    init_scale: Annotated[float, Field(gt=0, le=1e3)] = 1.0
+    """Standard deviation of both layers' coefficients at the start."""
+    second_layer_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """train: first: what the second layer is drawn from. It is public, as the architecture is."""
+
+    @model_validator(mode="after")
+    def _head_is_trained(self) -> KAN:
+        if self.head is not None and self.train == "first":
+            raise ValueError("kan: a head takes the place of the second layer: use train: all")
+        return self
+
+    def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+        """hidden x (intervals + degree) features, for images of any size."""
+        size = math.prod(input_shape)
+        functions = basis_size(self.degree, self.intervals)
+        first = nn.Linear(size * functions, self.hidden, bias=False)
+        nn.init.normal_(first.weight, std=self.init_scale)
+        body = nn.Sequential(
+            nn.Flatten(),
+            nn.Tanh(),
+            _Basis(self.degree, self.intervals, 1 / math.sqrt(size)),
+            first,
+            activation(self.activation),
+            _Basis(self.degree, self.intervals, 1 / math.sqrt(self.hidden)),
+        )
+        width = self.hidden * functions
+        if self.head is not None:
+            return Classifier(body, make_head(self.head, width, num_classes))
+        if self.train == "first":
+            stream = rng.generator(self.second_layer_seed, "kan", "second layer")
+            fixed = torch.randn(num_classes, width, generator=stream)
+            return Classifier(body, _FixedReadout(self.init_scale * fixed))
+        output = nn.Linear(width, num_classes, bias=False)
+        nn.init.normal_(output.weight, std=self.init_scale)
+        return Classifier(body, nn.Sequential(OrderedDict(dropout=Dropout(), output=output)))
+
+
+class _Basis(nn.Module):
+    """(B, d) -> (B, d x functions): `scale` times the spline basis of each entry."""
+
+    def __init__(self, degree: int, intervals: int, scale: float) -> None:
+        super().__init__()
+        self._degree, self._intervals, self._scale = degree, intervals, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._scale * spline_basis(x, self._degree, self._intervals).flatten(1)
+
+
+class _FixedReadout(nn.Module):
+    """(B, d) -> (B, K) by a weight that is neither a parameter nor a buffer: it never moves.
+
+    So it is in no update and in no release; who knows the model's configuration knows it.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features @ self._weight.to(features).T

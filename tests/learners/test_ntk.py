@@ -1,0 +1,302 @@
+"""Quadratic NTK regression: kernels, limits, the private release, and the paper's errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.linalg import sqrtm
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from fedsim.learners import ntk
+from fedsim.types import FedsimError
+
+
+def stream(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def unit_rows(n: int, d: int, seed: int) -> Tensor:
+    rows = torch.randn(n, d, generator=stream(seed), dtype=torch.float64)
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def test_the_discrete_kernel_is_the_definitions_sum() -> None:
+    x, z = unit_rows(3, 5, 0), 2 * unit_rows(4, 5, 1)
+    weights = ntk.draw_weights(7, 5, 1.5, stream(2))
+    found = ntk.kernel(x, z, weights)
+    for i in range(3):
+        for j in range(4):
+            terms = [((w @ x[i]) * x[i]) @ ((w @ z[j]) * z[j]) for w in weights]
+            assert float(found[i, j]) == pytest.approx(float(sum(terms)) / 7, rel=1e-12)
+
+
+def test_it_is_the_tangent_kernel_of_the_network() -> None:
+    """<∂f(x)/∂W, ∂f(z)/∂W> = 4 K(x, z) for f(x) = m^-½ Σ a_r (w_r'x)², whatever the signs a."""
+    x, z = unit_rows(1, 5, 0)[0], unit_rows(1, 5, 1)[0]
+    weights = ntk.draw_weights(7, 5, 1.0, stream(2)).requires_grad_()
+    signs = torch.tensor([1.0, -1, 1, 1, -1, -1, 1], dtype=torch.float64)
+
+    def slope(at: Tensor) -> Tensor:
+        value = (signs * (weights @ at) ** 2).sum() / math.sqrt(7)
+        return torch.autograd.grad(value, weights)[0]
+
+    expected = float((slope(x) * slope(z)).sum()) / 4
+    found = ntk.kernel(x[None], z[None], weights.detach())
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_many_neurons_tend_to_the_continuous_kernel() -> None:
+    x = unit_rows(6, 4, 0)
+    limit = ntk.kernel(x, x, scale=1.5)
+    gaps = [
+        float((ntk.kernel(x, x, ntk.draw_weights(m, 4, 1.5, stream(1))) - limit).norm())
+        for m in (100, 10_000, 1_000_000)
+    ]
+    assert gaps[0] > 3 * gaps[1] > 9 * gaps[2]
+    assert gaps[2] < 0.05
+
+
+@pytest.mark.parametrize("weights", [None, ntk.draw_weights(9, 5, 1.0, stream(3))])
+def test_a_kernel_is_symmetric_positive_and_of_degree_four(weights: Tensor | None) -> None:
+    x, turn = unit_rows(8, 5, 0), unit_rows(8, 5, 1)
+    gram = ntk.kernel(x, x, weights)
+    torch.testing.assert_close(gram, gram.T)
+    assert float(torch.linalg.eigvalsh(gram)[0]) > -1e-12
+    torch.testing.assert_close(ntk.kernel(3 * x, 3 * x, weights), 81 * gram)
+    torch.testing.assert_close(ntk.kernel(-x, turn, weights), ntk.kernel(x, turn, weights))
+
+
+def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much() -> None:
+    x = unit_rows(10, 20, 0)
+    labels = ntk.one_hot(torch.arange(10) % 3, 3)
+    gram = ntk.kernel(x, x)
+    close = ntk.predict(x, x, ntk.fit(gram, labels, 1e-10))
+    torch.testing.assert_close(close, labels, rtol=0, atol=1e-7)
+    alpha = ntk.fit(gram, labels, 1e9)
+    torch.testing.assert_close(alpha, ntk.fit_without_kernel(labels, 1e9), rtol=1e-7, atol=1e-17)
+    residual = (gram + 0.3 * torch.eye(10).double()) @ ntk.fit(gram, labels, 0.3) - labels
+    assert float(residual.abs().max()) < 1e-12
+
+
+def test_classes_are_fitted_each_alone() -> None:
+    x, labels = unit_rows(10, 4, 0), ntk.one_hot(torch.arange(10) % 3, 3)
+    gram = ntk.kernel(x, x)
+    alone = torch.cat([ntk.fit(gram, labels[:, [c]], 0.5) for c in range(3)], dim=1)
+    torch.testing.assert_close(ntk.fit(gram, labels, 0.5), alone)
+
+
+@pytest.mark.parametrize("count", [1, 5, 12, 40])
+def test_woodbury_is_the_plain_solution(count: int) -> None:
+    x, labels = unit_rows(12, 4, 0), ntk.one_hot(torch.arange(12) % 3, 3)
+    samples = ntk.gaussian_samples(ntk.square_root(ntk.kernel(x, x)), count, stream(1))
+    plain = torch.linalg.solve(samples @ samples.T / count + 0.7 * torch.eye(12).double(), labels)
+    torch.testing.assert_close(ntk.fit_sampled(samples, labels, 0.7), plain)
+
+
+def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
+    x = unit_rows(3, 6, 0)[[0, 1, 2, 2]]
+    gram = ntk.kernel(x, x)
+    root = ntk.square_root(gram)
+    torch.testing.assert_close(root @ root.T, gram, rtol=0, atol=1e-12)
+    samples = ntk.gaussian_samples(root, 400_000, stream(1))
+    torch.testing.assert_close(samples[2], samples[3], rtol=0, atol=1e-6)
+    assert float((samples @ samples.T / 400_000 - gram).abs().max()) < 0.01
+
+
+def test_many_samples_are_the_kernel_itself() -> None:
+    x, labels = unit_rows(8, 4, 0), ntk.one_hot(torch.arange(8) % 2, 2)
+    gram = ntk.kernel(x, x)
+    samples = ntk.gaussian_samples(ntk.square_root(gram), 500_000, stream(1))
+    gap = ntk.fit_sampled(samples, labels, 0.5) - ntk.fit(gram, labels, 0.5)
+    assert float(gap.abs().max()) < 0.02
+
+
+def test_noise_on_the_inputs_is_truncated_laplace() -> None:
+    """Against its density's own moments, and within its bound."""
+    rows = torch.full((200, 300), 5.0, dtype=torch.float64)
+    noise = ntk.noisy_inputs(rows, 2.0, 3.0, stream(0)) - 5
+    assert float(noise.abs().max()) <= 3
+    assert abs(float(noise.mean())) < 0.03
+    share = 1 - math.exp(-1.5)
+    expected = 2.0 - 3.0 * math.exp(-1.5) / share  # E|x|
+    assert float(noise.abs().mean()) == pytest.approx(expected, rel=0.01)
+    inside = (1 - math.exp(-0.5)) / share
+    assert float((noise.abs() <= 1).double().mean()) == pytest.approx(inside, rel=0.01)
+
+
+def moved(x: Tensor, beta: float, seed: int) -> Tensor:
+    """A neighbour: the last row moved by `beta`, no longer than before."""
+    step = torch.randn(x.shape[1], generator=stream(seed), dtype=torch.float64)
+    if seed == 0:
+        step = -x[-1]
+    other = x.clone()
+    other[-1] += beta * step / step.norm()
+    other[-1] *= min(1.0, float(x[-1].norm() / other[-1].norm()))
+    return other
+
+
+def test_the_distance_is_the_definitions() -> None:
+    x = unit_rows(6, 9, 0)
+    gram, other = ntk.kernel(x, x), ntk.kernel(moved(x, 0.05, 1), moved(x, 0.05, 1))
+    root = sqrtm(gram.numpy()).real
+    expected = root @ torch.linalg.inv(other).numpy() @ root
+    expected = torch.from_numpy(expected) - torch.eye(6).double()
+    assert ntk.neighbour_distance(gram, other) == pytest.approx(float(expected.norm()), rel=1e-9)
+    assert ntk.neighbour_distance(gram, gram) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("neurons", [None, 12])
+@pytest.mark.parametrize("length", [0.7, 1.0, 2.0])
+def test_the_distance_is_bounded(neurons: int | None, length: float) -> None:
+    x, beta = length * unit_rows(15, 30, 0), 1e-4
+    weights = None if neurons is None else ntk.draw_weights(neurons, 30, 1.0, stream(4))
+    gain = 1.0
+    if weights is not None:
+        gain = float(torch.linalg.eigvalsh(weights.T @ weights / len(weights))[-1])
+    gram = ntk.kernel(x, x, weights)
+    smallest = float(torch.linalg.eigvalsh(gram)[0])
+    bound = ntk.distance_bound(15, beta, smallest, gain=gain, bound=length)
+    assert 0 < bound < 0.5
+    for seed in range(20):
+        other = moved(x, beta, seed)
+        assert ntk.neighbour_distance(gram, ntk.kernel(other, other, weights)) <= bound
+
+
+def test_no_distance_is_finite_where_the_kernel_may_become_singular() -> None:
+    assert ntk.distance_bound(10, 0.1, 1e-3) == math.inf
+    x = unit_rows(4, 9, 0)[[0, 1, 2, 2]]
+    with pytest.raises(FedsimError, match="singular"):
+        ntk.neighbour_distance(torch.eye(4).double(), ntk.kernel(x, x))
+
+
+def test_the_papers_number_of_samples_is_the_largest_that_its_radius_allows() -> None:
+    for epsilon in (8.0, 20.0, 300.0):
+        count = ntk.paper_samples(epsilon, 2e-3, 0.1)
+        assert ntk.paper_radius(epsilon, 2e-3, count) >= 0.1 * (1 - 1e-12)
+        assert ntk.paper_radius(epsilon, 2e-3, count + 1) < 0.1
+    assert ntk.paper_radius(1.0, 2e-3, 1) == 1 / (8 * math.log(500))
+
+
+@pytest.mark.parametrize("ridge", [0.0, -1.0, math.nan])
+def test_a_ridge_that_is_none_is_refused(ridge: float) -> None:
+    labels = torch.eye(3).double()
+    for fitted in (ntk.fit, ntk.fit_sampled):
+        with pytest.raises(FedsimError, match="positive"):
+            fitted(torch.eye(3).double(), labels, ridge)
+    with pytest.raises(FedsimError, match="positive"):
+        ntk.fit_without_kernel(labels, ridge)
+
+
+def test_no_sample_is_refused() -> None:
+    with pytest.raises(FedsimError, match="at least one sample"):
+        ntk.gaussian_samples(torch.eye(3).double(), 0, stream(0))
+
+
+class TestErrorsOfThePaper:
+    """What the paper says, and an example of its being otherwise."""
+
+    DELTA, BETA, SMALLEST = 2e-3, 1e-6, 7e-3
+
+    @pytest.mark.parametrize(("images", "least"), [(1_000, 7.1), (10_000, 71.0)])
+    def test_its_guarantee_never_applies_in_its_own_experiment(
+        self, images: int, least: float
+    ) -> None:
+        """M <= Δ needs ε >= 8 ln(1/δ) M, and Lemma 5.4 needs ε < 1."""
+        distance = ntk.paper_distance(images, self.BETA, self.SMALLEST)
+        assert 8 * math.log(1 / self.DELTA) * distance == pytest.approx(least, rel=2e-3)
+        for epsilon in torch.linspace(0.01, 0.99, 99).tolist():
+            for count in (1, 10, 100, 10_000):
+                assert not ntk.paper_condition(epsilon, self.DELTA, count, distance)
+        assert ntk.paper_condition(0.9, self.DELTA, 1, 1e-3)
+
+    def test_equation_1_has_the_wrong_power_of_b(self) -> None:
+        """Longer rows change the kernel as B³ (so k falls as B⁶), not as B⁴ (B⁸)."""
+        x = unit_rows(20, 40, 0)
+        change = []
+        for length in (1.0, 2.0):
+            a, b = length * x, length * x
+            b = a.clone()
+            b[-1] *= 1 - 1e-7 / length
+            change.append(float((ntk.kernel(a, a) - ntk.kernel(b, b)).norm()))
+        assert math.log2(change[1] / change[0]) == pytest.approx(3.0, abs=1e-4)
+        ratio = ntk.paper_distance(20, 1e-7, 1.0, bound=2.0) / ntk.paper_distance(20, 1e-7, 1.0)
+        assert math.log2(ratio) == 4
+
+    def test_equation_1_counts_a_tenth_of_the_images(self) -> None:
+        """Its n is 1,000 where the experiment has 10,000: 100 times too many samples."""
+        counts = [
+            ntk.paper_samples(30.0, self.DELTA, ntk.paper_distance(n, self.BETA, self.SMALLEST))
+            for n in (1_000, 10_000)
+        ]
+        assert counts[0] >= 100 * counts[1] > 0
+
+    def test_psi_is_no_bound_of_the_change(self) -> None:
+        """Lemma E.4's O(sqrt(n) σ² B³ β), read as 1 in equation (1), hides up to 2 sqrt(2)."""
+        x = unit_rows(1, 3, 0).repeat(50, 1)
+        other = x.clone()
+        other[-1] *= 1 - 1e-6
+        change = float((ntk.kernel(x, x) - ntk.kernel(other, other)).norm())
+        assert change > 2.8 * math.sqrt(50) * 1e-6
+
+    def test_the_number_of_samples_tells_of_the_data(self) -> None:
+        """η_min is the private data's own: two neighbours get different k, which K̃'s rank shows."""
+        x = unit_rows(6, 12, 0)
+        other = moved(x, 1e-3, 0)
+        distances = [
+            ntk.paper_distance(6, 1e-3, float(torch.linalg.eigvalsh(ntk.kernel(a, a))[0]))
+            for a in (x, other)
+        ]
+        assert distances[0] != distances[1]
+        edge = math.sqrt(4 * 8 * math.log(1 / self.DELTA)) * sum(distances) / 2
+        counts = {ntk.paper_samples(edge, self.DELTA, distance) for distance in distances}
+        assert counts == {3, 4}
+
+    def test_labels_are_not_protected(self) -> None:
+        """Every α̃ of at most a few samples says most labels as they are; without K, all of them."""
+        images, classes = digits(300)
+        labels = ntk.one_hot(classes, 10)
+        samples = ntk.gaussian_samples(ntk.square_root(ntk.kernel(images, images)), 20, stream(1))
+        alpha = ntk.fit_sampled(samples, labels, 10.0)
+        assert float((alpha.argmax(1) == classes).double().mean()) > 0.9
+        bare = ntk.fit_without_kernel(labels, 10.0)
+        assert bool((bare.argmax(1) == classes).all())
+
+    def test_neighbours_are_closer_than_any_two_records(self) -> None:
+        images, _ = digits(300)
+        gaps = torch.cdist(images, images) + 9 * torch.eye(300)
+        assert float(gaps.min()) > 1e4 * self.BETA
+
+    def test_the_missing_factor_changes_no_class(self) -> None:
+        """Definition 3.8 divides by n, Algorithm 2 does not."""
+        images, classes = digits(200)
+        alpha = ntk.fit(ntk.kernel(images, images), ntk.one_hot(classes, 10), 10.0)
+        values = ntk.predict(images, images, alpha)
+        assert torch.equal(values.argmax(1), (values / 200).argmax(1))
+
+    def test_the_kernel_behind_few_samples_is_worse_than_none(self) -> None:
+        """α = Y / λ needs no K, so it costs none of its budget, and on average it beats ε = 8."""
+        images, classes = digits(1400)
+        train, test = slice(0, 1000), slice(1000, 1400)
+        labels = ntk.one_hot(classes[train], 10)
+        root = ntk.square_root(ntk.kernel(images[train], images[train]))
+        count = ntk.paper_samples(8.0, self.DELTA, ntk.paper_distance(1_000, 1e-6, 7e-3))
+
+        def accuracy(alpha: Tensor) -> float:
+            values = ntk.predict(images[test], images[train], alpha)
+            return float((values.argmax(1) == classes[test]).double().mean())
+
+        private = [
+            accuracy(ntk.fit_sampled(ntk.gaussian_samples(root, count, stream(s)), labels, 10.0))
+            for s in range(5)
+        ]
+        assert sum(private) / 5 < accuracy(ntk.fit_without_kernel(labels, 10.0))
+
+
+def digits(count: int) -> tuple[Tensor, Tensor]:
+    """(count, 64) unit rows and their classes."""
+    data = load_digits()
+    rows = torch.from_numpy(data.data[:count]).double()
+    return rows / rows.norm(dim=1, keepdim=True), torch.from_numpy(data.target[:count]).long()

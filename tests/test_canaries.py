@@ -1,0 +1,157 @@
+"""Canaries in a federated run: they find what is claimed, never more, and catch what lies."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim import canaries, rows
+from fedsim.defense import Stack
+from fedsim.scenario import Scenario
+from fedsim.scenario.resolve import resolve
+from fedsim.types import FedsimError, Tensors
+from fedsim.workload import Workload, load_dataset
+
+CLIENT = [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": 1.5}]
+LOUD = {"name": "gaussian_noise", "multiplier": 0.5}
+EXAMPLE = [{"name": "dp_sgd", "norm": 0.2, "noise_multiplier": 1.0}]
+BASE: dict[str, Any] = {
+    "name": "tiny",
+    "seed": 5,
+    "data": {"source": "digits", "clients": 40},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 2, "local": {"batch_size": 35, "lr": 0.2}},
+    "defenses": {
+        "none": [],
+        "client": CLIENT,
+        "hidden": [*CLIENT, "aggregate"],
+        "sparse": [*CLIENT, {"name": "top_k", "ratio": 0.2}],
+        "example": EXAMPLE,
+    },
+    "attacks": [],
+    "audit": {"canaries": 1000, "confidence": 0.99},
+}
+
+
+def scenario(**changes: Any) -> Scenario:
+    return resolve({**BASE, **changes})
+
+
+def workload(stack: str, **changes: Any) -> Workload:
+    resolved = scenario(**changes)
+    return Workload(resolved, stack, load_dataset(resolved))
+
+
+@pytest.mark.parametrize(("stack", "found"), [("client", 0.5), ("hidden", 0.5), ("sparse", 0.4)])
+def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float) -> None:
+    audited = workload(stack)
+    claim = rows.spent(audited, 2)
+    bound = rows.audited(audited)
+    assert claim.unit == "client"
+    assert bound is not None
+    assert found * claim.epsilon < bound <= claim.epsilon
+
+
+def test_an_examples_claim_is_approached_and_not_exceeded() -> None:
+    """Of one batch of everything: two gradients of one image differ by about 1.5 of the 2 C."""
+    audited = workload("example", training={"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}})
+    assert min(map(len, audited.parts)) == 35
+    claim = rows.spent(audited, 1)
+    bound = rows.audited(audited)
+    assert (claim.unit, claim.accountant) == ("example", "exact Gaussian")
+    assert bound is not None
+    assert 0.35 * claim.epsilon < bound <= claim.epsilon
+
+
+def test_the_sign_of_weight_differences_is_the_gradients() -> None:
+    """Under fedavg the update points against the gradient: missed, nothing would be found."""
+    local = {"batch_size": 35, "lr": 0.2, "steps": 2}
+    audited = workload("example", training={"rounds": 1, "local": local}, audit={"canaries": 200})
+    bound = rows.audited(audited)
+    assert bound is not None
+    assert bound > 1
+
+
+def test_sampling_hides_most_of_an_example() -> None:
+    audited = workload(
+        "example",
+        training={"rounds": 1, "local": {"batch_size": 5, "lr": 0.2}},
+        audit={"canaries": 300},
+    )
+    claim = rows.spent(audited, 1)
+    assert claim.accountant == "RDP, sampled without replacement"
+    bound = rows.audited(audited)
+    assert bound is not None
+    assert bound <= claim.epsilon
+
+
+@pytest.mark.parametrize("less", [0.8, 1.0])
+def test_a_fifth_less_noise_than_claimed_is_caught(
+    less: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audited = workload(
+        "client", training={"rounds": 1, "local": {"batch_size": 35}}, audit={"canaries": 4000}
+    )
+    claim = rows.spent(audited, 1)
+    honest = Stack.apply
+
+    def lying(
+        stack: Stack, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        return honest(stack, update, {k: less * v for k, v in state.items()}, rng)
+
+    monkeypatch.setattr(Stack, "apply", lying)
+    bound = rows.audited(audited)
+    assert bound is not None
+    assert (bound > claim.epsilon) == (less < 1)
+
+
+def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
+    audited = workload("example", audit={"canaries": 200})
+    before = audited.dataset, audited.parts, audited.scenario
+    assert rows.audited(audited) == rows.audited(audited)
+    assert (audited.dataset, audited.parts, audited.scenario) == before
+
+
+def test_every_row_of_a_run_says_what_was_found(tmp_path: Path) -> None:
+    fedsim.run(
+        scenario(
+            training={"rounds": 1, "local": {"batch_size": 4}},
+            defenses={
+                "none": [],
+                "client": [CLIENT[0], {"name": "gaussian_noise", "multiplier": 0.5}],
+            },
+            attacks=["label_inference"],
+            audit={"canaries": 200},
+        ),
+        out=tmp_path / "run",
+        workers=1,
+    )
+    found = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
+    audited = {row["defense"]["name"]: row["privacy"] for row in found}
+    assert audited["none"]["audited_epsilon"] is None
+    assert 0 < audited["client"]["audited_epsilon"] <= audited["client"]["epsilon"]
+
+
+def test_without_the_key_nothing_is_audited() -> None:
+    assert rows.audited(workload("client", audit=None)) is None
+
+
+def test_stacks_that_claim_nothing_have_nothing_to_audit(tmp_path: Path) -> None:
+    assert rows.audited(workload("none")) is None
+    with pytest.raises(FedsimError, match="audit: no stack of defenses has a privacy claim"):
+        fedsim.run(scenario(defenses={"none": []}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_claim_without_a_canary_is_refused() -> None:
+    claim = rows.spent(workload("client"), 1)
+    canaries.check({"client": claim})
+    with pytest.raises(FedsimError, match="no canary for the claim of odd, per client under repl"):
+        canaries.check({"odd": replace(claim, relation="replace_one")})
