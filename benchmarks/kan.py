@@ -7,7 +7,8 @@ else, and is measured at the best on others; the arms share weights, batches and
 lines; `--report` turns files of them into a table and a plot.
 
     python benchmarks/kan.py [--accounting balls_in_bins fixed_size paper] [--epsilon 1 3 8]
-        [--correlation 0 0.3 0.5 0.7 0.9] [--seeds 5] > figures.jsonl
+        [--correlation 0 0.3 0.5 0.7 0.9] [--seeds 5] [--rates 1 2.5 6 15 40]
+        > figures.jsonl
     python benchmarks/kan.py --report figures.jsonl [--plot FILE.png]
 """
 
@@ -38,7 +39,6 @@ from fedsim_defenses.correlated_noise import CorrelatedNoise
 
 STEPS, BINS, DELTA, NORM = 300, 10, 1e-4, 0.5
 MODEL = {"hidden": 16, "intervals": 4, "init_scale": 0.5}
-RATES = (1.0, 2.5, 6.0, 15.0, 40.0)
 TUNING_SEED = 1000
 NAMES = {
     "balls_in_bins": "balls-in-bins, exact",
@@ -117,7 +117,12 @@ def calibrated(accounting: str, epsilon: float, correlation: float, rate: float)
 
 
 def measure(
-    bench: Bench, accounting: str, epsilon: float, correlation: float, seeds: int
+    bench: Bench,
+    accounting: str,
+    epsilon: float,
+    correlation: float,
+    seeds: int,
+    rates: list[float],
 ) -> dict[str, Any]:
     """One arm at one ε; ε = inf is without noise."""
     noise = 0.0
@@ -130,7 +135,7 @@ def measure(
             tried[rate] = bench.accuracy(accounting, noise, correlation, rate, TUNING_SEED)
         return tried[rate]
 
-    best = climb(tuned)
+    best = climb(tuned, rates)
     found = [bench.accuracy(accounting, noise, correlation, best, seed) for seed in range(seeds)]
     return {
         "accounting": accounting,
@@ -143,14 +148,14 @@ def measure(
     }
 
 
-def climb(of: Callable[[float], float]) -> float:
-    """The best learning rate, found from the middle of `RATES` by going uphill."""
-    at = len(RATES) // 2
+def climb(of: Callable[[float], float], rates: list[float]) -> float:
+    """The best learning rate, found from the middle of `rates` by going uphill."""
+    at = len(rates) // 2
     while True:
-        around = range(max(0, at - 1), min(len(RATES), at + 2))
-        best = max(around, key=lambda index: of(RATES[index]))
+        around = range(max(0, at - 1), min(len(rates), at + 2))
+        best = max(around, key=lambda index: of(rates[index]))
         if best == at:
-            return RATES[at]
+            return rates[at]
         at = best
 
 
@@ -224,6 +229,7 @@ def main() -> None:
     parser.add_argument("--epsilon", nargs="*", type=float, default=[1.0, 3.0, 8.0])
     parser.add_argument("--correlation", nargs="*", type=float, default=[0, 0.3, 0.5, 0.7, 0.9])
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--rates", nargs="*", type=float, default=[1.0, 2.5, 6.0, 15.0, 40.0])
     parser.add_argument("--report", nargs="*", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parser.parse_args()
@@ -236,7 +242,7 @@ def main() -> None:
     for accounting in asked.accounting:
         for epsilon in asked.epsilon:
             for correlation in asked.correlation:
-                row = measure(bench, accounting, epsilon, correlation, asked.seeds)
+                row = measure(bench, accounting, epsilon, correlation, asked.seeds, asked.rates)
                 print(json.dumps(row), flush=True)
                 print(accounting, epsilon, correlation, file=sys.stderr)
 
