@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -124,10 +123,8 @@ def measure(
     seeds: int,
     rates: list[float],
 ) -> dict[str, Any]:
-    """One arm at one ε; ε = inf is without noise."""
-    noise = 0.0
-    if math.isfinite(epsilon):
-        noise = calibrated(accounting, epsilon, correlation, bench.sampling_rate)
+    """One arm at one ε."""
+    noise = calibrated(accounting, epsilon, correlation, bench.sampling_rate)
     tried: dict[float, float] = {}
 
     def tuned(rate: float) -> float:
@@ -139,7 +136,7 @@ def measure(
     found = [bench.accuracy(accounting, noise, correlation, best, seed) for seed in range(seeds)]
     return {
         "accounting": accounting,
-        "epsilon": epsilon if math.isfinite(epsilon) else None,
+        "epsilon": epsilon,
         "correlation": correlation,
         "noise_multiplier": noise,
         "rate": best,
@@ -176,7 +173,7 @@ def report(rows: list[dict[str, Any]], plot: Path | None) -> None:
         pairs = [b - a for a, b in zip(base["accuracy"], row["accuracy"], strict=True)]
         difference = "" if row is base else "{:+.3f} ± {:.3f}".format(*spread(pairs))
         print(
-            f"| {NAMES[row['accounting']]} | {row['epsilon'] or '∞'} | {row['correlation']} | "
+            f"| {NAMES[row['accounting']]} | {row['epsilon']:g} | {row['correlation']} | "
             f"{row['noise_multiplier']:.3g} | {row['rate']:g} | {mean:.3f} ± {half:.3f} | "
             f"{difference} |"
         )
@@ -185,41 +182,27 @@ def report(rows: list[dict[str, Any]], plot: Path | None) -> None:
 
 
 def draw(rows: list[dict[str, Any]], plot: Path) -> None:
-    """A panel for each accounting, a line for each λ."""
+    """A panel for each ε, a line over λ for each accounting."""
     import matplotlib.pyplot as plt
 
-    names = [name for name in NAMES if any(r["accounting"] == name for r in rows)]
-    figure, _ = plt.subplots(1, len(names), figsize=(3.2 * len(names), 3), sharey=True)
-    free = [r for r in rows if r["epsilon"] is None]
-    for axes, name in zip(figure.axes, names, strict=True):
-        own = [r for r in rows if r["accounting"] == name and r["epsilon"]]
-        for number, correlation in enumerate(sorted({r["correlation"] for r in own})):
+    budgets = sorted({row["epsilon"] for row in rows})
+    figure, _ = plt.subplots(1, len(budgets), figsize=(3.4 * len(budgets) + 1, 3.2), sharey=True)
+    for axes, epsilon in zip(figure.axes, budgets, strict=True):
+        for name, label in NAMES.items():
             line = sorted(
-                (r for r in own if r["correlation"] == correlation), key=lambda r: r["epsilon"]
+                (r for r in rows if (r["accounting"], r["epsilon"]) == (name, epsilon)),
+                key=lambda r: r["correlation"],
             )
-            means, halves = zip(*(spread(r["accuracy"]) for r in line), strict=True)
-            axes.errorbar(
-                [r["epsilon"] * 1.03 ** (number - 2) for r in line],
-                means,
-                halves,
-                label=f"λ = {correlation:g}",
-                color=plt.colormaps["viridis"](number / 5),
-                marker="o",
-                markersize=3,
-                capsize=2,
-                linewidth=1,
-            )
-        for row in free[:1]:
-            axes.axhline(spread(row["accuracy"])[0], color="grey", linestyle=":", linewidth=1)
-        ticks = sorted({r["epsilon"] for r in own})
-        axes.set(title=NAMES[name], xlabel="ε", xscale="log")
-        axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.title.set_fontsize(9)
+            if line:
+                means, halves = zip(*(spread(r["accuracy"]) for r in line), strict=True)
+                at = [r["correlation"] for r in line]
+                axes.errorbar(at, means, halves, label=label, marker="o", capsize=3)
+        axes.axhline(0.1, color="grey", linestyle=":")
+        axes.set(title=f"ε = {epsilon:g}", xlabel="correlation λ", ylim=(0, 1))
     figure.axes[0].set_ylabel("test accuracy")
-    figure.axes[0].legend(fontsize=7, loc="lower right")
+    figure.axes[0].legend(fontsize=7, loc="upper left")
     figure.tight_layout()
-    figure.savefig(plot, dpi=110)
+    figure.savefig(plot, dpi=100)
 
 
 def main() -> None:
