@@ -63,9 +63,9 @@ def _per_example(
         if not any(word in str(error) for word in ("vmap", "transform")):  # torch.func's own words
             raise
         raise FedsimError(
-            "per-example clipping: this model's loss cannot be taken one example at a time, as with batch norm "
-            "in train mode, whose statistics mix the examples; choose the model's norm: group "
-            f"(or training.local.mode: eval). Cause: {str(error).splitlines()[0]}"
+            "per-example clipping: this model's loss cannot be taken one example at a time, as "
+            "with batch norm in train mode, whose statistics mix the examples; choose the model's "
+            f"norm: group (or training.local.mode: eval). Cause: {str(error).splitlines()[0]}"
         ) from error
     return grads
 

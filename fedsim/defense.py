@@ -172,8 +172,7 @@ class Stack:
         """The direction of a local step after every training defense."""
         for index, defense in enumerate(self.training_defenses):
             if isinstance(defense, RememberingDefense):
-                memory = self._memories.setdefault(index, {})
-                gradient = defense.recalling(loss, gradient, memory)
+                gradient = defense.recalling(loss, gradient, self._memories.get(index, {}))
             else:
                 gradient = defense.gradient(loss, gradient)
         return gradient
@@ -186,16 +185,17 @@ class Stack:
 
     @contextmanager
     def recalling(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
-        """Let steps inside go on from the client's `state`; afterwards it holds what they left.
+        """Let the steps of `gradient` inside go on from where the client's `state` says it was.
 
-        `state` is the client's after its round before (empty before its first); the value is filled
-        on exit, to be kept with the state of the update defenses.
+        `state` is the client's after its round before (empty before its first). The value is filled
+        on exit with what the steps leave, to be kept with the state of the update defenses. Outside
+        of it, every direction begins as in a client's first round.
         """
-        self._memories.clear()
+        self._memories.update({index: {} for index in range(len(self.training_defenses))})
         for name, tensor in state.items():
             if name.startswith(_TRAINING):
                 index, _, own = name.removeprefix(_TRAINING).partition(".")
-                self._memories.setdefault(int(index), {})[own] = tensor
+                self._memories[int(index)][own] = tensor
         left: dict[str, Tensor] = {}
         try:
             yield left

@@ -1,4 +1,4 @@
-"""What clients remember between rounds (error feedback), on disk and apart from any engine.
+"""What clients remember between rounds (error feedback, noise), on disk and apart from any engine.
 
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
 

@@ -244,8 +244,6 @@ class CorrelatedCalibration(_Keys, Calibration):
             FedsimError: no noise is enough, Theorem F.12 does not apply, or draws are too few.
         """
         if self.variant == "paper":
-            if epsilon <= 0:
-                raise FedsimError("variant paper: ε must be above 0")
             noise = self._paper_noise(epsilon, delta)
             return self._answer(epsilon, delta, noise, correlated_paper.METHOD)
         exact = self._log_delta()

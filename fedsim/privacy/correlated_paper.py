@@ -27,8 +27,10 @@ def noise(
     η = sqrt(3 ln(1 / (α δ)) / (T q)).
 
     Raises:
-        FedsimError: η > 1, so that the theorem does not apply.
+        FedsimError: ε is 0, or η > 1, so that the theorem does not apply.
     """
+    if epsilon <= 0:
+        raise FedsimError("variant paper: Theorem F.12 needs ε > 0: use variant: exact")
     participations = steps * sampling_rate
     slack = math.sqrt(3 * math.log(1 / (_SHARE * delta)) / participations)
     if slack > 1:

@@ -87,6 +87,8 @@ def test_f12_speaks_of_long_runs_only() -> None:
     with pytest.raises(FedsimError, match=r"F\.12"):
         curve.epsilon(1e-5)
     assert curve.epsilon(0.1).delta == 0.1
+    with pytest.raises(FedsimError, match="ε > 0"):
+        curve.delta(0.0)
 
 
 def test_f12_rests_on_a_gaussian_step_that_fails_above_one() -> None:

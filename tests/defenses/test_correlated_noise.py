@@ -1,0 +1,242 @@
+"""CorrelatedNoise: its noise over steps and rounds, what it remembers, what it claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.defense import Guarantee, Stack, chain
+from fedsim.models.local import local_update
+from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.ledger import claim
+from fedsim.scenario.resolve import resolve
+from fedsim.testing.updates import same, stream
+from fedsim.types import LocalTraining, PrivacyClaim, Tensors
+from fedsim.workload import Probe, Workload
+from fedsim_defenses.correlated_noise import CorrelatedNoise
+from fedsim_defenses.dp_sgd import DPSGD
+from fedsim_defenses.gradient_pruning import GradientPruning
+from fedsim_defenses.top_k import TopK
+
+DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
+IMAGES, LABELS = torch.randn(4, 1, 2, 2, generator=stream(0)), torch.tensor([0, 1, 2, 0])
+
+
+def noisy(correlation: float, multiplier: float = 1.5) -> CorrelatedNoise:
+    return CorrelatedNoise(norm=0.8, noise_multiplier=multiplier, correlation=correlation)
+
+
+def loss(at: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(images.flatten(1) @ at["w"].T, labels)
+
+
+def still(at: Tensors, *_: Tensor) -> Tensor:
+    return at["w"].sum() * 0
+
+
+def weights(rows: int = 3) -> dict[str, Tensor]:
+    return {"w": torch.randn(rows, 4, generator=stream(1))}
+
+
+def _never(*_: object) -> Tensors:
+    raise AssertionError("correlated_noise computes gradients of its own")
+
+
+def releases(stack: Stack, count: int, entries: int = 4000) -> list[Tensor]:
+    """What a client with gradients of zero releases in so many rounds of one step."""
+    at, state, found = {"w": torch.zeros(entries, 4)}, {}, []
+    for round in range(count):
+        with stack.recalling(state) as left:
+            direction = stack.gradient(still, _never)
+            found.append(direction(at, IMAGES, LABELS, stream(round))["w"].flatten())
+        state = dict(left)
+    return found
+
+
+def test_without_correlation_it_is_dp_sgd_bit_for_bit() -> None:
+    plain = DPSGD(norm=0.8, noise_multiplier=1.5).gradient(loss, _never)
+    direction = noisy(0.0).gradient(loss, _never)
+    draws = stream(2), stream(2)
+    for _ in range(3):
+        assert same(
+            direction(weights(), IMAGES, LABELS, draws[0]),
+            plain(weights(), IMAGES, LABELS, draws[1]),
+        )
+    assert noisy(0.0).guarantee(Guarantee(), DECLARED) == DPSGD(
+        norm=0.8, noise_multiplier=1.5
+    ).guarantee(Guarantee(), DECLARED)
+
+
+def test_without_noise_it_is_clipped_sgd() -> None:
+    direction = noisy(0.7, 0.0).gradient(loss, _never)
+    plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(loss, _never)
+    for _ in range(2):
+        assert same(
+            direction(weights(), IMAGES, LABELS, stream(2)),
+            plain(weights(), IMAGES, LABELS, stream(2)),
+        )
+    assert noisy(0.7, 0.0).guarantee(Guarantee(), DECLARED).mechanism is None
+
+
+def test_each_round_takes_back_its_share_of_the_noise_before() -> None:
+    with_memory, without = releases(chain(noisy(0.6)), 4), releases(chain(noisy(0.0)), 4)
+    for step, found in enumerate(with_memory):
+        expected = without[step] - (0.6 * without[step - 1] if step else 0)
+        torch.testing.assert_close(found, expected)
+
+
+def test_c_makes_the_noise_white() -> None:
+    found = torch.stack(releases(chain(noisy(0.6)), 5)).double().numpy()
+    encoder = np.linalg.inv(np.eye(5) - 0.6 * np.eye(5, k=-1))
+    white = np.cov(encoder @ found) / (1.5 * 0.8 / 4) ** 2
+    np.testing.assert_allclose(white, np.eye(5), atol=0.04)  # 16,000 entries: 5 deviations
+
+
+def test_local_steps_are_steps_as_rounds_are() -> None:
+    """Three steps in a round, then two: as five rounds of one."""
+    stack, at = chain(noisy(0.6)), {"w": torch.zeros(4000, 4)}
+    alone = releases(stack, 5)
+    state: Tensors = {}
+    found = []
+    for steps in ([0, 1, 2], [3, 4]):
+        training = LocalTraining(algorithm="fedavg", steps=len(steps), batch_size=4, lr=0.1)
+        with stack.recalling(state) as left:
+            direction = stack.gradient(still, _never)
+            seeds = iter(steps)
+            update = local_update(
+                lambda p, x, y, d=direction, s=seeds: d(p, x, y, stream(next(s))),  # type: ignore[misc]
+                at,
+                [(IMAGES, LABELS)] * len(steps),
+                training,
+            )
+        state = dict(left)
+        found.append(update["w"].flatten())
+    for update, steps in zip(found, ([0, 1, 2], [3, 4]), strict=True):
+        torch.testing.assert_close(update, -0.1 * sum(alone[step] for step in steps))
+
+
+def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:
+    stack = chain(noisy(0.6))
+    with stack.recalling({}) as left:
+        stack.gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0))
+    kept = dict(left)
+    with pytest.raises(RuntimeError), stack.recalling(kept):
+        stack.gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1))
+        raise RuntimeError
+    with stack.recalling({}) as another:
+        first = stack.gradient(still, _never)
+        found = first({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5))
+    assert same(
+        found,
+        noisy(0.0).gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)),
+    )
+    assert not same(another, kept)
+
+
+def test_a_stack_remembers_nothing_by_itself() -> None:
+    stack, at = chain(noisy(0.6)), {"w": torch.zeros(2, 4)}
+    first, again = (stack.gradient(still, _never)(at, IMAGES, LABELS, stream(0)) for _ in range(2))
+    assert same(first, again)
+
+
+def test_it_is_remembered_beside_other_defenses() -> None:
+    """In a real workload: noise of round 2 depends on round 1's, error feedback too, probes on
+    nothing that they change."""
+    base: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
+        "model": {"name": "kan", "hidden": 4},
+        "training": {"rounds": 3, "local": {"batch_size": 4}},
+        "defenses": {
+            "none": [],
+            **{
+                f"c{correlation}": [
+                    {"name": "correlated_noise", "norm": 1.0, "noise_multiplier": 2.0}
+                    | {"correlation": correlation},
+                    {"name": "top_k", "ratio": 1.0},
+                ]
+                for correlation in (0.0, 0.5)
+            },
+        },
+        "attacks": [],
+        "observe": {"batch_sizes": [2]},
+    }
+    scenario = resolve(base)
+    found: dict[float, list[Tensor]] = {}
+    for correlation in (0.0, 0.5):
+        workload = Workload(scenario, f"c{correlation}")
+        at, buffers = workload.initial()
+        at = {name: torch.zeros_like(value) for name, value in at.items()}
+        state: Tensors = {}
+        found[correlation] = []
+        for round in (1, 2, 3):
+            probe = Probe(batch_size=2, trial=0)
+            probed = workload.client_update(1, round, at, buffers, state, probe=probe)
+            assert probed.state is state
+            result = workload.client_update(1, round, at, buffers, state)
+            state = result.state
+            assert any(name.startswith("training.0.") for name in state) == (correlation > 0)
+            found[correlation].append(result.update.tensors["body.3.weight"])
+        assert workload.stack.remembers
+    # The gradient of this layer is zero where both layers are: its update is the noise.
+    plain, taken_back = found[0.0], found[0.5]
+    torch.testing.assert_close(taken_back[0], plain[0])
+    torch.testing.assert_close(taken_back[1], plain[1] - 0.5 * plain[0])
+    torch.testing.assert_close(taken_back[2], plain[2] - 0.5 * plain[1])
+
+
+def claimed(correlation: float = 0.5, **changes: Any) -> PrivacyClaim:
+    declared = LocalTraining(
+        algorithm=changes.pop("algorithm", "fedsgd"),
+        steps=changes.pop("steps", 1),
+        batch_size=changes.pop("batch_size", 4),
+        lr=0.1,
+        batches=changes.pop("batches", "different"),
+    )
+    arguments = {"rounds": 20, "num_examples": 100, "delta": 1e-5, **changes}
+    return claim(chain(noisy(correlation, 8.0)), declared, **arguments)
+
+
+def test_the_ledger_claims_the_curve_of_fixed_size_batches() -> None:
+    curve = CorrelatedCurve(
+        steps=20,
+        sampling_rate=0.04,
+        correlation=0.5,
+        sampling="fixed_size",
+        relation="replace_one",
+        noise_multiplier=8.0,
+    )
+    found = claimed()
+    assert found.epsilon == curve.epsilon(1e-5).epsilon
+    assert (found.unit, found.relation) == ("example", "replace_one")
+    assert found.accountant is not None and "correlated" in found.accountant
+    local = claimed(algorithm="fedavg", steps=4, rounds=5)
+    assert local.epsilon == found.epsilon
+
+
+def test_the_ledger_never_amplifies_what_it_cannot() -> None:
+    full = CorrelatedCurve(
+        steps=20, correlation=0.5, sampling="full", relation="replace_one", noise_multiplier=8.0
+    )
+    expected = full.epsilon(1e-5).epsilon
+    assert claimed(batch_size=100).epsilon == expected
+    assert claimed(algorithm="fedavg", steps=4, rounds=5, batches="same").epsilon == expected
+    assert claimed().epsilon < expected
+    assert claimed(correlation=0.0).epsilon < claimed().epsilon < claimed(correlation=0.9).epsilon
+
+
+def test_repeated_releases_of_a_batch_are_not_accounted() -> None:
+    found = claimed(repeated_rounds=1, repeats=3)
+    assert found.epsilon == float("inf")
+    assert found.reason is not None and "observe.releases" in found.reason
+    assert claimed(rounds=19, repeated_rounds=1).epsilon == claimed().epsilon
+
+
+def test_what_comes_after_is_post_processing() -> None:
+    alone = noisy(0.5).guarantee(Guarantee(), DECLARED)
+    stack = chain(noisy(0.5), GradientPruning(ratio=0.5), TopK(ratio=0.5))
+    assert stack.guarantees(DECLARED)[-1].mechanism == alone.mechanism
