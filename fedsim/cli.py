@@ -33,6 +33,7 @@ class Kind(StrEnum):
 
     attacks = "attacks"
     defenses = "defenses"
+    learners = "learners"
     models = "models"
     data = "data"
 
