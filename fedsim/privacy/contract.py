@@ -1,4 +1,4 @@
-"""What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, a calibration, an audit.
+"""What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, noise, an audit.
 
 Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
 gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows which there are.

@@ -113,7 +113,7 @@ def _spent(
     if releases == 0:
         return 0.0, EXACT
     multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
-    exact = gaussian.epsilon(multiplier / math.sqrt(releases), delta)
+    exact = float(gaussian.epsilon(multiplier / math.sqrt(releases), delta))
     if not mechanism.sampled or batch_size == num_examples:
         return exact, EXACT
     from dp_accounting.rdp import compute_epsilon

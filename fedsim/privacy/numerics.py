@@ -1,0 +1,133 @@
+"""What the closed forms share: tails of the gamma distribution, and Newton's method with brackets.
+
+Everything broadcasts. `a` is half the degrees of freedom of a chi-square, `x` half its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedsim.types import FedsimError
+
+Array = NDArray[np.float64]
+Sloped = Callable[[Array], tuple[Array, Array]]
+"""x -> (value, derivative)."""
+
+
+def checked(name: str, value: ArrayLike, low: float, high: float, expected: str) -> Array:
+    """`value` as an array of numbers in [low, high].
+
+    Raises:
+        FedsimError: one of them is not a number there; the message says what was `expected`.
+    """
+    try:
+        array = np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise FedsimError(f"{name}: got {value!r}; expected {expected}") from error
+    wrong = ~((array >= low) & (array <= high))
+    if wrong.any():
+        raise FedsimError(f"{name}: got {array[wrong].flat[0]:g}; expected {expected}")
+    return array
+
+
+def checked_epsilon(value: ArrayLike) -> Array:
+    """ε: finite and at least 0."""
+    return checked("epsilon", value, 0.0, np.finfo(float).max, "a finite number of at least 0")
+
+
+def checked_delta(value: ArrayLike) -> Array:
+    """δ: a probability strictly between 0 and 1."""
+    tiny = np.nextafter(0.0, 1.0)
+    return checked("delta", value, tiny, np.nextafter(1.0, 0.0), "a probability in (0, 1)")
+
+
+def log_gamma_term(a: Array, excess: Array) -> Array:
+    """log(x^a exp(-x) / Γ(a)) at x = a (1 + excess), without the cancellation of its terms."""
+    return -a * (excess - np.log1p(excess)) + np.log(a / (2 * np.pi)) / 2 - _stirling(a)
+
+
+def _stirling(a: Array) -> Array:
+    """log Γ(a) less Stirling's (a - 1/2) log a - a + log(2 π) / 2."""
+    from scipy.special import gammaln
+
+    near = np.minimum(a, 16.0)
+    exact = gammaln(near) - ((near - 0.5) * np.log(near) - near + np.log(2 * np.pi) / 2)
+    far = np.maximum(a, 16.0)
+    series = (1 / 12 - (1 / 360 - (1 / 1260 - 1 / 1680 / far**2) / far**2) / far**2) / far
+    return np.where(a < 16, exact, series)
+
+
+def log_gammaincc(a: Array, x: Array) -> Array:
+    """log Pr[Γ(a, 1) >= x], also where the probability underflows."""
+    from scipy.special import gammaincc
+
+    a, x = np.broadcast_arrays(a, x)
+    upper = np.atleast_1d(gammaincc(a, x))
+    deep = np.atleast_1d(upper < 1e-280)
+    with np.errstate(divide="ignore"):
+        result = np.asarray(np.log(upper))
+    if deep.any():
+        at, beyond = np.atleast_1d(a)[deep], np.atleast_1d(x)[deep]
+        # Legendre's continued fraction from its tail; so far out it converges at once.
+        value = beyond + 401 - at
+        for i in range(200, 0, -1):
+            value = beyond + 2 * i - 1 - at - i * (i - at) / value
+        result[deep] = log_gamma_term(at, beyond / at - 1) - np.log(value)
+    return result.reshape(a.shape)
+
+
+def log_gammainc(a: Array, x: Array) -> Array:
+    """log Pr[Γ(a, 1) <= x], also where the probability underflows."""
+    from scipy.special import gammainc
+
+    a, x = np.broadcast_arrays(a, x)
+    lower = np.atleast_1d(gammainc(a, x))
+    deep = np.atleast_1d((lower < 1e-280) & (x > 0))
+    with np.errstate(divide="ignore"):
+        result = np.asarray(np.log(lower))
+    if deep.any():
+        at, below = np.atleast_1d(a)[deep], np.atleast_1d(x)[deep]
+        total = term = 1 / at
+        for i in range(1, 500):  # x is far below a: the terms fall at once
+            term = term * below / (at + i)
+            total = total + term
+        result[deep] = log_gamma_term(at, below / at - 1) + np.log(total)
+    return result.reshape(a.shape)
+
+
+@cache
+def legendre(count: int) -> tuple[Array, Array]:
+    """Nodes in (0, 1) and weights of Gauss-Legendre quadrature."""
+    nodes, weights = np.polynomial.legendre.leggauss(count)
+    return (nodes + 1) / 2, weights / 2
+
+
+def solve(
+    function: Sloped, low: Array, high: Array, *, tolerance: float = 2 * np.finfo(float).eps
+) -> Array:
+    """The root of an increasing `function` between `low` and `high`, by safeguarded Newton.
+
+    A step that leaves the bracket, or is not half of the one before last, is replaced by bisection.
+    Where there is no root in the bracket the nearer end is the answer. It stops when steps are
+    below `tolerance` relative to x.
+    """
+    low, high = (np.array(end, dtype=np.float64) for end in np.broadcast_arrays(low, high))
+    x = (low + high) / 2
+    last = before = high - low
+    for _ in range(300):
+        value, slope = function(x)
+        low, high = np.where(value < 0, x, low), np.where(value < 0, high, x)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            newton = x - value / slope
+            good = (newton >= low) & (newton <= high) & (2 * np.abs(newton - x) <= before)
+            good &= np.isfinite(value) & np.isfinite(slope)
+        new = np.where(good, newton, (low + high) / 2)
+        before, last = last, np.abs(new - x)
+        x = new
+        if (last <= tolerance * np.abs(x)).all():
+            break
+    return x

@@ -1,0 +1,240 @@
+"""The exact privacy curve of sketched least squares: a normal approximation of the solution.
+
+Source: Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum and
+its Application to Privacy-Preserving Machine Learning, Theorem 4 (Lemma 1 for the distribution):
+the release is N(x, |e|² (B'B)^-1 / r), x and e being the solution and the residual of min |B x - b|
+and r the number of rows of the sketch that it stands for. The neighbour lacks one row of [B, b],
+which has leverage p in B and q in [B, b]; q - p = e_i² / |e|².
+
+The log-likelihood ratio is a quadratic form (`quadratic`). q = p makes it that of a random linear
+combination, p = 0 that of a projection onto d columns with the directions exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedsim.privacy import quadratic
+from fedsim.privacy.contract import Direction
+from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon, solve
+from fedsim.types import FedsimError
+
+Variant = Literal["tight", "paper"]
+_MANY = np.finfo(float).max
+_LOWEST = -115.0
+"""Logarithm of the smallest leverage that is looked for."""
+
+
+def delta(
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    epsilon: ArrayLike,
+    direction: Direction = "both",
+) -> Array:
+    """The least δ of least squares for a row with leverages p in B and q in [B, b].
+
+    0 <= p <= q <= 1; `r` and `d` at least 1; they broadcast. `forward` is δ of the database that
+    holds the row against the one that does not; `both` is the larger.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(delta(0.02, 0.04, 100, 5, 1.0).round(6))
+    0.0
+    """
+    return np.exp(log_delta(p, q, r, d, epsilon, direction))
+
+
+def log_delta(
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    epsilon: ArrayLike,
+    direction: Direction = "both",
+) -> Array:
+    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0."""
+    p, q, r, d = _checked(p, q, r, d)
+    p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, checked_epsilon(epsilon))
+    result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
+    inside = q < 1
+    p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
+    ways = ("forward", "reverse") if direction == "both" else (direction,)
+    found = [quadratic.log_delta(*_form(p, q, r, d, way), eps) for way in ways]
+    result[inside] = np.max(found, axis=0)
+    return result[()]
+
+
+def epsilon(
+    p: ArrayLike,
+    q: ArrayLike,
+    r: ArrayLike,
+    d: ArrayLike,
+    delta: ArrayLike,
+    direction: Direction = "both",
+) -> Array:
+    """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    p, q, r, d = _checked(p, q, r, d)
+    p, q, r, d, target = np.broadcast_arrays(p, q, r, d, checked_delta(delta))
+    result = np.full(p.shape, np.inf)
+    inside = q < 1
+    p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
+    ways = ("forward", "reverse") if direction == "both" else (direction,)
+    found = [quadratic.epsilon(*_form(p, q, r, d, way), target) for way in ways]
+    result[inside] = np.max(found, axis=0)
+    return result[()]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worst:
+    """The most revealing row among those whose leverage in [B, b] is at most a bound."""
+
+    p: float
+    q: float
+    log_delta: float
+    direction: Direction
+
+
+def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
+    """The maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
+
+    Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
+    set is searched: on a grid, and then around the best points of it.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    best: Worst | None = None
+    for way in ("forward", "reverse"):
+
+        def value(share: Array, part: Array, way: Direction = way) -> Array:  # type: ignore[assignment]
+            q = max_leverage * np.clip(part, 0.0, 1.0)
+            return log_delta(q * np.clip(share, 0.0, 1.0), q, r, d, epsilon, way)
+
+        shares, parts = np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 17)[1:])
+        shares, parts = shares.ravel(), parts.ravel()
+        values = value(shares, parts)
+        around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, -1)
+        for start in np.argsort(values)[-3:]:
+            share, part, reach = shares[start], parts[start], np.array([1 / 32, 1 / 16])
+            for _ in range(28):
+                tried = np.clip(np.array([[share], [part]]) + reach[:, None] * around, 0.0, 1.0)
+                found = value(*tried)
+                top = int(np.argmax(found))
+                share, part = tried[:, top]
+                reach = reach / 2
+            top_value = float(found[top])
+            if best is None or top_value > best.log_delta:
+                q = max_leverage * part
+                best = Worst(p=float(q * share), q=float(q), log_delta=top_value, direction=way)  # type: ignore[arg-type]
+    assert best is not None
+    return best
+
+
+def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
+    """The largest bound s̄ on leverages in [B, b] at which every row's δ is at most `delta`.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+
+    def log_worst(odds: float) -> float:
+        return worst(float(1 / (1 + np.exp(-odds))), r, d, epsilon).log_delta
+
+    return float(1 / (1 + np.exp(-_crossing(log_worst, 36.0, delta))))
+
+
+def sigma(
+    row_norm: float,
+    r: float,
+    d: float,
+    epsilon: float,
+    delta: float,
+    variant: Variant = "tight",
+) -> float:
+    """The σ of the rows σ I appended to [B, b] that makes the release (ε, δ)-private.
+
+    A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
+    these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
+    (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    norm = float(checked("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
+    if variant == "tight":
+        return float(norm * np.sqrt(1 / max_leverage(epsilon, delta, r, d) - 1))
+    return float(norm * np.sqrt(1 / _corner(epsilon, delta, r, d)))
+
+
+def _corner(epsilon: float, delta: float, r: float, d: float) -> float:
+    """The largest p at which δ of (p, 2 p) is at most `delta`."""
+
+    def log_corner(log_p: float) -> float:
+        p = float(np.exp(log_p))
+        return float(log_delta(p, 2 * p, r, d, epsilon))
+
+    return float(np.exp(_crossing(log_corner, float(np.log(0.5)), delta)))
+
+
+def _crossing(log_delta: Callable[[float], float], high: float, delta: float) -> float:
+    """Where a rising log δ of a leverage's logarithm (or log odds) below `high` meets `delta`."""
+    from scipy.optimize import brentq
+
+    target = float(np.log(checked_delta(delta)))
+
+    def missing(at: float) -> float:
+        # log δ is as steep as -1 / leverage far out, which arcsinh makes a straight line
+        return float(np.arcsinh(max(log_delta(at), -1e300) - target))
+
+    if missing(_LOWEST) > 0:
+        raise FedsimError(
+            f"delta: {delta:g} needs a leverage below 1e-50 at this epsilon; ask for a larger "
+            "delta or epsilon"
+        )
+    return float(brentq(missing, _LOWEST, high, xtol=1e-13, rtol=1e-14))
+
+
+def _checked(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+    p, q, r, d = np.broadcast_arrays(
+        checked("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
+        checked("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
+        checked("r", r, 1.0, _MANY, "the rows of the sketch, at least 1"),
+        checked("d", d, 1.0, _MANY, "the number of features, at least 1"),
+    )
+    if (p > q).any():
+        raise FedsimError(
+            f"p: got {p[p > q].flat[0]:g}, more than q = {q[p > q].flat[0]:g}; a row's leverage in "
+            "[B, b] is at least that in B"
+        )
+    return p, q, r, d
+
+
+def _form(p: Array, q: Array, r: Array, d: Array, direction: Direction) -> tuple[Array, ...]:
+    """Theorem 4 as (a, rest, shift, count) of `quadratic`, for q < 1."""
+    s, kept = q - p, 1 - p
+    if direction == "forward":
+        first, second = kept**2 / (1 - q), kept / (1 - q)
+        a = np.stack([(p * kept - s) / (1 - q), -s / (1 - q)], axis=-1)
+        shift = r * s * p * (kept / (1 - q)) ** 2
+    else:
+        first, second = (1 - q) / kept**2, (1 - q) / kept
+        a = np.stack([(s - p * kept) / kept**2, s / kept], axis=-1)
+        shift = r * s * p * (1 - q) / kept**4
+    return (
+        a,
+        np.stack([first, second], axis=-1),
+        np.stack([shift, np.zeros_like(shift)], axis=-1),
+        np.stack([np.ones_like(d), d - 1], axis=-1),
+    )
