@@ -24,7 +24,7 @@ Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
 Unit = Literal["client", "example"]
-Relation = Literal["zero_out", "replace_one", "add_or_remove"]
+Relation = Literal["zero_out", "replace_one", "add_or_remove", "relative"]
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
@@ -233,6 +233,7 @@ class PrivacyClaim:
     """Whose presence is hidden: all of a client's data, or one example of it."""
     relation: Relation | None = None
     """What the hidden contribution is exchanged for: nothing (zero), or any other example's; or
-    whether the example is there at all (add_or_remove)."""
+    whether the example is there at all (add_or_remove), maybe only among declared databases
+    (relative), which is no differential privacy."""
     reason: str | None
     """Why ε is ∞, where it is."""
