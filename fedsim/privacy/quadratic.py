@@ -24,9 +24,13 @@ from numpy.typing import ArrayLike, NDArray
 from fedsim.privacy.numerics import Array, solve
 
 Complex = NDArray[np.complex128]
+Rows = NDArray[Any]
 _TILT = 0.5
 _DEPTH = 42.0
 """The path ends where the integrand has fallen by exp(-42)."""
+_LONGEST = 45.0
+_GROWTH = 1.0
+"""The logarithm of the growth along a path beyond which another is looked for."""
 _FAR = 1e12
 _CHUNK = 1 << 20
 """Complex numbers that are held at a time, per array."""
@@ -98,7 +102,7 @@ class _Form:
     count: Array
     eps: Array
 
-    def take(self, rows: NDArray[Any]) -> _Form:
+    def take(self, rows: Rows) -> _Form:
         return _Form(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     @property
@@ -133,7 +137,7 @@ class _Saddle:
     slope: Array
     curvature: Array
 
-    def take(self, rows: NDArray[Any]) -> _Saddle:
+    def take(self, rows: Rows) -> _Saddle:
         return _Saddle(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
@@ -193,70 +197,117 @@ def _saddle(form: _Form, sign: float) -> _Saddle:
 
 def _integral(form: _Form, saddle: _Saddle) -> tuple[Array, Array]:
     """log of the integral over the path through the saddle point, and the mean of s under it."""
-    width = 1 / np.sqrt(saddle.curvature)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        pulls = form.count * form.a / saddle.w / 2
-        tails = np.where(form.shift > 0, form.shift / (2 * saddle.w**2 * form.a), 0.0)
-    poles = np.stack([1 / saddle.s, 1 / saddle.beyond], axis=-1)
-    each = np.concatenate([pulls, tails, poles], axis=-1)
-    towards = -np.sign(np.nan_to_num(each, posinf=1e300, neginf=-1e300).sum(-1))
-    against = np.maximum(each * towards[:, None], 0.0).sum(-1)
-    bend = np.maximum(width, 2 * _TILT * width**2 * against)
-
-    def path(v: Array, rows: NDArray[Any]) -> tuple[Complex, Complex]:
-        """z and dz / dv / i of shape (rows, nodes)."""
-        sigma, scale, side = (x[rows, None] for x in (width, bend, _TILT * towards))
-        y, dy = sigma * np.sinh(v), sigma * np.cosh(v)
-        root = np.hypot(y, scale)
-        with np.errstate(invalid="ignore"):
-            across = np.where(np.isinf(scale), 0.0, side * y * (y / (root + scale)))
-            turn = np.where(np.isinf(scale), 0.0, side * (y / root))
-        return across + 1j * y, dy * (1 - 1j * turn)
-
-    def log_ratio(z: Complex, rows: NDArray[Any]) -> Complex:
-        """log of the integrand over its value in the saddle point."""
-        part, here = form.take(rows), saddle.take(rows)
-        total = here.slope[:, None] * z
-        for at in (here.s, here.beyond):
-            x = z / at[:, None]
-            total = total + x - np.log1p(x)
-        for j in range(part.a.shape[1]):
-            x = z * (part.a[:, j] / here.w[:, j])[:, None]
-            if part.count[:, j].any():
-                total = total + (part.count[:, j] / 2)[:, None] * (x - np.log1p(x))
-            if part.shift[:, j].any():
-                bulk = (part.shift[:, j] / (2 * here.w[:, j] ** 3))[:, None]
-                total = total + bulk * z * (z / (1 + x))
-        return total
-
-    every = np.arange(len(width))
-    short, long = np.zeros(len(width)), np.full(len(width), 45.0)
-    for _ in range(10):
-        middle = (short + long) / 2
-        z, dz = path(middle[:, None], every)
-        fallen = (log_ratio(z, every).real + np.log(np.abs(dz) / width[:, None]))[:, 0] < -_DEPTH
-        short, long = np.where(fallen, short, middle), np.where(fallen, middle, long)
-
-    def sums(rows: NDArray[Any], fractions: Array) -> Array:
-        """Sums over the nodes of the integrand and of the integrand times z."""
-        total = np.empty((2, len(rows)))
-        size = max(1, _CHUNK // len(fractions))
-        for first in range(0, len(rows), size):
-            some = rows[first : first + size]
-            z, dz = path(long[some, None] * fractions, some)
-            values = np.exp(log_ratio(z, some)) * dz
-            total[0, first : first + size] = values.real.sum(-1)
-            total[1, first : first + size] = (values * z).real.sum(-1)
-        return total
-
-    nodes = 24
-    total = sums(every, np.arange(1, nodes + 1) / nodes)
-    total[0] += width / 2  # the saddle point itself, once for both halves of the path
-    active, result = every, total[0] * long / nodes
+    path = _Path(form, saddle)
+    nodes, every = 24, np.arange(len(form.eps))
+    start = np.arange(1, nodes + 1) / nodes
+    total, grown = path.sums(every, start)
+    wrong = every[~(grown < _GROWTH)]
+    if len(wrong):
+        path.choose(wrong)
+        total[:, wrong], _ = path.sums(wrong, start)
+    total[0] += path.width / 2  # the saddle point itself, once for both halves of the path
+    active, result = every, total[0] * path.long / nodes
     while len(active) and nodes < 1 << 16:
-        total[:, active] += sums(active, (np.arange(nodes) + 0.5) / nodes)
+        total[:, active] += path.sums(active, (np.arange(nodes) + 0.5) / nodes)[0]
         nodes *= 2
-        old, result[active] = result[active], total[0, active] * long[active] / nodes
+        old, result[active] = result[active], total[0, active] * path.long[active] / nodes
         # The error is about squared by each halving: from 1e-9 it falls to rounding.
         active = active[np.abs(result[active] - old) > 1e-9 * np.abs(result[active])]
     return saddle.value + np.log(result / np.pi), saddle.s + total[1] / total[0]
+
+
+class _Path:
+    """s + z(v) for v >= 0: upwards, y = width sinh(v), bending to a `side` from y = `bend` on."""
+
+    def __init__(self, form: _Form, saddle: _Saddle) -> None:
+        self._form, self._saddle = form, saddle
+        self.width = 1 / np.sqrt(saddle.curvature)
+        # What is linear in z far out: the integrand falls to the side that this sum points from.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            pulls = form.count * form.a / saddle.w / 2
+            tails = np.where(form.shift > 0, form.shift / (2 * saddle.w**2 * form.a), 0.0)
+        poles = np.stack([1 / saddle.s, 1 / saddle.beyond], axis=-1)
+        pull = np.concatenate([pulls, tails, poles], axis=-1)
+        self._side = -np.sign(np.nan_to_num(pull, posinf=1e300, neginf=-1e300).sum(-1))
+        against = np.maximum(pull * self._side[:, None], 0.0).sum(-1)
+        # Bent so late that what falls to the other side is outweighed by the saddle's own width.
+        self._bend = np.maximum(self.width, 2 * _TILT * self.width**2 * against)
+        self.long = np.zeros(len(self.width))
+        self._end(np.arange(len(self.width)))
+
+    def _at(self, v: Array, rows: Rows, side: Array, bend: Array) -> tuple[Complex, Complex]:
+        """z and dz / dv / i of shape (rows, nodes)."""
+        sigma, scale, towards = self.width[rows, None], bend[:, None], _TILT * side[:, None]
+        y, dy = sigma * np.sinh(v), sigma * np.cosh(v)
+        root = np.hypot(y, scale)
+        with np.errstate(invalid="ignore"):
+            across = np.where(np.isinf(scale), 0.0, towards * y * (y / (root + scale)))
+            turn = np.where(np.isinf(scale), 0.0, towards * (y / root))
+        return across + 1j * y, dy * (1 - 1j * turn)
+
+    def _log_ratio(self, z: Complex, rows: Rows) -> Complex:
+        """log of the integrand over its value in the saddle point, free of cancellation."""
+        form, saddle = self._form.take(rows), self._saddle.take(rows)
+        total = saddle.slope[:, None] * z
+        for at in (saddle.s, saddle.beyond):
+            x = z / at[:, None]
+            total = total + x - np.log1p(x)
+        for j in range(form.a.shape[1]):
+            x = z * (form.a[:, j] / saddle.w[:, j])[:, None]
+            if form.count[:, j].any():
+                total = total + (form.count[:, j] / 2)[:, None] * (x - np.log1p(x))
+            if form.shift[:, j].any():
+                bulk = (form.shift[:, j] / (2 * saddle.w[:, j] ** 3))[:, None]
+                total = total + bulk * z * (z / (1 + x))
+        return total
+
+    def _fall(self, v: Array, rows: Rows, side: Array, bend: Array) -> Array:
+        """log of the integrand's size at v, relative to the saddle point."""
+        z, dz = self._at(v, rows, side, bend)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            log_size = self._log_ratio(z, rows).real + np.log(np.abs(dz) / self.width[rows, None])
+        return np.where(np.isnan(log_size), np.inf, log_size)
+
+    def _end(self, rows: Rows) -> None:
+        short, long = np.zeros(len(rows)), np.full(len(rows), _LONGEST)
+        side, bend = self._side[rows], self._bend[rows]
+        for _ in range(10):
+            middle = (short + long) / 2
+            fallen = self._fall(middle[:, None], rows, side, bend)[:, 0] < -_DEPTH
+            short, long = np.where(fallen, short, middle), np.where(fallen, middle, long)
+        self.long[rows] = long
+
+    def choose(self, rows: Rows) -> None:
+        """Try where else the path may bend; take the shortest on which nothing grows."""
+        v = np.arange(1, 2 * _LONGEST + 1) / 2
+        best = np.full(len(rows), np.inf)
+        for side in (1.0, -1.0):
+            for bend in (*8.0 ** np.arange(14), np.inf):
+                sides, bends = np.full(len(rows), side), bend * self.width[rows]
+                fall = self._fall(v, rows, sides, bends)
+                down = fall < -_DEPTH
+                first = np.where(down.any(-1), down.argmax(-1), len(v) - 1)
+                before = np.where(np.arange(len(v)) <= first[:, None], fall, -np.inf).max(-1)
+                cost = v[first] + 1e3 * np.maximum(before - _GROWTH, 0.0)
+                better = cost < best
+                best[better] = cost[better]
+                chosen = rows[better]
+                self._side[chosen], self._bend[chosen] = side, bends[better]
+                self.long[chosen] = v[first[better]]
+
+    def sums(self, rows: Rows, fractions: Array) -> tuple[Array, Array]:
+        """Of the integrand and of the integrand times z over nodes; and how much it has grown."""
+        total, grown = np.empty((2, len(rows))), np.empty(len(rows))
+        size = max(1, _CHUNK // len(fractions))
+        for first in range(0, len(rows), size):
+            part = slice(first, first + size)
+            some = rows[part]
+            v = self.long[some, None] * fractions
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                z, dz = self._at(v, some, self._side[some], self._bend[some])
+                log_ratio = self._log_ratio(z, some)
+                values = np.exp(log_ratio) * dz
+                total[0, part] = values.real.sum(-1)
+                total[1, part] = (values * z).real.sum(-1)
+            grown[part] = log_ratio.real.max(-1)
+        return total, grown
