@@ -81,6 +81,9 @@ def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     projection mechanism. The part of G that belongs to D is the same whatever σ.
     """
     total = torch.zeros(rows.shape[1], columns, dtype=rows.dtype)
+    # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.
+    whole = -(-columns // 16) * 16
     for part in torch.split(rows, _CHUNK):
-        total += part.T @ torch.randn(len(part), columns, generator=rng, dtype=rows.dtype)
+        matrix = torch.randn(len(part), whole, generator=rng, dtype=rows.dtype)
+        total += part.T @ matrix[:, :columns]
     return total
