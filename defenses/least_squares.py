@@ -36,8 +36,8 @@ class LeastSquaresMechanism(DataDefense):
     """Makes coefficients (ε, δ)-private: the learner regresses on [D; σ I], D = [B, b].
 
     With method `ls` of learner least_squares it is M_LS, whose curve is exact at any leverages p in
-    B and q in [B, b]; σ holds q to the largest bound at which every p <= q is private. With `als` it
-    is M_ALS, of which only the limit for large r is known exactly: it is accounted as what is
+    B and q in [B, b]; σ holds q to the largest bound at which every p <= q is private. With `als`
+    it is M_ALS, of which only the limit for large r is known exactly: it is accounted as what is
     computed from a sketch, which is proven. One row is hidden, against its absence.
     """
 

@@ -11,8 +11,8 @@ def bound(sigma: float, row_norm: float, leverage: float) -> float:
     """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
 
     v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
-    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any knowledge
-    of D p is 1, since D holds the row itself.
+    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
+    knowledge of D p is 1, since D holds the row itself.
     """
     return 1 / (1 / leverage + (sigma / row_norm) ** 2)
 

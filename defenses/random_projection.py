@@ -31,15 +31,15 @@ class Projected(ExactMechanism):
 
 @final
 class RandomProjection(DataDefense):
-    """Makes a sketch D'G (ε, δ)-private by adding σ times a standard normal matrix: [D; σ I]'[G; H].
+    """Makes a sketch D'G (ε, δ)-private by adding σ times a standard normal matrix.
 
     The randomness of G hides a row the better, the less its leverage is; σ lowers that of every row
     of norm up to l to the largest that is still private, s̄. The bound l is the data source's
     `row_norm`, and r the learner's `columns`. One row is hidden, against its absence.
 
-    `shared_among` N clients each add σ / sqrt(N): put `aggregate` behind it, so that the server sees
-    only their sum, in which the whole σ is. It holds against a server with which no client colludes;
-    if fewer than N clients answer, nothing is combined.
+    `shared_among` N clients each add σ / sqrt(N): put `aggregate` behind it, so that the server
+    sees only their sum, in which the whole σ is. It holds against a server with which no client
+    colludes; if fewer than N clients answer, nothing is combined.
     """
 
     paper: ClassVar[str] = (
@@ -54,9 +54,9 @@ class RandomProjection(DataDefense):
     shared_among: Annotated[int, Field(ge=1, le=100_000)] = 1
     """How many clients share the noise."""
     leverage: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """The largest leverage of a row in any database that is to be hidden among. Below 1 the claim is
-    *relative*: it holds among those databases alone (of the union of the clients, if they share the
-    noise), and whoever computes it from the data reveals something by it."""
+    """The largest leverage of a row in any database that is to be hidden among. Below 1 the claim
+    is *relative*: it holds among those databases alone (of the union of the clients, if they share
+    the noise), and whoever computes it from the data reveals something by it."""
 
     @property
     def least_clients(self) -> int:

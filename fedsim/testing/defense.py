@@ -1,4 +1,4 @@
-"""Contract suites of the three kinds of defense, for a plugin's author to inherit.
+"""Contract suites of the kinds of defense that act on updates, for a plugin's author to inherit.
 
     class TestMyDefense(UpdateDefenseContract):
         def make(self) -> MyDefense:
