@@ -9,13 +9,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from fedsim.exits import exits
+from fedsim.privacy_cli import app as privacy_app
 
 if TYPE_CHECKING:
     from fedsim.types import Reconstruction
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="What a federated-learning deployment leaks, and which defense is worth its price.",
 )
+app.add_typer(privacy_app, name="privacy")
 
 
 class Kind(StrEnum):
@@ -105,7 +107,7 @@ def run(
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     again = shlex.join(["fedsim", *(word for word in sys.argv[1:] if word != "--resume")])
-    with _exits(f"continue with: {again} --resume"):
+    with exits(f"continue with: {again} --resume"):
         from fedsim.pipeline import run as run_scenario
 
         finished = run_scenario(
@@ -143,7 +145,7 @@ def attack(
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Attack one recording again, anywhere; print the result as JSON."""
-    with _exits("run the command again"):
+    with exits("run the command again"):
         from rich.console import Console
 
         from fedsim.progress import Live
@@ -179,7 +181,7 @@ def leaderboard(
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
 ) -> None:
     """Rank attacks against defenses over one or several runs."""
-    with _exits():
+    with exits():
         typer.echo(_leaderboard(folders, format), nl=False)
 
 
@@ -191,7 +193,7 @@ def report(
     ] = None,
 ) -> None:
     """Write the report of a run again: one HTML file that opens offline."""
-    with _exits():
+    with exits():
         from fedsim.report import write_report
 
         typer.echo(write_report(folder, out))
@@ -203,7 +205,7 @@ def list_plugins(
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
     """Show the attacks, defenses, models and data sources that are installed."""
-    with _exits():
+    with exits():
         from fedsim import listing
 
         rows = listing.rows([kind.value] if kind else [each.value for each in Kind])
@@ -214,7 +216,7 @@ def list_plugins(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of scenario files, for completion in editors."""
-    with _exits():
+    with exits():
         from fedsim.scenario import json_schema
 
         typer.echo(json.dumps(json_schema(), indent=2))
@@ -229,7 +231,7 @@ def validate(
     ] = False,
 ) -> None:
     """Check a scenario without loading its data or running anything."""
-    with _exits():
+    with exits():
         from fedsim.scenario import dump, expand, open_document
 
         variants = expand(open_document(scenario, settings or []))
@@ -274,32 +276,3 @@ def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)
-
-
-@contextmanager
-def _exits(interrupted: str = "") -> Iterator[None]:
-    """Turn what a user can act on into a message and an exit status."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        typer.secho(f"interrupted; {interrupted}".rstrip("; "), err=True, fg="red")
-        raise typer.Exit(130) from error
-    except BrokenPipeError:
-        raise  # whoever read the output has left: typer ends in silence
-    except Exception as error:
-        status = _status(error)
-        if status is None:
-            raise
-        hint = "; check the path and the space left" if isinstance(error, OSError) else ""
-        typer.secho(f"{error}{hint}", err=True, fg="red")
-        raise typer.Exit(status) from error
-
-
-def _status(error: Exception) -> int | None:
-    """The exit status that `error` stands for; None if it is not the user's to act on."""
-    from fedsim.adversary import AttackFailed
-    from fedsim.types import FedsimError, RunFailed
-
-    if isinstance(error, RunFailed | AttackFailed | OSError):
-        return 1
-    return 2 if isinstance(error, FedsimError) else None

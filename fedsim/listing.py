@@ -51,8 +51,14 @@ def _block(row: Row) -> list[str]:
     if row["error"]:
         return [*lines, f"    BROKEN: {row['error']}"]
     lines += [f"    {text}" for text in (row["summary"], row["paper"]) if text]
-    table = [_parameter(parameter) for parameter in row["parameters"]]
+    return [*lines, *key_table(row["parameters"])]
+
+
+def key_table(parameters: Sequence[Row]) -> list[str]:
+    """Parameters as aligned lines of text: name, default, type and range, description."""
+    table = [_parameter(parameter) for parameter in parameters]
     widths = [max(len(cells[column]) for cells in table) for column in range(3)] if table else []
+    lines = []
     for cells in table:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
         lines.append(f"      {'  '.join([*padded, *cells[3:]])}".rstrip())

@@ -153,7 +153,7 @@ def installed(group: str) -> list[Installed]:
     return rows
 
 
-def schema(cls: type[Plugin], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
+def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
     """JSON Schema of a plugin's parameters.
 
     Raises:
@@ -168,7 +168,7 @@ def schema(cls: type[Plugin], ref_template: str = "#/$defs/{model}") -> dict[str
         ) from error
 
 
-def parameters(cls: type[Plugin]) -> tuple[Parameter, ...]:
+def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
     """The parameters of a plugin, in the order of its class.
 
     Raises:

@@ -1,12 +1,24 @@
-"""The mechanisms that the privacy calculator knows, by name, and where each part of theirs is.
+"""The privacy calculator: δ(ε), ε(δ) and the noise of any mechanism it knows, by name.
 
-Nothing is imported before it is asked for. `least_squares` has a curve at given leverages, which no
-noise belongs to; what is None cannot be asked.
+    from fedsim.privacy import calculator
+
+    calculator.delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0)
+
+Nothing of a mechanism is imported before it is asked for.
 """
 
 from __future__ import annotations
 
+import importlib
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.types import FedsimError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,4 +30,210 @@ class Known:
     experiment: str | None = None
 
 
-MECHANISMS: dict[str, Known] = {}
+MECHANISMS: dict[str, Known] = {
+    "gaussian": Known(
+        curve="fedsim.privacy.gaussian:GaussianCurve",
+        calibration="fedsim.privacy.gaussian:GaussianCalibration",
+    ),
+    "random_projection": Known(
+        curve="fedsim.privacy.projection:RandomProjectionCurve",
+        calibration="fedsim.privacy.projection:RandomProjectionCalibration",
+    ),
+    "least_squares": Known(
+        curve="fedsim.privacy.regression:LeastSquaresCurve",
+        calibration="fedsim.privacy.regression:LeastSquaresCalibration",
+    ),
+    "normal": Known(curve="fedsim.privacy.ndis:NormalCurve"),
+    "gaussian_sampling": Known(
+        curve="fedsim.privacy.wishart:GaussianSamplingCurve",
+        calibration="fedsim.privacy.wishart:GaussianSamplingCalibration",
+    ),
+    "truncated_laplace": Known(
+        curve="fedsim.privacy.laplace:TruncatedLaplaceCurve",
+        calibration="fedsim.privacy.laplace:TruncatedLaplaceCalibration",
+    ),
+}
+
+QUESTIONS = {"delta": "curve", "epsilon": "curve", "calibrate": "calibration"}
+"""Which part of a mechanism answers which question."""
+
+_Part = TypeVar("_Part", bound=BaseModel)
+
+
+def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
+    """The least δ of `mechanism` at ε >= 0; where the two directions differ, the larger.
+
+    Raises:
+        FedsimError: the mechanism or a key is unknown (with the nearest that is known), a value is
+            missing or out of range.
+
+    >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
+    0.006864
+    """
+    return curve(mechanism, keys).delta(_epsilon(epsilon))
+
+
+def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
+    """The least ε >= 0 of `mechanism` at δ in (0, 1); inf if there is none.
+
+    Raises:
+        FedsimError: as of `delta`.
+    """
+    return curve(mechanism, keys).epsilon(_delta(delta))
+
+
+def calibrate(
+    mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float
+) -> Answer:
+    """The least noise that makes `mechanism` (ε, δ)-private.
+
+    Raises:
+        FedsimError: as of `delta`; or the mechanism has no noise to find.
+    """
+    made = _made(mechanism, "calibration", keys, Calibration)
+    return made.calibrate(_epsilon(epsilon), _delta(delta))
+
+
+def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
+    """The whole curve of `mechanism`.
+
+    Raises:
+        FedsimError: as of `delta`.
+    """
+    return _made(mechanism, "curve", keys, Curve)
+
+
+def load(mechanism: str, part: str) -> type[BaseModel]:
+    """The class of a `part` (curve, calibration, experiment); its fields are the keys.
+
+    Raises:
+        FedsimError: there is no such mechanism, or it has no such part.
+    """
+    from fedsim.scenario.explain import nearest
+
+    if mechanism not in MECHANISMS:
+        raise FedsimError(
+            f"no mechanism named {mechanism!r}{nearest(mechanism, MECHANISMS)} "
+            f"(known: {', '.join(sorted(MECHANISMS))})"
+        )
+    where = getattr(MECHANISMS[mechanism], part)
+    if where is None:
+        having = sorted(name for name, known in MECHANISMS.items() if getattr(known, part))
+        raise FedsimError(
+            f"{mechanism} has no {part}; mechanisms that have one: {', '.join(having)}"
+        )
+    module, _, name = where.partition(":")
+    found: type[BaseModel] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
+    """The `part` of a mechanism with these `keys`.
+
+    Raises:
+        FedsimError: as of `delta`.
+    """
+    from fedsim.scenario.explain import explain, known_keys
+
+    cls = load(mechanism, part)
+    missing = [k for k, field in cls.model_fields.items() if field.is_required() and k not in keys]
+    lines = [f"{key}: missing; add {key}=... ({_describe(cls, key)})" for key in missing]
+    try:
+        return cls.model_validate(dict(keys))
+    except ValidationError as error:
+        said = explain(error, dict(keys), known_keys(cls))
+        lines += [
+            f"{'.'.join(map(str, path))}: {message}".removeprefix(": ")
+            for path, message in said
+            if path[-1:] not in [(key,) for key in missing]
+        ]
+        raise FedsimError("\n".join(f"{mechanism}: {line}" for line in lines)) from error
+
+
+def _made(mechanism: str, part: str, keys: Mapping[str, Any], kind: type[_Part]) -> _Part:
+    made = make(mechanism, part, keys)
+    assert isinstance(made, kind)
+    return made
+
+
+def parse(words: list[str] | None) -> dict[str, Any]:
+    """`key=value` words as keys; what reads as a number becomes one.
+
+    Raises:
+        FedsimError: a word has no `=`, or a key is given twice.
+    """
+    keys: dict[str, Any] = {}
+    for word in words or []:
+        key, sign, text = word.partition("=")
+        if not (sign and key):
+            raise FedsimError(f"{word!r} is not key=value; write for instance sigma=2")
+        if key in keys:
+            raise FedsimError(f"{key}: given twice; remove one")
+        keys[key] = _number(text)
+    return keys
+
+
+def listing() -> list[dict[str, Any]]:
+    """What each mechanism answers: name, summary, and per question its keys.
+
+    A key has name, type, default, required, range and description.
+    """
+    from dataclasses import asdict
+
+    from fedsim.plugins import parameters
+
+    rows = []
+    for name, known in MECHANISMS.items():
+        parts = {part: getattr(known, part) for part in ("curve", "calibration", "experiment")}
+        classes = {part: load(name, part) for part, where in parts.items() if where}
+        first = next(iter(classes.values()))
+        rows.append(
+            {
+                "mechanism": name,
+                "summary": (first.__doc__ or "").partition("\n")[0],
+                "keys": {
+                    part: [asdict(parameter) for parameter in parameters(cls)]
+                    for part, cls in classes.items()
+                },
+            }
+        )
+    return rows
+
+
+def render(rows: list[dict[str, Any]]) -> str:
+    """`listing` as text for a terminal."""
+    from fedsim.listing import key_table
+
+    lines: list[str] = []
+    for row in rows:
+        lines += [row["mechanism"], f"    {row['summary']}"]
+        for part, keys in row["keys"].items():
+            asked = [question for question, needs in QUESTIONS.items() if needs == part]
+            lines += [f"    {', '.join(asked) or 'audit'}:", *key_table(keys)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _describe(cls: type[BaseModel], key: str) -> str:
+    return " ".join((cls.model_fields[key].description or "required").split()).rstrip(".")
+
+
+def _epsilon(value: float) -> float:
+    if not (math.isfinite(value) and value >= 0):
+        raise FedsimError(f"epsilon: got {value:g}; expected a finite number of at least 0")
+    return float(value)
+
+
+def _delta(value: float) -> float:
+    if not 0 < value < 1:
+        raise FedsimError(f"delta: got {value:g}; expected a probability above 0 and below 1")
+    return float(value)

@@ -7,6 +7,7 @@ gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 Direction = Literal["forward", "reverse", "both"]
-"""Which of the two neighbours plays the first part in δ; `forward` is the removal of the row."""
+"""Of δ between two neighbours P and Q, the least with P(S) <= exp(ε) Q(S) + δ for every S:
+`forward` is P with the row and Q without it, `reverse` the other way round, `both` their larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,12 @@ class Answer:
     """Standard deviation of the noise over the sensitivity."""
     max_leverage: float | None = None
     """The largest leverage of a row at which the release is still (ε, δ)-private."""
+    scale: float | None = None
+    """Of Laplace noise: its scale, in the units of the release."""
+    bound: float | None = None
+    """The largest magnitude of bounded noise, in the units of the release."""
+    draws: int | None = None
+    """Of a sampling mechanism: how often it draws."""
     interval: tuple[float, float] | None = None
     """Of an estimated figure: a confidence interval of the figure that was asked for."""
     confidence: float | None = None
@@ -60,6 +68,10 @@ class Curve(_Keys):
     @abstractmethod
     def epsilon(self, delta: float) -> Answer:
         """The least ε >= 0 for δ in (0, 1); ε = inf if there is none."""
+
+    def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
+        """log δ at several ε for the plot, by direction where the two are known apart."""
+        return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
 
 class Calibration(_Keys):

@@ -18,8 +18,9 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import Field
 
-from fedsim.privacy.contract import Direction
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import (
     Array,
     checked,
@@ -215,3 +216,63 @@ def _lower_integral(p: Array, a: Array, y: Array) -> Array:
     fallen = np.exp((2 * a - 1)[:, None] * np.log(z) + left)
     total = (fallen * -np.expm1(-p[:, None] * left)) @ weights
     return log_gamma_term(a, y / a - 1) + np.log(2 * (1 - start) * total)
+
+
+_METHOD = "closed form (Lu et al., Theorem 2)"
+
+
+class RandomProjectionCurve(Curve):
+    """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
+
+    leverage: float = Field(ge=0, le=1)
+    """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
+    r: int = Field(ge=1)
+    """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)))
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        found = float(epsilon(self.leverage, self.r, delta))
+        return self._answer(found, float(np.log(delta)))
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        ways: tuple[Direction, ...] = ("forward", "reverse")
+        return {way: log_delta(self.leverage, self.r, epsilons, way) for way in ways}
+
+    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=float(np.exp(log_delta)),
+            log_delta=log_delta,
+            method=_METHOD,
+            direction="forward",
+        )
+
+
+class RandomProjectionCalibration(Calibration):
+    """The least noise of Gaussian random projection: σ of D'G + N."""
+
+    row_norm: float = Field(gt=0)
+    """The largest L2 norm of a row, in the units of the data."""
+    r: int = Field(ge=1)
+    """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
+    variant: Variant = "tight"
+    """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=float(np.log(delta)),
+            method=f"{_METHOD}, {self.variant} noise",
+            direction="forward",
+            sigma=found,
+            noise_multiplier=found / self.row_norm,
+            max_leverage=float(max_leverage(epsilon, delta, self.r)),
+        )

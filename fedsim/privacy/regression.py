@@ -17,14 +17,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field, model_validator
 
 from fedsim.privacy import quadratic
-from fedsim.privacy.contract import Direction
-from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon, solve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
+from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
 Variant = Literal["tight", "paper"]
+_WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _MANY = np.finfo(float).max
 _LOWEST = -115.0
 """Logarithm of the smallest leverage that is looked for."""
@@ -66,7 +68,7 @@ def log_delta(
     result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
     inside = q < 1
     p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
-    ways = ("forward", "reverse") if direction == "both" else (direction,)
+    ways = _WAYS if direction == "both" else (direction,)
     found = [quadratic.log_delta(*_form(p, q, r, d, way), eps) for way in ways]
     result[inside] = np.max(found, axis=0)
     return result[()]
@@ -90,7 +92,7 @@ def epsilon(
     result = np.full(p.shape, np.inf)
     inside = q < 1
     p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
-    ways = ("forward", "reverse") if direction == "both" else (direction,)
+    ways = _WAYS if direction == "both" else (direction,)
     found = [quadratic.epsilon(*_form(p, q, r, d, way), target) for way in ways]
     result[inside] = np.max(found, axis=0)
     return result[()]
@@ -110,36 +112,41 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
     """The maximum of δ over 0 <= p <= q <= `max_leverage` and both directions.
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
-    set is searched: on a grid, and then around the best points of it.
+    set is searched: on a grid, and then around its best points.
 
     Raises:
         FedsimError: an argument is out of range.
     """
-    best: Worst | None = None
-    for way in ("forward", "reverse"):
 
-        def value(share: Array, part: Array, way: Direction = way) -> Array:  # type: ignore[assignment]
-            q = max_leverage * np.clip(part, 0.0, 1.0)
-            return log_delta(q * np.clip(share, 0.0, 1.0), q, r, d, epsilon, way)
+    def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
+        q = max_leverage * points[1]
+        found = np.empty(reverse.shape)
+        for way, rows in (("forward", ~reverse), ("reverse", reverse)):
+            found[rows] = log_delta((points[0] * q)[rows], q[rows], r, d, epsilon, way)
+        return found
 
-        shares, parts = np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 17)[1:])
-        shares, parts = shares.ravel(), parts.ravel()
-        values = value(shares, parts)
-        around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, -1)
-        for start in np.argsort(values)[-3:]:
-            share, part, reach = shares[start], parts[start], np.array([1 / 32, 1 / 16])
-            for _ in range(28):
-                tried = np.clip(np.array([[share], [part]]) + reach[:, None] * around, 0.0, 1.0)
-                found = value(*tried)
-                top = int(np.argmax(found))
-                share, part = tried[:, top]
-                reach = reach / 2
-            top_value = float(found[top])
-            if best is None or top_value > best.log_delta:
-                q = max_leverage * part
-                best = Worst(p=float(q * share), q=float(q), log_delta=top_value, direction=way)  # type: ignore[arg-type]
-    assert best is not None
-    return best
+    # p / q and q / max_leverage, for either direction
+    grid = np.stack(np.meshgrid(np.linspace(0, 1, 33), np.linspace(0, 1, 17)[1:])).reshape(2, -1)
+    points = np.concatenate([grid, grid], axis=1)
+    reverse = np.arange(points.shape[1]) >= grid.shape[1]
+    values = value(points, reverse)
+    tops = [*np.argsort(values[~reverse])[-2:], *grid.shape[1] + np.argsort(values[reverse])[-2:]]
+    best, reverse = points[:, tops], reverse[tops]
+    around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, 1, -1)
+    reach = np.array([1 / 32, 1 / 16])[:, None, None]
+    for _ in range(18):
+        tried = np.clip(best[:, :, None] + reach * around, 0.0, 1.0)
+        values = value(tried, np.broadcast_to(reverse[:, None], tried.shape[1:]))
+        best = tried[:, np.arange(len(tops)), values.argmax(-1)]
+        reach = reach / 2
+    top = int(values.max(-1).argmax())
+    q = float(max_leverage * best[1, top])
+    return Worst(
+        p=float(best[0, top]) * q,
+        q=q,
+        log_delta=float(values[top].max()),
+        direction="reverse" if reverse[top] else "forward",
+    )
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
@@ -238,3 +245,81 @@ def _form(p: Array, q: Array, r: Array, d: Array, direction: Direction) -> tuple
         np.stack([shift, np.zeros_like(shift)], axis=-1),
         np.stack([np.ones_like(d), d - 1], axis=-1),
     )
+
+
+_METHOD = "contour integral (Lu et al., Theorem 4)"
+
+
+class LeastSquaresCurve(Curve):
+    """Sketched least squares: a normal release around the solution."""
+
+    p: float = Field(ge=0, le=1)
+    """Leverage of the row in B, the features."""
+    q: float = Field(ge=0, le=1)
+    """Leverage of the row in [B, b], the features and the target; at least p."""
+    r: int = Field(ge=1)
+    """Rows of the sketch that the release stands for."""
+    d: int = Field(ge=1)
+    """Features: columns of B."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> LeastSquaresCurve:
+        _checked(self.p, self.q, self.r, self.d)
+        return self
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        found = {way: float(values[0]) for way, values in self.log_deltas(np.array([epsilon])).items()}
+        way = max(found, key=lambda each: found[each])
+        return self._answer(epsilon, found[way], way)
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        keys = (self.p, self.q, self.r, self.d, delta)
+        found = {way: float(epsilon(*keys, way)) for way in _WAYS}
+        way = max(found, key=lambda each: found[each])
+        return self._answer(found[way], float(np.log(delta)), way)
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        return {way: log_delta(self.p, self.q, self.r, self.d, epsilons, way) for way in _WAYS}
+
+    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=float(np.exp(log_delta)),
+            log_delta=log_delta,
+            method=_METHOD,
+            direction=direction,
+        )
+
+
+class LeastSquaresCalibration(Calibration):
+    """The least noise of sketched least squares: σ of the rows σ I appended to [B, b]."""
+
+    row_norm: float = Field(gt=0)
+    """The largest L2 norm of a row of [B, b], in the units of the data."""
+    r: int = Field(ge=1)
+    """Rows of the sketch that the release stands for."""
+    d: int = Field(ge=1)
+    """Features: columns of B."""
+    variant: Variant = "tight"
+    """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
+        allowed, way = None, None
+        if self.variant == "tight":
+            allowed = self.row_norm**2 / (self.row_norm**2 + found**2)
+            way = worst(allowed, self.r, self.d, epsilon).direction
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=float(np.log(delta)),
+            method=f"{_METHOD}, {self.variant} noise",
+            direction=way,
+            sigma=found,
+            noise_multiplier=found / self.row_norm,
+            max_leverage=allowed,
+        )

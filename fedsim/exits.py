@@ -1,0 +1,37 @@
+"""How a command ends: the message and the exit status of what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+
+@contextmanager
+def exits(interrupted: str = "") -> Iterator[None]:
+    """Turn what a user can act on into a message and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        typer.secho(f"interrupted; {interrupted}".rstrip("; "), err=True, fg="red")
+        raise typer.Exit(130) from error
+    except BrokenPipeError:
+        raise  # whoever read the output has left: typer ends in silence
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
+        hint = "; check the path and the space left" if isinstance(error, OSError) else ""
+        typer.secho(f"{error}{hint}", err=True, fg="red")
+        raise typer.Exit(status) from error
+
+
+def _status(error: Exception) -> int | None:
+    """The exit status that `error` stands for; None if it is not the user's to act on."""
+    from fedsim.adversary import AttackFailed
+    from fedsim.types import FedsimError, RunFailed
+
+    if isinstance(error, RunFailed | AttackFailed | OSError):
+        return 1
+    return 2 if isinstance(error, FedsimError) else None

@@ -1,0 +1,220 @@
+"""The exact privacy curve of the Gaussian sampling mechanism: a sum of squares of normal vectors.
+
+The mechanism releases (1/k) Σ g_i g_i' of k draws g_i of N(0, K), K being a positive definite
+function of the data (Algorithm 1 of DP-NTK regression, after Alabi et al., Privately Estimating a
+Gaussian, STOC 2023, Theorem 5.1). The release is a function of the draws, and
+their likelihood ratio of K against K' is a function of the release, so its δ is that of k draws of
+N(0, K) against k of N(0, K'): a quadratic form (`quadratic`) in the eigenvalues λ_j of
+K^(1/2) K'^-1 K^(1/2), each k times.
+
+Only the distance M = |K^(1/2) K'^-1 K^(1/2) - I|_F = sqrt(Σ (1 - λ_j)²) is known of neighbours. δ is
+then the largest over all eigenvalues at that distance and over both directions. That is attained,
+as a search over random eigenvalues finds (tests/privacy/test_wishart.py; it is not proven), by some
+number m of eigenvalues 1 ± M / sqrt(m) and otherwise ones: m = 1 but for ε so small that δ is of
+the order of M, and m = ∞, a Gaussian mechanism, as ε falls to 0. From M = 1 on K' may be singular.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import Field
+
+from fedsim.privacy import gaussian, quadratic
+from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
+from fedsim.types import FedsimError
+
+Variant = Literal["exact", "paper"]
+_SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5.5, 20, 0.5)])))
+
+
+def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
+    """log δ of `k` draws for covariances at that distance: the largest over their eigenvalues.
+
+    `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
+    0.113033
+    """
+    count, far, eps = _arguments(k, distance, epsilon)
+    shape = eps.shape
+    count, far, eps = (x.ravel() for x in (count, far, eps))
+    result = np.where(far >= 1, 0.0, -np.inf)
+    live = (far > 0) & (far < 1)
+    if live.any():
+        at = far[live, None] / np.sqrt(_SPREADS)
+        # 1 + a and 1 - a, and both directions of each: the reverse of a is -a / (1 - a).
+        a = np.concatenate([at, -at, -at / (1 - at), at / (1 + at)], axis=-1)[..., None]
+        rest = np.concatenate([1 - at, 1 + at, 1 / (1 - at), 1 / (1 + at)], axis=-1)[..., None]
+        counts = np.tile(count[live, None] * _SPREADS, 4)[..., None]
+        several = quadratic.log_delta(a, rest, np.zeros_like(a), counts, eps[live, None])
+        limit = gaussian.log_delta(1 / (far[live] * np.sqrt(count[live] / 2)), eps[live])
+        result[live] = np.maximum(several.max(-1), limit)
+    return result.reshape(shape)[()]
+
+
+def delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
+    """δ itself; see `log_delta`."""
+    return np.exp(log_delta(k, distance, epsilon))
+
+
+def epsilon(k: float, distance: float, delta: float) -> float:
+    """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    from scipy.optimize import brentq
+
+    _arguments(k, distance, 0.0)
+    target = float(np.log(checked_delta(delta)))
+    if distance >= 1:
+        return math.inf
+
+    def excess(at: float) -> float:
+        return max(float(log_delta(k, distance, at)), -1e300) - target
+
+    if excess(0.0) <= 0:
+        return 0.0
+    most = 1.0
+    while excess(most) > 0:
+        most *= 2
+    return float(brentq(excess, 0.0, most, xtol=1e-300, rtol=1e-14))
+
+
+def max_distance(k: float, epsilon: float, delta: float) -> float:
+    """The largest distance at which k draws are (ε, δ)-private.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    from scipy.optimize import brentq
+
+    _arguments(k, 0.0, epsilon)
+    target = float(np.log(checked_delta(delta)))
+
+    def excess(odds: float) -> float:
+        found = float(log_delta(k, 1 / (1 + math.exp(-odds)), epsilon))
+        return float(np.arcsinh(max(found, -1e300) - target))
+
+    return 1 / (1 + math.exp(-float(brentq(excess, -115.0, 36.0, xtol=1e-13, rtol=1e-14))))
+
+
+def max_draws(distance: float, epsilon: float, delta: float) -> int:
+    """The largest number of draws k that is (ε, δ)-private at that distance; 0 if none is.
+
+    More draws are a better kernel and less privacy.
+
+    Raises:
+        FedsimError: an argument is out of range, or there is no such k below 10^12.
+    """
+    _arguments(1, distance, epsilon)
+    target = float(np.log(checked_delta(delta)))
+    low, high = 0, 1
+    while float(log_delta(high, distance, epsilon)) <= target:
+        low, high = high, 2 * high
+        if high > 10**12:
+            raise FedsimError("distance: so small that more than 10^12 draws are private")
+    while high - low > 1:
+        middle = (low + high) // 2
+        private = float(log_delta(middle, distance, epsilon)) <= target
+        low, high = (middle, high) if private else (low, middle)
+    return low
+
+
+def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
+    """Δ = min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
+
+    It is claimed for ε < 1 and Δ < 1 only.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    count, _, eps = _arguments(k, 0.0, epsilon)
+    log = -np.log(checked_delta(delta))
+    return eps * np.minimum(1 / np.sqrt(8 * count * log), 1 / (8 * log))
+
+
+def paper_epsilon(k: float, distance: float, delta: float) -> float:
+    """The ε that Lemma 5.4 states at that distance; inf where it does not apply (ε >= 1)."""
+    stated = distance / float(paper_max_distance(k, 1.0, delta))
+    return stated if stated < 1 else math.inf
+
+
+def _arguments(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> tuple[Array, ...]:
+    most = np.finfo(float).max
+    return np.broadcast_arrays(
+        checked("k", k, 1.0, most, "a number of draws, at least 1"),
+        checked("distance", distance, 0.0, most, "a distance of at least 0"),
+        checked_epsilon(epsilon),
+    )
+
+
+class GaussianSamplingCurve(Curve):
+    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
+
+    k: int = Field(ge=1)
+    """Draws."""
+    distance: float = Field(ge=0)
+    """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
+    variant: Variant = "exact"
+    """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        if self.variant == "paper":
+            raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
+        return self._answer(epsilon, float(log_delta(self.k, self.distance, epsilon)))
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        accountant = paper_epsilon if self.variant == "paper" else epsilon
+        return self._answer(accountant(self.k, self.distance, delta), math.log(delta))
+
+    def log_deltas(self, epsilons: Array) -> dict[Literal["forward", "reverse", "both"], Array]:
+        """See `Curve`."""
+        return {"both": log_delta(self.k, self.distance, epsilons)}
+
+    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+        said = {
+            "exact": "contour integral, worst eigenvalues at this distance",
+            "paper": "DP-NTK regression, Lemma 5.4 (for ε < 1)",
+        }
+        return Answer(
+            epsilon=epsilon,
+            delta=math.exp(log_delta),
+            log_delta=log_delta,
+            method=said[self.variant],
+            direction="both",
+        )
+
+
+class GaussianSamplingCalibration(Calibration):
+    """The most draws of Gaussian sampling that are private: its noise falls with k."""
+
+    distance: float = Field(gt=0)
+    """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        draws = max_draws(self.distance, epsilon, delta)
+        if draws == 0:
+            raise FedsimError(
+                f"distance: not even one draw is ({epsilon:g}, {delta:g})-private at "
+                f"{self.distance:g}; allow a larger epsilon or bring neighbours closer"
+            )
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=math.log(delta),
+            method="contour integral, worst eigenvalues at this distance",
+            direction="both",
+            draws=draws,
+        )
