@@ -38,8 +38,6 @@ from fedsim.types import (
     Update,
 )
 
-_EVALUATION_BATCH = 256
-
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
@@ -109,7 +107,6 @@ class Workload:
                     scenario=scenario,
                     stack=self.stack,
                     dataset=self.dataset,
-                    parts=self.parts,
                     device=self.device,
                 )
             )

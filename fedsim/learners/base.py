@@ -34,8 +34,6 @@ class Problem:
     scenario: Scenario
     stack: Stack
     dataset: Dataset | Table
-    parts: Sequence[Tensor]
-    """The training indices of each client."""
     device: torch.device
 
 

@@ -82,9 +82,7 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     return curve(mechanism, keys).epsilon(_delta(delta))
 
 
-def calibrate(
-    mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float
-) -> Answer:
+def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
     """The least noise that makes `mechanism` (ε, δ)-private.
 
     Raises:

@@ -269,7 +269,9 @@ class LeastSquaresCurve(Curve):
 
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
-        found = {way: float(values[0]) for way, values in self.log_deltas(np.array([epsilon])).items()}
+        found = {
+            way: float(values[0]) for way, values in self.log_deltas(np.array([epsilon])).items()
+        }
         way = max(found, key=lambda each: found[each])
         return self._answer(epsilon, found[way], way)
 
