@@ -26,9 +26,9 @@ def lines(count: int = 20) -> list[str]:
     return [f"{5 * i},{10 * i},x,{'yes' if i % 2 else 'no'},{i // 2 % 2}\n" for i in range(count)]
 
 
-def source(path: Path, body: list[str] | None = None, **changes: Any) -> TableFile:
-    path.write_text(HEADER + "".join(lines() if body is None else body), encoding="utf-8")
-    fields = {"path": str(path), "features": FEATURES, "target": TARGET, **changes}
+def source(file: Path, body: list[str] | None = None, **changes: Any) -> TableFile:
+    file.write_text(HEADER + "".join(lines() if body is None else body), encoding="utf-8")
+    fields = {"path": str(file), "features": FEATURES, "target": TARGET, **changes}
     return TableFile.model_validate(fields)
 
 
