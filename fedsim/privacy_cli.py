@@ -59,7 +59,8 @@ def delta(
         from fedsim.privacy import calculator
 
         if mechanism is None:
-            return _list(as_json)
+            _list(as_json)
+            return
         parsed = calculator.parse(keys)
         answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
         _draw(plot, mechanism, parsed, answer)
@@ -79,7 +80,8 @@ def epsilon(
         from fedsim.privacy import calculator
 
         if mechanism is None:
-            return _list(as_json)
+            _list(as_json)
+            return
         parsed = calculator.parse(keys)
         answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
         _draw(plot, mechanism, parsed, answer)
@@ -99,7 +101,8 @@ def calibrate(
         from fedsim.privacy import calculator
 
         if mechanism is None:
-            return _list(as_json)
+            _list(as_json)
+            return
         answer = calculator.calibrate(
             mechanism,
             calculator.parse(keys),

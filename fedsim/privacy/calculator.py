@@ -68,7 +68,7 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
             missing or out of range.
 
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
-    0.006864
+    0.00683
     """
     return curve(mechanism, keys).delta(_epsilon(epsilon))
 

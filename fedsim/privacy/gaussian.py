@@ -37,7 +37,7 @@ def delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
         FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
 
     >>> float(delta(1.1, 1.0).round(6)), float(delta(0.0, 1.0))
-    (0.186698, 1.0)
+    (0.096146, 1.0)
     """
     return np.exp(log_delta(noise_multiplier, epsilon))
 
@@ -94,7 +94,7 @@ def noise_multiplier(epsilon: ArrayLike, delta: ArrayLike) -> Array:
         FedsimError: `epsilon` is not in [0, ∞) or `delta` not in (0, 1).
 
     >>> float(noise_multiplier(1.0, 1e-5).round(4))
-    3.7301
+    3.7306
     """
     eps, target = np.broadcast_arrays(checked_epsilon(epsilon), checked_delta(delta))
     log_target = np.log(target)

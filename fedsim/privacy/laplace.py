@@ -12,13 +12,12 @@ of entries in which neighbours differ; the curve here is that of one number.
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 
 _MOST = np.finfo(float).max
@@ -31,7 +30,7 @@ def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array
         FedsimError: an argument is out of range, or ε = 0.
 
     >>> float(bound(1.0, 1.0, 1e-5).round(4))
-    11.3614
+    11.3611
     """
     tiny = np.finfo(float).tiny
     eps = checked("epsilon", epsilon, tiny, _MOST, "a number above 0")
@@ -137,7 +136,7 @@ class TruncatedLaplaceCurve(Curve):
         found = epsilon(self.sensitivity, self.scale, self.bound, delta)
         return self._answer(found, math.log(delta))
 
-    def log_deltas(self, epsilons: Array) -> dict[Literal["forward", "reverse", "both"], Array]:
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         """See `Curve`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 

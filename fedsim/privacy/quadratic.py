@@ -4,13 +4,13 @@ That is the case of any two normal distributions (Lu et al., The Normal Distribu
 Indistinguishability Spectrum, Theorem 1): with ψ = Σ_j (a_j |Z_j|² / 2 + b_j . Z_j) + c, where Z_j
 has m_j entries and a_j < 1, δ(ε) = E[(1 - exp(ψ))+]; E[exp(ψ)] = exp(ε) fixes c.
 
-With K(s) = log E[exp(s (ε - ψ))], δ is the contour integral of exp(K(s) - s ε) / (s (1 + s)) /
-(2 π i) upwards to the right of 0 (the Laplace transform of (1 - exp(ε - L))+ in ε). Its path crosses
-the real axis in the integrand's saddle point, where nothing cancels however small δ is, and
-bends to the side on which the integrand falls; the trapezoid rule then converges geometrically
-(Rice, SIAM J. Sci. Stat. Comput. 1980, for quadratic forms; Trefethen and Weideman, SIAM Review
-2014). Where ε is far below the divergence K'(0) = KL, the path crosses between -1 and 0 instead,
-which gives 1 - δ.
+With L = ε - ψ the log-likelihood ratio and K(s) = log E[exp(s L)], δ is the contour integral of
+exp(K(s) - s ε) / (s (1 + s)) / (2 π i) upwards to the right of 0, since the Laplace transform of
+(1 - exp(ε - L))+ in ε is exp(s L) / (s (1 + s)). The path crosses the real axis in the integrand's
+saddle point, where nothing cancels however small δ is, and bends to the side on which the
+integrand falls; the trapezoid rule then converges geometrically (Trefethen and Weideman, The
+Exponentially Convergent Trapezoidal Rule, SIAM Review 2014). Where ε is far below the
+Kullback-Leibler divergence K'(0), the path crosses between -1 and 0 instead: that gives 1 - δ.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from fedsim.types import FedsimError
 Variant = Literal["tight", "paper"]
 _WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _MANY = np.finfo(float).max
+_ROUNDS = 18
 _LOWEST = -115.0
 """Logarithm of the smallest leverage that is looked for."""
 
@@ -48,8 +49,8 @@ def delta(
     Raises:
         FedsimError: an argument is out of range.
 
-    >>> float(delta(0.02, 0.04, 100, 5, 1.0).round(6))
-    0.0
+    >>> float(delta(0.02, 0.05, 300, 12, 1.0).round(6))
+    0.003475
     """
     return np.exp(log_delta(p, q, r, d, epsilon, direction))
 
@@ -117,6 +118,11 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
     Raises:
         FedsimError: an argument is out of range.
     """
+    return _search(max_leverage, r, d, epsilon, _ROUNDS)
+
+
+def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int) -> Worst:
+    """`worst`, with so many rounds of looking closer around the best points of the grid."""
 
     def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
         q = max_leverage * points[1]
@@ -131,10 +137,10 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
     reverse = np.arange(points.shape[1]) >= grid.shape[1]
     values = value(points, reverse)
     tops = [*np.argsort(values[~reverse])[-2:], *grid.shape[1] + np.argsort(values[reverse])[-2:]]
-    best, reverse = points[:, tops], reverse[tops]
+    best, reverse, values = points[:, tops], reverse[tops], values[tops, None]
     around = np.stack(np.meshgrid(*[np.linspace(-1, 1, 5)] * 2)).reshape(2, 1, -1)
     reach = np.array([1 / 32, 1 / 16])[:, None, None]
-    for _ in range(18):
+    for _ in range(rounds):
         tried = np.clip(best[:, :, None] + reach * around, 0.0, 1.0)
         values = value(tried, np.broadcast_to(reverse[:, None], tried.shape[1:]))
         best = tried[:, np.arange(len(tops)), values.argmax(-1)]
@@ -156,10 +162,15 @@ def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
         FedsimError: an argument is out of range.
     """
 
-    def log_worst(odds: float) -> float:
-        return worst(float(1 / (1 + np.exp(-odds))), r, d, epsilon).log_delta
+    def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
+        return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
 
-    return float(1 / (1 + np.exp(-_crossing(log_worst, 36.0, delta))))
+    # The grid alone finds where to look: it is hardly below the maximum.
+    rough = _crossing(lambda odds: log_worst(odds, 0), _LOWEST, 36.0, delta, tolerance=1e-2)
+    low, high = rough - 0.1, min(rough + 0.02, 36.0)
+    if not log_worst(low) <= np.log(delta) <= log_worst(high):
+        low, high = _LOWEST, 36.0
+    return float(1 / (1 + np.exp(-_crossing(log_worst, low, high, delta))))
 
 
 def sigma(
@@ -192,11 +203,17 @@ def _corner(epsilon: float, delta: float, r: float, d: float) -> float:
         p = float(np.exp(log_p))
         return float(log_delta(p, 2 * p, r, d, epsilon))
 
-    return float(np.exp(_crossing(log_corner, float(np.log(0.5)), delta)))
+    return float(np.exp(_crossing(log_corner, _LOWEST, float(np.log(0.5)), delta)))
 
 
-def _crossing(log_delta: Callable[[float], float], high: float, delta: float) -> float:
-    """Where a rising log δ of a leverage's logarithm (or log odds) below `high` meets `delta`."""
+def _crossing(
+    log_delta: Callable[[float], float],
+    low: float,
+    high: float,
+    delta: float,
+    tolerance: float = 1e-13,
+) -> float:
+    """Where a rising log δ of a leverage's logarithm (or log odds) meets `delta`."""
     from scipy.optimize import brentq
 
     target = float(np.log(checked_delta(delta)))
@@ -205,12 +222,12 @@ def _crossing(log_delta: Callable[[float], float], high: float, delta: float) ->
         # log δ is as steep as -1 / leverage far out, which arcsinh makes a straight line
         return float(np.arcsinh(max(log_delta(at), -1e300) - target))
 
-    if missing(_LOWEST) > 0:
+    if missing(low) > 0:
         raise FedsimError(
             f"delta: {delta:g} needs a leverage below 1e-50 at this epsilon; ask for a larger "
             "delta or epsilon"
         )
-    return float(brentq(missing, _LOWEST, high, xtol=1e-13, rtol=1e-14))
+    return float(brentq(missing, low, high, xtol=tolerance, rtol=1e-14))
 
 
 def _checked(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
@@ -269,9 +286,8 @@ class LeastSquaresCurve(Curve):
 
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
-        found = {
-            way: float(values[0]) for way, values in self.log_deltas(np.array([epsilon])).items()
-        }
+        lines = self.log_deltas(np.array([epsilon]))
+        found = {way: float(values[0]) for way, values in lines.items()}
         way = max(found, key=lambda each: found[each])
         return self._answer(epsilon, found[way], way)
 

@@ -7,11 +7,11 @@ their likelihood ratio of K against K' is a function of the release, so its δ i
 N(0, K) against k of N(0, K'): a quadratic form (`quadratic`) in the eigenvalues λ_j of
 K^(1/2) K'^-1 K^(1/2), each k times.
 
-Only the distance M = |K^(1/2) K'^-1 K^(1/2) - I|_F = sqrt(Σ (1 - λ_j)²) is known of neighbours. δ is
-then the largest over all eigenvalues at that distance and over both directions. That is attained,
-as a search over random eigenvalues finds (tests/privacy/test_wishart.py; it is not proven), by some
-number m of eigenvalues 1 ± M / sqrt(m) and otherwise ones: m = 1 but for ε so small that δ is of
-the order of M, and m = ∞, a Gaussian mechanism, as ε falls to 0. From M = 1 on K' may be singular.
+All that is known of neighbours is M = |K^(1/2) K'^-1 K^(1/2) - I|_F = sqrt(Σ (1 - λ_j)²). δ is
+then the largest over all eigenvalues at that distance and over both directions. It is taken to be
+that of m eigenvalues 1 ± M / sqrt(m) and otherwise ones, the worst m from 1 to ∞ (where it is a
+Gaussian mechanism): m = 1 but for small ε. That is not proven; a search over random eigenvalues
+finds none worse (tests/privacy/test_wishart.py). From M = 1 on K' may be singular, and δ is 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numpy.typing import ArrayLike
 from pydantic import Field
 
 from fedsim.privacy import gaussian, quadratic
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
@@ -41,7 +41,7 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
         FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
-    0.113033
+    0.120146
     """
     count, far, eps = _arguments(k, distance, epsilon)
     shape = eps.shape
@@ -178,7 +178,7 @@ class GaussianSamplingCurve(Curve):
         accountant = paper_epsilon if self.variant == "paper" else epsilon
         return self._answer(accountant(self.k, self.distance, delta), math.log(delta))
 
-    def log_deltas(self, epsilons: Array) -> dict[Literal["forward", "reverse", "both"], Array]:
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         """See `Curve`."""
         return {"both": log_delta(self.k, self.distance, epsilons)}
 

@@ -1,0 +1,137 @@
+"""High-precision references for the closed forms, each by two methods that share no formula."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mpmath as mp
+
+
+def gaussian_difference(mu: float, epsilon: float) -> Any:
+    """Balle and Wang's Theorem 8 as it stands, with digits to spare for its cancellation."""
+    with mp.workdps(80):
+        mu, epsilon = mp.mpf(mu), mp.mpf(epsilon)
+        with mp.workdps(80 + int(2 * abs(mp.log10(mu)))):
+            c = epsilon / mu - mu / 2
+            return mp.ncdf(-c) - mp.exp(epsilon) * mp.ncdf(-c - mu)
+
+
+def gaussian_integral(mu: float, epsilon: float) -> Any:
+    """The integral of the positive part of the densities' difference."""
+    with mp.workdps(40):
+        mu, epsilon = mp.mpf(mu), mp.mpf(epsilon)
+        start = epsilon / mu + mu / 2
+
+        def height(t: Any) -> Any:
+            return mp.npdf(start + t - mu) * -mp.expm1(-mu * t)
+
+        scale = 1 / max(1, start - mu)
+        return mp.quad(height, [0, scale, 4 * scale, 10 * scale, 40 * scale, 120 * scale])
+
+
+def projection_difference(p: float, r: float, epsilon: float, reverse: bool = False) -> Any:
+    """Theorem 2 as it stands, with digits to spare for its cancellation."""
+    for digits in (50, 100, 200, 400):
+        with mp.workdps(digits):
+            at, a, eps = mp.mpf(p), mp.mpf(r) / 2, mp.mpf(epsilon)
+            log = -mp.log1p(-at)
+            if reverse:
+                y = (a * log - eps) / at
+                if y <= 0:
+                    return mp.mpf(0)
+                first = mp.gammainc(a, 0, y, regularized=True)
+                second = mp.exp(eps) * mp.gammainc(a, 0, (1 - at) * y, regularized=True)
+            else:
+                x = (eps + a * log) / at
+                first = mp.gammainc(a, (1 - at) * x, regularized=True)
+                second = mp.exp(eps) * mp.gammainc(a, x, regularized=True)
+            if first - second > first * mp.mpf(10) ** (25 - digits):
+                return first - second
+    raise AssertionError("the two tails agree to 375 digits")
+
+
+def projection_integral(p: float, r: float, epsilon: float, reverse: bool = False) -> Any:
+    """The integral of a gamma density times 1 - exp(ε - L), which is positive."""
+    with mp.workdps(40):
+        at, a, eps = mp.mpf(p), mp.mpf(r) / 2, mp.mpf(epsilon)
+        log = -mp.log1p(-at)
+        edge = (a * log - eps) / at if reverse else (1 - at) * (eps + a * log) / at
+        rate = at if reverse else at / (1 - at)
+
+        def height(t: Any) -> Any:
+            x = edge - t if reverse else edge + t
+            if x <= 0:
+                return mp.mpf(0)
+            return mp.exp((a - 1) * mp.log(x) - x - mp.loggamma(a)) * -mp.expm1(-rate * t)
+
+        wide = mp.sqrt(a) + 1
+        ends = [0, *(wide * k for k in (0.01, 0.1, 0.5, 1, 2, 3, 5, 8, 12, 20, 40, 80))]
+        if reverse:
+            ends = [end for end in ends if end < edge] + [edge]
+        return mp.quad(height, ends)
+
+
+def regression_terms(p: float, q: float, r: float, d: int, epsilon: float, reverse: bool) -> Any:
+    """(a1, a2, b1, c) of FORMULAS: Theorem 4's exponent a1 Z²/2 + b1 Z + a2 V/2 + c."""
+    p, q, r, epsilon = map(mp.mpf, (p, q, r, epsilon))
+    s = q - p
+    log = d * mp.log(1 - q) - (d + 1) * mp.log(1 - p)
+    if reverse:  # (N2, N1)
+        a1, a2 = 1 - (1 - q) / (1 - p) ** 2, s / (1 - p)
+        b1 = mp.sqrt(r * s * p * (1 - q)) / (1 - p) ** 2
+        return a1, a2, b1, epsilon + log / 2 - r * s * p / (2 * (1 - p) ** 2)
+    a1, a2 = 1 - (1 - p) ** 2 / (1 - q), -s / (1 - q)
+    b1 = mp.sqrt(r * s * p) * (1 - p) / (1 - q)
+    return a1, a2, b1, epsilon - log / 2 - r * s * p / (2 * (1 - q))
+
+
+def two_groups(a1: Any, a2: Any, b1: Any, c: Any, count: int) -> Any:
+    """E[(1 - exp(a1 Z²/2 + b1 Z + a2 V/2 + c))+], V chi-square with `count` degrees of freedom.
+
+    Over V by the incomplete gamma function, over Z by quadrature.
+    """
+    k = mp.mpf(count) / 2
+
+    def inner(z: Any) -> Any:
+        start = a1 * z * z / 2 + b1 * z + c
+        if not count or a2 == 0:
+            return -mp.expm1(start) if start < 0 else mp.mpf(0)
+        edge, factor = -start / a2, mp.exp(start) * (1 - a2) ** -k
+        if a2 > 0:
+            if start >= 0:
+                return mp.mpf(0)
+            lower = mp.gammainc(k, 0, edge, regularized=True)
+            return lower - factor * mp.gammainc(k, 0, (1 - a2) * edge, regularized=True)
+        if edge <= 0:
+            return 1 - factor
+        upper = mp.gammainc(k, edge, regularized=True)
+        return upper - factor * mp.gammainc(k, (1 - a2) * edge, regularized=True)
+
+    ends = {mp.mpf(x) for x in range(-24, 25)}
+    root = b1 * b1 - 2 * a1 * c
+    if a1 != 0 and root >= 0:
+        ends |= {(-b1 + sign * mp.sqrt(root)) / a1 for sign in (1, -1)}
+    return mp.quad(lambda z: inner(z) * mp.npdf(z), sorted(x for x in ends if abs(x) <= 24))
+
+
+def vertical(log_moment: Any, epsilon: float, at: float, step: float, count: int) -> Any:
+    """The Bromwich integral of exp(K(s) - s ε) / (s (1 + s)) up a straight line at Re s = `at`."""
+    total = mp.mpf(0)
+    for j in range(count):
+        s = mp.mpc(at, j * mp.mpf(step))
+        height = (mp.exp(log_moment(s) - s * epsilon) / (s * (1 + s))).real
+        total += height / 2 if j == 0 else height
+    return total * step / mp.pi
+
+
+def rotated(log_moment: Any, epsilon: float, at: Any) -> Any:
+    """The same integral up a ray from `at` at 45 degrees, to the side on which it converges."""
+
+    def height(t: Any, turn: Any) -> Any:
+        s = at + t * turn
+        return (turn * mp.exp(log_moment(s) - s * epsilon) / (s * (1 + s)) / mp.j).real
+
+    turns = [mp.expjpi(mp.mpf(part) / 4) for part in (1, 3)]
+    turn = min(turns, key=lambda each: abs(height(mp.mpf(60), each)))
+    ends = [0, 0.5, 1, 2, 4, 8, 16, 32, 64, 128, 256]
+    return mp.quad(lambda t: height(t, turn), ends, maxdegree=5) / mp.pi
