@@ -32,7 +32,7 @@ def reference(gap: float, scale: float, bound: float, epsilon: float) -> object:
 
 @pytest.mark.parametrize(
     ("gap", "scale", "bound"),
-    [(1, 1, 5), (1, 0.2, 3), (1, 3, 0.7), (1, 1, 0.6), (1e-6, 1, 10), (2, 0.1, 40), (1, 0.3, 0.9)],
+    [(1, 1, 5), (1, 0.2, 3), (1, 3, 0.7), (1, 1, 0.6), (1e-6, 1, 10), (2, 0.1, 8), (1, 0.3, 0.9)],
 )
 def test_it_agrees_with_the_integral(gap: float, scale: float, bound: float) -> None:
     for share in (0.0, 0.3, 0.999, 1.0, 1.7):
