@@ -4,6 +4,7 @@ Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability 
 Application to Privacy-Preserving Machine Learning. ε = 1, δ = 1/n and r = ln(n) / 0.01 as in the
 paper, on tables that scikit-learn carries and on synthetic ones of the paper's sizes: n rows of d
 features on [-1, 1] and a linear target with as much noise as signal. l = sqrt(d + 1) throughout.
+(For its Cancer table the paper takes r = 300 instead.)
 
 `privacy` is `dp`, or `relative` to the database and all that differ from it by one of its rows
 (Definition 6): its largest leverage and residual are then taken from the data, which is no
