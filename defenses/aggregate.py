@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar, final
 
 import torch
@@ -52,9 +53,11 @@ class Aggregate(AggregationDefense):
         """Each client's own guarantee, whatever its weight.
 
         A mean with weights below 1 is no longer than the longest update, and it is computed from
-        the client's release: post-processing. What the other clients' noise adds is not counted.
+        the client's release: post-processing. What the other clients' noise adds is not counted,
+        unless they share it: then it is the mean of all that is proven to be a mechanism. (Clients
+        that share noise count one example each, so that the mean is a plain one.)
         """
-        return before
+        return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
 
 
 @final

@@ -35,6 +35,7 @@ class Kind(StrEnum):
 
     attacks = "attacks"
     defenses = "defenses"
+    learners = "learners"
     models = "models"
     data = "data"
 

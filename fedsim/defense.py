@@ -1,4 +1,4 @@
-"""The three kinds of defense, told apart by type, and `chain`, which composes them.
+"""The kinds of defense, told apart by type, and `chain`, which composes them.
 
 A defense is a frozen plugin; what it remembers between rounds is a value that the caller keeps.
 `chain(a, b, c)` applies in written order and the empty chain is the identity, bit for bit. Each
@@ -9,10 +9,11 @@ ever accounted: a stack that is not a known mechanism has ε = ∞, never a gues
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -49,16 +50,56 @@ class Mechanism:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExactMechanism(ABC):
+    """A release that is no Gaussian mechanism, but whose ε is known in its own right.
+
+    `accountant` says in a few words how ε is found.
+    """
+
+    unit: Unit
+    relation: Relation
+    accountant: str
+
+    @abstractmethod
+    def epsilon(self, delta: float, releases: int) -> float:
+        """The least proven ε of so many independent releases of the same data; inf if there is
+        none."""
+
+
+ReleaseKind = Literal["sketch", "coefficients", "sketched_coefficients", "normal_coefficients"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What a closed-form learner releases of a client's rows D, as far as privacy depends on it.
+
+    `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
+    `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
+    the normal distribution that the latter tends to.
+    """
+
+    kind: ReleaseKind
+    row_norm: float
+    """l, the public bound on the L2 norm of a row of D (features and target)."""
+    columns: int
+    """r, the columns of G (0 for `coefficients`)."""
+    features: int
+    """d, the number of features."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Guarantee:
     """What is proven of an update on its way through a stack.
 
     `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
-    `mechanism` is the release it has been through; `reason` says why there is none.
+    `mechanism` is the release it has been through; `reason` says why there is none. `pooled` is
+    what the plain mean of all clients' updates is, where they share the noise among them.
     """
 
     sensitivity: float = math.inf
-    mechanism: Mechanism | None = None
+    mechanism: Mechanism | ExactMechanism | None = None
     reason: str = "no noise is added"
+    pooled: ExactMechanism | None = None
 
     def bounded(self, norm: float) -> Guarantee:
         """After a step that leaves no update longer than `norm` (nor than it was)."""
@@ -68,6 +109,34 @@ class Guarantee:
         """After a step that may enlarge the update. Post-processing keeps a mechanism."""
         reason = self.reason if self.mechanism else reason
         return replace(self, sensitivity=math.inf, reason=reason)
+
+
+class DataDefense(Plugin):
+    """Regularizes the rows D that a closed-form learner computes from: appends σ I below them.
+
+    To a sketch D'G that adds σ times a matrix of standard normal entries.
+    """
+
+    @abstractmethod
+    def sigma(self, release: Release) -> float:
+        """σ >= 0 of one client, in the units of the rows.
+
+        Raises:
+            FedsimError: the defense does not fit what is released, or no σ is enough.
+        """
+
+    @abstractmethod
+    def guarantee(self, release: Release) -> Guarantee:
+        """What holds of a client's release from the regularized rows.
+
+        Raises:
+            FedsimError: as `sigma`.
+        """
+
+    @property
+    def least_clients(self) -> int:
+        """How many clients' releases have to be combined for what `pooled` claims."""
+        return 1
 
 
 class UpdateDefense(Plugin):
@@ -143,19 +212,31 @@ class AggregationDefense(Plugin):
         """What holds of the combined update, given what holds of each client's."""
 
 
-Defense = UpdateDefense | TrainingDefense | AggregationDefense
+Defense = DataDefense | UpdateDefense | TrainingDefense | AggregationDefense
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A chain of defenses: training defenses act first, then update ones, then the aggregation."""
+    """A chain of defenses: data and training defenses act first, then update ones, then the
+    aggregation."""
 
     training_defenses: tuple[TrainingDefense, ...] = ()
     update_defenses: tuple[UpdateDefense, ...] = ()
     aggregation: AggregationDefense | None = None
+    data_defense: DataDefense | None = None
+
     _memories: dict[int, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
+
+    @property
+    def least_clients(self) -> int:
+        """With fewer clients' updates nothing may be combined: their shared noise is too little."""
+        return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
+
+    def sigma(self, release: Release) -> float:
+        """σ of the σ I that a client appends to its rows; 0 without a data defense."""
+        return self.data_defense.sigma(release) if self.data_defense else 0.0
 
     @property
     def vantage(self) -> Vantage:
@@ -204,22 +285,54 @@ class Stack:
         finally:
             self._memories.clear()
 
-    def guarantees(self, declared: LocalTraining) -> list[Guarantee]:
-        """What holds before the first update defense, and after each stage behind it."""
+    def guarantees(
+        self, declared: LocalTraining, release: Release | None = None
+    ) -> list[Guarantee]:
+        """What holds before the first update defense, and after each stage behind it.
+
+        `release` is what a closed-form learner releases; None of one that trains as `declared`.
+
+        Raises:
+            FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
+        """
         held = Guarantee()
         training = self.training(declared)
+        if self.training_defenses and release:
+            raise FedsimError(
+                f"{_name(self.training_defenses[0])} changes local training, and this learner does "
+                "not train; drop it, or choose learner sgd"
+            )
         for defense in self.training_defenses:
             held = defense.guarantee(held, training)
+        if self.data_defense:
+            if release is None:
+                raise FedsimError(
+                    f"{_name(self.data_defense)} acts on the rows of a closed-form learner; choose "
+                    "learner sketch or least_squares, or drop it"
+                )
+            held = self.data_defense.guarantee(release)
         proven = [held]
         for member in self.update_defenses:
-            proven.append(member.guarantee(proven[-1]))
+            # The mean of releases that were changed further is not what is pooled.
+            proven.append(member.guarantee(replace(proven[-1], pooled=None)))
         if self.aggregation:
             proven.append(self.aggregation.guarantee(proven[-1]))
         return proven
 
-    def init(self, update: Tensors, declared: LocalTraining) -> Tensors:
-        """The state of all update defenses before the first round, as one flat mapping."""
+    def shows_losses(self, declared: LocalTraining) -> bool:
+        """Whether clients that train may report their loss.
+
+        Not if their update is hidden or privatized. `declared` is the training before the stack's
+        own training defenses.
+        """
         proven = self.guarantees(declared)
+        return self.aggregation is None and not any(held.mechanism for held in proven)
+
+    def init(
+        self, update: Tensors, declared: LocalTraining, release: Release | None = None
+    ) -> Tensors:
+        """The state of all update defenses before the first round, as one flat mapping."""
+        proven = self.guarantees(declared, release)
         return {
             f"{index}.{name}": tensor
             for index, defense in enumerate(self.update_defenses)
@@ -248,7 +361,8 @@ def chain(*defenses: Defense) -> Stack:
     """Compose `defenses` in written order; `chain()` is the identity.
 
     Raises:
-        FedsimError: more than one aggregation defense, or one that is not the last.
+        FedsimError: more than one aggregation defense, or one that is not the last; or more than
+            one data defense, or one that is not the first.
     """
     for position, defense in enumerate(defenses):
         if isinstance(defense, AggregationDefense) and position != len(defenses) - 1:
@@ -256,11 +370,17 @@ def chain(*defenses: Defense) -> Stack:
                 f"an aggregation defense acts on the server, after every client's: put it last "
                 f"(found at position {position} of {len(defenses)})"
             )
-    last = defenses[-1] if defenses else None
+        if isinstance(defense, DataDefense) and position != 0:
+            raise FedsimError(
+                f"{_name(defense)} acts on the rows, before anything is computed from them: put it "
+                f"first, and alone of its kind (found at position {position} of {len(defenses)})"
+            )
+    first, last = (defenses[0], defenses[-1]) if defenses else (None, None)
     return Stack(
         tuple(d for d in defenses if isinstance(d, TrainingDefense)),
         tuple(d for d in defenses if isinstance(d, UpdateDefense)),
         last if isinstance(last, AggregationDefense) else None,
+        first if isinstance(first, DataDefense) else None,
     )
 
 
@@ -291,6 +411,10 @@ def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
 def shapes(update: Tensors) -> Mapping[str, torch.Size]:
     """Name -> shape."""
     return {name: tensor.shape for name, tensor in update.items()}
+
+
+def _name(defense: Defense) -> str:
+    return type(defense).__name__
 
 
 def _floating(update: Tensors) -> Tensors:

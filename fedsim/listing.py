@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def rows(kinds: Sequence[str]) -> list[Row]:
-    """Every plugin of `kinds` (`attacks`, `defenses`, `models`, `data`), also broken ones.
+    """Every plugin of `kinds` (such as `attacks`; see `plugins.GROUPS`), also broken ones.
 
     A row has kind, name, package, version, summary, paper, parameters (name, type, default,
     required, range, description) and error (None, or why the plugin cannot be used).

@@ -21,7 +21,7 @@ from fedsim.record import Run
 from fedsim.report import save_grids, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
-from fedsim.types import FedsimError, RunFailed
+from fedsim.types import Dataset, FedsimError, RunFailed, Table
 from fedsim.workload import Workload, load_dataset
 
 
@@ -176,13 +176,15 @@ class _Plan:
             if not job.observation.exists():
                 lost = "the server received no usable update (see failures in rounds.jsonl)"
                 on_result(job, nothing_recorded(seen, lost))
-        run_jobs(
-            [job for job, _ in pending if job.observation.exists()],
-            self._setting(),
-            workers=self.workers,
-            on_progress=on_progress,
-            on_result=on_result,
-        )
+        jobs = [job for job, _ in pending if job.observation.exists()]
+        if jobs:
+            run_jobs(
+                jobs,
+                self._setting(),
+                workers=self.workers,
+                on_progress=on_progress,
+                on_result=on_result,
+            )
 
     def _audit(self, display: progress.Display) -> dict[str, float | None]:
         """Of each stack, what canaries show of its claim, if the scenario asks for it."""
@@ -250,6 +252,7 @@ class _Plan:
         return on_round
 
     def _setting(self) -> Setting:
+        assert isinstance(self.dataset, Dataset)
         return Setting(
             root=self.out,
             device=self.device,
@@ -264,6 +267,8 @@ class _Plan:
         )
 
     def _lpips_note(self) -> str:
+        if isinstance(self.dataset, Table):
+            return "the data are no images"
         wanted = self.scenario.scoring
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
         if isinstance(lpips, scoring.Unavailable):

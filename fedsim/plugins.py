@@ -22,7 +22,13 @@ from fedsim.types import FedsimError
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 
-GROUPS = ("fedsim.attacks", "fedsim.defenses", "fedsim.models", "fedsim.data")
+GROUPS = (
+    "fedsim.attacks",
+    "fedsim.defenses",
+    "fedsim.learners",
+    "fedsim.models",
+    "fedsim.data",
+)
 
 
 class PluginError(FedsimError):

@@ -17,7 +17,9 @@ def check(workload: Workload) -> None:
     """
     _planted(workload)
     _observed(workload)
-    _batches(workload)
+    if workload.trains:
+        _batches(workload)
+    _enough(workload)
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
         # Two steps show what many would: an epoch of them takes minutes.
@@ -28,15 +30,28 @@ def _planted(workload: Workload) -> None:
     observe = workload.scenario.observe
     if observe.plant and not observe.batch_sizes:
         raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
-    if observe.plant and not plants(workload.model):
+    if observe.plant and not (workload.model and plants(workload.model)):
         raise FedsimError(
             "observe.plant: the model has no neurons for the server to plant; set "
             "model.head.planted or model.imprint"
         )
 
 
+def _enough(workload: Workload) -> None:
+    """Clients that share their noise have to take part together."""
+    least, sampled = workload.stack.least_clients, len(workload.participants(1))
+    if sampled < least:
+        raise FedsimError(
+            f"defenses.{workload.stack_name}: the noise is shared among {least} clients, and "
+            f"{sampled} take part in a round; share it among those, or raise data.clients or "
+            "federation.participation"
+        )
+
+
 def _observed(workload: Workload) -> None:
     scenario = workload.scenario
+    if not workload.trains:
+        return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
         if not workload.observed(round):
             raise FedsimError(

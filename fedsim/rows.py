@@ -16,7 +16,6 @@ from fedsim import scoring
 from fedsim.canaries import audited_epsilon
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
-from fedsim.learners import sgd
 from fedsim.privacy.ledger import claim
 from fedsim.record import Row
 from fedsim.recording import read_tensors
@@ -44,6 +43,7 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
         num_examples=min(len(part) for part in workload.parts),
         delta=workload.scenario.privacy.delta,
         buffers_released=workload.releases_statistics,
+        release=workload.release,
     )
 
 
@@ -102,7 +102,7 @@ class Context:
             "variant": dict(self.variant),
             "dataset": self.scenario.data.source.name,
             "model": {"name": seen.model.name, "parameters": dict(seen.model.parameters)},
-            "learner": sgd.NAME,
+            "learner": self.scenario.learner.name,
             "training": asdict(seen.training),
             "defense": {"name": stack, "stack": [dict(defense) for defense in seen.defense]},
             "attack": {

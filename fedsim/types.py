@@ -24,7 +24,7 @@ Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
 Unit = Literal["client", "example"]
-Relation = Literal["zero_out", "replace_one"]
+Relation = Literal["zero_out", "replace_one", "add_or_remove", "relative"]
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
@@ -198,6 +198,31 @@ class Dataset:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Table:
+    """A tabular data source in memory: rows of bounded norm, the target being their last entry.
+
+    The bound is public: it follows from the columns' declared ranges and not from the rows, since a
+    bound that is read from the data is no part of a proof of privacy.
+    """
+
+    name: str
+    train_rows: Tensor
+    """(N, d + 1) float64: d features and the target, of L2 norm at most `row_norm`."""
+    train_labels: Tensor
+    """(N,) int64: the class of each row, by which a partition divides; all 0 in a regression."""
+    test_rows: Tensor
+    columns: tuple[str, ...]
+    """Names of the d features and of the target."""
+    row_norm: float
+    """l, the public bound."""
+    classes: tuple[str, ...] | None
+    """Of a target of two classes, which are then -1 and +1 (before rows are scaled down to the
+    bound); None if the target is a quantity."""
+    client_of: Tensor | None = None
+    """(N,) int64: the natural client of each training row, where the source knows it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrivacyClaim:
     """What a whole defense stack guarantees. ε = ∞ unless the stack is a known mechanism."""
 
@@ -207,6 +232,8 @@ class PrivacyClaim:
     unit: Unit | None
     """Whose presence is hidden: all of a client's data, or one example of it."""
     relation: Relation | None = None
-    """What the hidden contribution is exchanged for: nothing (zero), or any other example's."""
+    """What the hidden contribution is exchanged for: nothing (zero), or any other example's; or
+    whether the example is there at all (add_or_remove), maybe only among declared databases
+    (relative), which is no differential privacy."""
     reason: str | None
     """Why ε is ∞, where it is."""

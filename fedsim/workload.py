@@ -12,25 +12,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.func import functional_call
 
 from fedsim import rng
 from fedsim.data.base import DataSource
 from fedsim.data.partition import partition, sample_batch
 from fedsim.device import resolve_device
-from fedsim.learners.sgd import train
-from fedsim.models.base import build, normalize
-from fedsim.models.local import features_of
-from fedsim.models.planting import honest, planted
-from fedsim.models.weights import read_weights
+from fedsim.learners.base import Batches, Evaluation, Problem, Request
+from fedsim.learners.sgd import as_pixels
+from fedsim.models.base import Classifier
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import build_stack, declared_training, plugin_class
+from fedsim.scenario.build import build_learner, build_stack, declared_training, plugin_class
 from fedsim.types import (
     Dataset,
     FedsimError,
@@ -38,11 +33,10 @@ from fedsim.types import (
     LocalTraining,
     ModelSpec,
     Observation,
+    Table,
     Tensors,
     Update,
 )
-
-_EVALUATION_BATCH = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,30 +58,24 @@ class ClientResult:
     """What a client computed in a round. Only `update` (and `loss`, if reported) leaves it."""
 
     update: Update
-    truth: GroundTruth
-    """With features in a round that is observed."""
+    truth: GroundTruth | None
+    """With features in a round that is observed; None where nothing is recorded."""
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
-    loss: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The global model on the test split."""
-
-    loss: float
-    accuracy: float
+    loss: float | None
 
 
 class Workload:
     """The computations of one defense stack's federation."""
 
-    def __init__(self, scenario: Scenario, stack_name: str, dataset: Dataset | None = None) -> None:
+    def __init__(
+        self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
+    ) -> None:
         """`dataset` spares loading the source again.
 
         Raises:
-            FedsimError: the data is missing, the partition is impossible, or the model does not
-                fit the images.
+            FedsimError: the data is missing or not what the learner takes, the partition is
+                impossible, or the model does not fit the images.
         """
         self.scenario = scenario
         self.stack_name = stack_name
@@ -98,24 +86,42 @@ class Workload:
         """Before the stack's training defenses."""
         self.training = self.stack.training(declared)
         self.dataset = load_dataset(scenario) if dataset is None else dataset
+        learner = build_learner(scenario.learner)
+        if not isinstance(self.dataset, learner.data):
+            raise FedsimError(
+                f"data.source: {self.dataset.name} is {_KIND[type(self.dataset)]}, and learner "
+                f"{scenario.learner.name} computes from {_KIND[learner.data]}; choose another "
+                "source, or another learner (`fedsim list learners`)"
+            )
         with blaming("data.partition"):
             self.parts = partition(
                 self.dataset,
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                least=declared.batch_size,
+                least=declared.batch_size if learner.trains else 1,
             )
-        self.spec = ModelSpec(
-            name=scenario.model.name,
-            parameters=scenario.model.parameters,
-            input_shape=self.dataset.input_shape,
-            num_classes=len(self.dataset.classes),
-            mean=self.dataset.mean,
-            std=self.dataset.std,
-        )
-        with blaming("model"):
-            self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self.device)
+        with blaming("model" if learner.trains else "learner"):
+            self.computation = learner.start(
+                Problem(
+                    scenario=scenario,
+                    stack=self.stack,
+                    dataset=self.dataset,
+                    device=self.device,
+                )
+            )
+        self.trains = learner.trains
+        self.release = self.computation.release
+
+    @property
+    def model(self) -> Classifier | None:
+        """The network that is trained, if the learner trains one."""
+        return self.computation.model
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """What an observation declares of the model."""
+        return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """(parameters, buffers) before the first round; the same for every stack.
@@ -123,13 +129,10 @@ class Workload:
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
         """
-        if self.scenario.training.weights is not None:
-            with blaming("training.weights"):
-                return read_weights(Path(self.scenario.training.weights).expanduser(), self.model)
-        make = honest if self.scenario.observe.plant else build
-        fresh = make(self.spec, rng.derive(self.scenario.seed, "model"))
-        parameters = {name: value.detach() for name, value in fresh.named_parameters()}
-        return parameters, dict(fresh.named_buffers())
+        if self.scenario.training.weights is None:
+            return self.computation.initial()
+        with blaming("training.weights"):
+            return self.computation.initial()
 
     def shortened(self, steps: int) -> Workload:
         """The same with at most so many local steps declared."""
@@ -141,16 +144,19 @@ class Workload:
     @property
     def releases_statistics(self) -> bool:
         """Whether clients also release batch-norm statistics of their data."""
-        return self.training.mode == "train" and any(
-            buffer.is_floating_point() for buffer in self.model.buffers()
-        )
+        return self.training.mode == "train" and self.computation.releases_statistics
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether clients report their loss: not if the stack hides or privatizes their update."""
+        return self.trains and self.stack.shows_losses(self.declared)
 
     def probed(self, parameters: Tensors, round: int) -> Tensors:
         """The weights at which the probes of `round` are computed, for the global `parameters`."""
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
-        return planted(self.model, parameters, seed)
+        return self.computation.probed(parameters, seed)
 
     def participants(self, round: int) -> list[int]:
         """Clients sampled in `round` (1-based), ascending."""
@@ -161,6 +167,8 @@ class Workload:
 
     def is_observed(self, round: int) -> bool:
         """Whether anything is recorded in `round` (1-based)."""
+        if not self.trains:  # no attack reads what a closed-form learner releases
+            return False
         last = self.scenario.training.rounds
         return round in {last if r == "last" else r for r in self.scenario.observe.rounds}
 
@@ -236,30 +244,39 @@ class Workload:
         """
         training = self._training(probe)
         path = (round, client) if probe is None else (round, client, probe.batch_size, probe.trial)
-        pixels, labels = self._batches(client, training, path)
-        parameters = {name: value.to(self.device) for name, value in parameters.items()}
-        buffers = {name: value.to(self.device) for name, value in buffers.items()}
-        batches = [
-            (normalize(x.to(self.device), self.spec), y.to(self.device))
-            for x, y in zip(pixels, labels, strict=True)
-        ]
+        request = Request(
+            batches=self._batches(client, training, path),
+            parameters=parameters,
+            buffers=buffers,
+            training=training,
+            seed=rng.derive(self.scenario.seed, "learner", *path),
+            recorded=self.is_observed(round),
+        )
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(self.scenario.seed, "defense", *path, *again)
         with self.stack.recalling(state) as remembered:
-            trained = train(self.model, parameters, buffers, batches, training, self.stack, stream)
-        update = {name: value.cpu() for name, value in trained.update.items()}
-        before = state or self.stack.init(update, self._declared(probe))
+            computed = self.computation.compute(request, stream)
+        update = {name: value.cpu() for name, value in computed.update.items()}
+        before = state or self.stack.init(update, self._declared(probe), self.release)
         defended, after = self.stack.apply(update, before, stream)
         return ClientResult(
             update=Update(
                 tensors=defended,
-                num_examples=training.num_images,
-                buffers={name: value.cpu() for name, value in trained.buffers.items()},
+                num_examples=computed.num_examples,
+                buffers={name: value.cpu() for name, value in computed.buffers.items()},
             ),
-            truth=self._truth(round, batches, pixels, labels, parameters, buffers, training),
+            truth=computed.truth,
             state={**after, **remembered} if probe is None else state,
-            loss=trained.loss,
+            loss=computed.loss,
         )
+
+    def moved(self, before: Tensor, update: Tensor) -> Tensor:
+        """One parameter of the global model `before` as a client's `update` would have it."""
+        return self.computation.moved(before, update, self.training)
+
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The new global parameters, given the strategy's `mean` over so many clients."""
+        return self.computation.concluded(mean, clients)
 
     def observation(
         self,
@@ -277,6 +294,7 @@ class Workload:
 
         Of several `releases` it is their mean.
         """
+        assert self.spec is not None
         return Observation(
             id=self.observation_id(round, client, probe),
             update=update.tensors,
@@ -305,20 +323,7 @@ class Workload:
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         """Mean loss and accuracy of the global model on the test split."""
-        self.model.eval()
-        state = {name: value.to(self.device) for name, value in {**parameters, **buffers}.items()}
-        total = torch.zeros((), dtype=torch.float64)
-        correct = 0
-        images, labels = self.dataset.test_images, self.dataset.test_labels
-        with torch.no_grad():
-            for start in range(0, len(labels), _EVALUATION_BATCH):
-                chunk = slice(start, start + _EVALUATION_BATCH)
-                inputs = normalize(as_pixels(images[chunk]).to(self.device), self.spec)
-                target = labels[chunk].to(self.device)
-                logits = functional_call(self.model, state, (inputs,))
-                total += F.cross_entropy(logits, target, reduction="sum").double().cpu()
-                correct += int((logits.argmax(1) == target).sum())
-        return Evaluation(loss=float(total) / len(labels), accuracy=correct / len(labels))
+        return self.computation.evaluate(parameters, buffers)
 
     def _training(self, probe: Probe | None) -> LocalTraining:
         return self.stack.training(self._declared(probe))
@@ -326,46 +331,25 @@ class Workload:
     def _declared(self, probe: Probe | None) -> LocalTraining:
         return replace(self.declared, batch_size=probe.batch_size) if probe else self.declared
 
-    def _batches(
-        self, client: int, training: LocalTraining, path: tuple[int, ...]
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Pixels and labels of every local step."""
-        pixels, labels = [], []
+    def _batches(self, client: int, training: LocalTraining, path: tuple[int, ...]) -> Batches:
+        """Pixels and labels of every local step; of a table, all of the client's rows."""
+        if isinstance(self.dataset, Table):
+            own = self.parts[client]
+            return [(self.dataset.train_rows[own], self.dataset.train_labels[own])]
+        batches = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):
             stream = rng.generator(self.scenario.seed, "batch", *path, step)
             chosen = sample_batch(self.parts[client], training.batch_size, stream)
-            pixels.append(as_pixels(self.dataset.train_images[chosen]))
-            labels.append(self.dataset.train_labels[chosen])
-        repeat = training.steps // distinct
-        return pixels * repeat, labels * repeat
-
-    def _truth(
-        self,
-        round: int,
-        batches: list[tuple[Tensor, Tensor]],
-        pixels: list[Tensor],
-        labels: list[Tensor],
-        parameters: Tensors,
-        buffers: Tensors,
-        training: LocalTraining,
-    ) -> GroundTruth:
-        distinct = training.num_images // training.batch_size
-        features = None
-        if self.is_observed(round):  # of other rounds nobody will ask for them
-            parts = [
-                features_of(self.model, parameters, buffers, images, training)
-                for images, _ in batches[:distinct]
-            ]
-            features = torch.cat(parts).cpu()
-        return GroundTruth(
-            images=torch.cat(pixels[:distinct]),
-            labels=torch.cat(labels[:distinct]),
-            features=features,
-        )
+            pixels = as_pixels(self.dataset.train_images[chosen])
+            batches.append((pixels, self.dataset.train_labels[chosen]))
+        return batches * (training.steps // distinct)
 
 
-def load_dataset(scenario: Scenario) -> Dataset:
+_KIND = {Dataset: "images", Table: "a table"}
+
+
+def load_dataset(scenario: Scenario) -> Dataset | Table:
     """Load the scenario's data source.
 
     Raises:
@@ -385,8 +369,3 @@ def blaming(key: str) -> Iterator[None]:
         yield
     except FedsimError as error:
         raise FedsimError(f"{key}: {error}") from error
-
-
-def as_pixels(images: Tensor) -> Tensor:
-    """uint8 images -> float32 pixels in [0, 1]."""
-    return images.float() / 255

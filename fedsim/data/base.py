@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import abstractmethod
 
 from fedsim.plugins import Plugin
-from fedsim.types import Dataset
+from fedsim.types import Dataset, Table
 
 
 class DataSource(Plugin):
-    """Loads a labelled image set. Fields say where it lies and how it is prepared."""
+    """Loads a labelled image set, or a table. Fields say where it lies and how it is prepared."""
 
     @abstractmethod
-    def load(self) -> Dataset:
+    def load(self) -> Dataset | Table:
         """The whole set in memory, train and test split, in an order that never varies.
 
         Raises:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.types import Dataset, FedsimError
+from fedsim.types import Dataset, FedsimError, Table
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
@@ -33,7 +33,7 @@ _OFFLINE = {
 
 
 def partition(
-    dataset: Dataset, config: Partition, clients: int, seed: int, *, least: int = 1
+    dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, least: int = 1
 ) -> list[Tensor]:
     """The training indices of each client: sorted, disjoint, together all of them.
 
@@ -170,9 +170,9 @@ def _by_owner(owners: Tensor, clients: int) -> list[Tensor]:
 
 def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int) -> list[Tensor]:
     """Let `partitioner` divide the rows, whose images and labels are given."""
-    from datasets import Dataset as Table
+    from datasets import Dataset as Arrow
 
-    partitioner.dataset = Table.from_dict({"row": rows.tolist(), "label": labels.tolist()})
+    partitioner.dataset = Arrow.from_dict({"row": rows.tolist(), "label": labels.tolist()})
     return [
         torch.tensor(partitioner.load_partition(client)["row"], dtype=torch.int64).sort().values
         for client in range(clients)
@@ -196,11 +196,11 @@ def _quiet_and_offline() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _natural_owners(dataset: Dataset, clients: int) -> Tensor:
+def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
     if dataset.client_of is None:
         raise FedsimError(
-            f"{dataset.name} does not say whose its images are: use another partition, or a source "
-            "that knows (image_folder with `client_folders: true`)"
+            f"{dataset.name} does not say whose its examples are: use another partition, or a "
+            "source that knows (image_folder with `client_folders: true`, table with `client`)"
         )
     found = len(set(dataset.client_of.tolist()))
     if found != clients:

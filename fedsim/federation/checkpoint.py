@@ -149,7 +149,7 @@ class Checkpoints:
 def fingerprint(scenario: Scenario, stack: str) -> str:
     """A digest of everything that decides the results of `stack`'s training."""
     sections = scenario.model_dump(
-        mode="json", include={"seed", "device", "data", "model", "training", "observe"}
+        mode="json", include={"seed", "device", "data", "learner", "model", "training", "observe"}
     )
     if scenario.training.weights is not None:
         with Path(scenario.training.weights).expanduser().open("rb") as file:

@@ -14,12 +14,11 @@ import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedsim.defense import Stack
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.recording import save_truth
 from fedsim.scenario import Scenario
-from fedsim.types import FedsimError, LocalTraining, Tensors
+from fedsim.types import FedsimError, Tensors
 from fedsim.workload import ClientResult, Probe, Workload
 
 PROBE = "probe"
@@ -48,15 +47,6 @@ class Job:
 @lru_cache(maxsize=1)
 def _workload(scenario: str, stack: str) -> Workload:
     return Workload(Scenario.model_validate_json(scenario), stack)
-
-
-def reports_loss(stack: Stack, declared: LocalTraining) -> bool:
-    """Whether clients report their loss: not if the stack hides or privatizes their update.
-
-    `declared` is the training before the stack's own training defenses.
-    """
-    proven = stack.guarantees(declared)
-    return stack.aggregation is None and not any(held.mechanism for held in proven)
 
 
 def build(job: Job, workload: Workload | None = None) -> ClientApp:
@@ -119,7 +109,7 @@ class Client:
         update = result.update
         if not workload.releases_statistics:
             update = replace(update, buffers={})
-        loss = result.loss if reports_loss(workload.stack, workload.declared) else None
+        loss = result.loss if workload.reports_loss else None
         return Message(wire.answer(update, loss), reply_to=message)
 
     def _keep_truth(
@@ -127,7 +117,7 @@ class Client:
     ) -> None:
         workload = self._workload
         recorded = probe is not None or not workload.probes(round)
-        if recorded and client in workload.observed(round):
+        if recorded and result.truth and client in workload.observed(round):
             seen_as = -1 if workload.stack.aggregation else client
             observation = workload.observation_id(round, seen_as, probe)
             save_truth(result.truth, Path(self._job.out), observation, client)

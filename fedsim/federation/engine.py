@@ -16,7 +16,7 @@ from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.server_app import OnRound
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import build_stack, declared_training
+from fedsim.scenario.build import build_learner, build_stack, declared_training
 from fedsim.types import FedsimError
 from fedsim.workload import Workload
 
@@ -81,6 +81,12 @@ def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
         simulation.require_ray()
     with _quiet_flower():
         strategies.build(federation.strategy, federation.strategy_parameters)
+    trains = build_learner(scenario.learner).trains
+    if not trains and federation.strategy != "FedAvg":
+        raise FedsimError(
+            f"federation.strategy: learner {scenario.learner.name} releases no update of a model, "
+            f"of which {federation.strategy} could make anything but the mean; use FedAvg"
+        )
     for name in scenario.defenses if stacks is None else stacks:
         stack = build_stack(scenario.defenses[name])
         try:
@@ -88,7 +94,7 @@ def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
                 federation.strategy,
                 federation.strategy_parameters,
                 sees_each=stack.aggregation is None,
-                losses=client_app.reports_loss(stack, declared_training(scenario)),
+                losses=trains and stack.shows_losses(declared_training(scenario)),
             )
         except FedsimError as error:
             raise FedsimError(f"defenses.{name}: {error}") from error

@@ -130,7 +130,8 @@ class _Training:
             self._tap.tally.accepted = ()
             self._tap.tally.say(f"{name} aggregates nothing of {len(replies)} updates")
             return None
-        return self._cast(aggregated)
+        clients = len(self._tap.tally.accepted)
+        return self._workload.concluded(self._cast(aggregated), clients)
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
         """The strategy's result as the model's parameters (FedAdam computes in float64)."""

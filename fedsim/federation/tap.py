@@ -22,7 +22,7 @@ from torch import Tensor
 from fedsim.defense import shapes
 from fedsim.federation import wire
 from fedsim.federation.averaging import Averages, Mean
-from fedsim.federation.client_app import PROBE, reports_loss
+from fedsim.federation.client_app import PROBE
 from fedsim.federation.delivery import exchange
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
@@ -48,7 +48,7 @@ class TapGrid(Grid):
         self._expected = wire.Shape(
             update=parameters,
             buffers=wire.floating(buffers) if workload.releases_statistics else {},
-            loss=reports_loss(workload.stack, workload.declared),
+            loss=workload.reports_loss,
         )
         self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         self._round = 0
@@ -170,6 +170,13 @@ class TapGrid(Grid):
         tally.train_loss = spool.mean_loss()
         if not accepted:
             return []
+        if len(accepted) < self._workload.stack.least_clients:
+            tally.say(
+                f"{len(accepted)} clients answered; their shared noise is enough for no fewer than "
+                f"{self._workload.stack.least_clients}, so that nothing is combined"
+            )
+            tally.accepted = ()
+            return []
         combined = self._combine(spool, None, record=record)
         if combined is not None:
             self._new_buffers = combined.buffers or self._buffers
@@ -187,11 +194,8 @@ class TapGrid(Grid):
         return self._moved(name, self._spool.update(client, name))
 
     def _moved(self, name: str, update: Tensor) -> Tensor:
-        """The global weight `name` after `update`, in the units of the algorithm."""
-        training = self._workload.training
-        if training.algorithm == "fedsgd":
-            return self._parameters[name] - training.lr * update
-        return self._parameters[name] + update
+        """The global weight `name` after `update`, in the learner's units."""
+        return self._workload.moved(self._parameters[name], update)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
         """What the server gets to see of all the spooled updates, if the stack combines them."""

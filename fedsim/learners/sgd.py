@@ -4,17 +4,163 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.func import functional_call
 
 from fedsim import rng
 from fedsim.defense import Stack
-from fedsim.models.base import Classifier
-from fedsim.models.local import gradient, local_update, loss_function
-from fedsim.types import LocalTraining, Tensors
+from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
+from fedsim.models.base import Classifier, build, normalize
+from fedsim.models.local import features_of, gradient, local_update, loss_function
+from fedsim.models.planting import honest, planted
+from fedsim.models.weights import read_weights
+from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Tensors
 
-NAME = "sgd"
+_EVALUATION_BATCH = 256
+
+
+@final
+class SGD(Learner):
+    """Trains a model on images by stochastic gradient descent, as `training` says.
+
+    A client releases a gradient (fedsgd) or the change of its weights (fedavg); the server moves
+    the global weights by what its strategy makes of them.
+    """
+
+    data = Dataset
+    trains = True
+
+    def start(self, problem: Problem) -> Computation:
+        """See the class.
+
+        Raises:
+            FedsimError: the model does not fit the images.
+        """
+        return _Training(problem)
+
+
+@final
+class _Training(Computation):
+    """The training of one stack's federation."""
+
+    spec: ModelSpec
+    model: Classifier
+
+    def __init__(self, problem: Problem) -> None:
+        scenario, dataset = problem.scenario, problem.dataset
+        assert scenario.model is not None
+        assert isinstance(dataset, Dataset)
+        self._scenario = scenario
+        self._stack = problem.stack
+        self._dataset = dataset
+        self._device = problem.device
+        self.spec = ModelSpec(
+            name=scenario.model.name,
+            parameters=scenario.model.parameters,
+            input_shape=dataset.input_shape,
+            num_classes=len(dataset.classes),
+            mean=dataset.mean,
+            std=dataset.std,
+        )
+        self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self._device)
+        self.releases_statistics = any(
+            buffer.is_floating_point() for buffer in self.model.buffers()
+        )
+
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """See Computation.
+
+        Raises:
+            FedsimError: `training.weights` cannot be read, or are of another model.
+        """
+        if self._scenario.training.weights is not None:
+            return read_weights(Path(self._scenario.training.weights).expanduser(), self.model)
+        make = honest if self._scenario.observe.plant else build
+        fresh = make(self.spec, rng.derive(self._scenario.seed, "model"))
+        parameters = {name: value.detach() for name, value in fresh.named_parameters()}
+        return parameters, dict(fresh.named_buffers())
+
+    def compute(self, request: Request, rng: torch.Generator) -> Computed:
+        """Local training from the global model."""
+        parameters = {name: value.to(self._device) for name, value in request.parameters.items()}
+        buffers = {name: value.to(self._device) for name, value in request.buffers.items()}
+        batches = [
+            (normalize(x.to(self._device), self.spec), y.to(self._device))
+            for x, y in request.batches
+        ]
+        trained = train(
+            self.model, parameters, buffers, batches, request.training, self._stack, rng
+        )
+        return Computed(
+            update=trained.update,
+            buffers=trained.buffers,
+            num_examples=request.training.num_images,
+            truth=self._truth(request, batches, parameters, buffers),
+            loss=trained.loss,
+        )
+
+    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+        """In the units of the algorithm."""
+        if training.algorithm == "fedsgd":
+            return before - training.lr * update
+        return before + update
+
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The strategy's weights themselves."""
+        return mean
+
+    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+        """The weights with neurons planted by `seed`."""
+        return planted(self.model, parameters, seed)
+
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        """Mean cross-entropy and accuracy."""
+        self.model.eval()
+        state = {name: value.to(self._device) for name, value in {**parameters, **buffers}.items()}
+        total = torch.zeros((), dtype=torch.float64)
+        correct = 0
+        images, labels = self._dataset.test_images, self._dataset.test_labels
+        with torch.no_grad():
+            for start in range(0, len(labels), _EVALUATION_BATCH):
+                chunk = slice(start, start + _EVALUATION_BATCH)
+                inputs = normalize(as_pixels(images[chunk]).to(self._device), self.spec)
+                target = labels[chunk].to(self._device)
+                logits = functional_call(self.model, state, (inputs,))
+                total += F.cross_entropy(logits, target, reduction="sum").double().cpu()
+                correct += int((logits.argmax(1) == target).sum())
+        return Evaluation(loss=float(total) / len(labels), accuracy=correct / len(labels))
+
+    def _truth(
+        self,
+        request: Request,
+        batches: Sequence[tuple[Tensor, Tensor]],
+        parameters: Tensors,
+        buffers: Tensors,
+    ) -> GroundTruth:
+        training = request.training
+        distinct = training.num_images // training.batch_size
+        features = None
+        if request.recorded:
+            parts = [
+                features_of(self.model, parameters, buffers, images, training)
+                for images, _ in batches[:distinct]
+            ]
+            features = torch.cat(parts).cpu()
+        return GroundTruth(
+            images=torch.cat([pixels for pixels, _ in request.batches[:distinct]]),
+            labels=torch.cat([labels for _, labels in request.batches[:distinct]]),
+            features=features,
+        )
+
+
+def as_pixels(images: Tensor) -> Tensor:
+    """uint8 images -> float32 pixels in [0, 1]."""
+    return images.float() / 255
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from functools import cache, lru_cache
 
-from fedsim.defense import Mechanism, Stack
+from fedsim.defense import ExactMechanism, Mechanism, Release, Stack
 from fedsim.privacy import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 
@@ -35,6 +35,7 @@ def claim(
     buffers_released: bool = False,
     repeated_rounds: int = 0,
     repeats: int = 1,
+    release: Release | None = None,
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -46,8 +47,11 @@ def claim(
     claim. `buffers_released` says that clients also send batch-norm statistics, which no defense
     protects.
 
+    `release` is what a closed-form learner releases of all of a client's rows in each round.
+
     `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
-    under `replace_one` (against the same client with one example exchanged for any other).
+    under `replace_one` (against the same client with one example exchanged for any other) or
+    `add_or_remove` (with one example more or less).
 
     Raises:
         FedsimError: the stack is contradictory, δ is not in (0, 1), or a sampled batch is larger
@@ -55,7 +59,7 @@ def claim(
     """
     if not 0 < delta < 1:
         raise FedsimError(f"privacy.delta: {delta} is not a probability above 0 and below 1")
-    held = stack.guarantees(declared)[-1]
+    held = stack.guarantees(declared, release)[-1]
     if held.mechanism is None:
         return _unproven(held.reason)
     if buffers_released:
@@ -63,6 +67,10 @@ def claim(
             "clients release batch-norm statistics, which the defense does not protect; "
             "choose the model's norm: group"
         )
+    if isinstance(held.mechanism, ExactMechanism):
+        releases = rounds + repeated_rounds * repeats
+        epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
+        return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
     if held.mechanism.correlation and repeated_rounds and repeats > 1:
         return _unproven(
             "several releases of the same batch are not accounted for correlated noise; set "
@@ -76,14 +84,20 @@ def claim(
         )
     spent = ((rounds, 1), (repeated_rounds, repeats))
     epsilon, accountant = _spent(held.mechanism, spent, batch_size, num_examples, delta)
+    return _stated(epsilon, delta, held.mechanism, accountant)
+
+
+def _stated(
+    epsilon: float, delta: float, mechanism: Mechanism | ExactMechanism, accountant: str
+) -> PrivacyClaim:
     if math.isinf(epsilon):
         return _unproven("the noise is too small for a finite ε")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
         accountant=accountant,
-        unit=held.mechanism.unit,
-        relation=held.mechanism.relation,
+        unit=mechanism.unit,
+        relation=mechanism.relation,
         reason=None,
     )
 

@@ -9,12 +9,14 @@ from fedsim.adversary import Attack
 from fedsim.data.base import DataSource
 from fedsim.defense import (
     AggregationDefense,
+    DataDefense,
     Defense,
     Stack,
     TrainingDefense,
     UpdateDefense,
     chain,
 )
+from fedsim.learners.base import Learner
 from fedsim.models.base import ModelPlugin
 from fedsim.plugins import Plugin
 from fedsim.scenario.model import PluginRef, Scenario, Training
@@ -22,7 +24,8 @@ from fedsim.types import Algorithm, LocalTraining
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
-    "fedsim.defenses": (UpdateDefense, TrainingDefense, AggregationDefense),
+    "fedsim.defenses": (UpdateDefense, TrainingDefense, AggregationDefense, DataDefense),
+    "fedsim.learners": (Learner,),
     "fedsim.models": (ModelPlugin,),
     "fedsim.data": (DataSource,),
 }
@@ -31,6 +34,7 @@ ROLES: dict[str, tuple[type[Plugin], ...]] = {
 RESERVED: dict[str, tuple[str, ...]] = {
     "fedsim.attacks": ("name", "label", "restarts"),
     "fedsim.defenses": ("name",),
+    "fedsim.learners": ("name",),
     "fedsim.models": ("name",),
     "fedsim.data": ("name",),
 }
@@ -75,6 +79,17 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
         assert isinstance(member, Defense)
         members.append(member)
     return chain(*members)
+
+
+def build_learner(ref: PluginRef) -> Learner:
+    """The learner that `ref` names.
+
+    Raises:
+        PluginError: it is not installed or cannot be imported.
+    """
+    learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
+    assert isinstance(learner, Learner)
+    return learner
 
 
 def algorithm(training: Training) -> Algorithm:

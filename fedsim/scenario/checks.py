@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.adversary import Attack
-from fedsim.scenario.build import build_stack, declared, plugin_class
+from fedsim.scenario.build import build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
@@ -31,6 +31,10 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     """
     data, training, observe = (sections.get(name) for name in ("data", "training", "observe"))
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
+    trains = True
+    if sound(("learner",)):
+        trains = build_learner(sections["learner"]).trains
+        yield from (_model(sections, sound) if trains else _closed_form(sections))
     trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))
@@ -49,7 +53,34 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     for name, refs in sections.get("defenses", {}).items():
         if trainable and sound(("defenses", name)):
             model = sections.get("model") if sound(("model",)) else None
-            yield from _stack(name, refs, trainable, model)
+            yield from _stack(name, refs, trainable if trains else None, model)
+
+
+def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
+    if "model" not in sections and sound(("model",)):
+        yield ("model",), "missing; add `model: ...`"
+
+
+def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
+    """What has no meaning for a learner that releases once, from all of a client's data."""
+    learner = sections["learner"].name
+    training, observe = sections.get("training"), sections.get("observe")
+    if "model" in sections:
+        yield ("model",), f"learner {learner} trains no model; remove it"
+    if sections.get("attacks"):
+        yield ("attacks",), f"no attack reads what learner {learner} releases; use `attacks: []`"
+    if training and training.rounds != 1:
+        yield (
+            ("training", "rounds"),
+            f"learner {learner} releases once what a client's data are, and would do so again in "
+            "each round; use `rounds: 1`",
+        )
+    for key in ("local", "weights", "algorithm"):
+        if training and getattr(training, key) != Training.model_fields[key].get_default():
+            yield ("training", key), f"learner {learner} does not train; remove it"
+    for key in ("batch_sizes", "plant"):
+        if observe and getattr(observe, key) != Observe.model_fields[key].get_default():
+            yield ("observe", key), f"learner {learner} is sent no probes; remove it"
 
 
 def _algorithm(training: Training) -> Iterator[Finding]:
@@ -152,13 +183,16 @@ def _batch_norm(knowledge: KnowledgeGrant, training: Training) -> Iterator[Findi
 
 
 def _stack(
-    name: str, refs: Sequence[PluginRef], training: Training, model: PluginRef | None
+    name: str, refs: Sequence[PluginRef], training: Training | None, model: PluginRef | None
 ) -> Iterator[Finding]:
+    """`training` is None where nothing is trained: what then holds depends on the data, too."""
     path: KeyPath = ("defenses", name)
     try:
         stack = build_stack(refs)
     except FedsimError as error:
         yield path, str(error)
+        return
+    if training is None:
         return
     for end in range(1, len(refs) + 1):
         try:

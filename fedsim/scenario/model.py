@@ -8,7 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 
 from fedsim.types import (
     DEVICE_PATTERN,
@@ -184,7 +190,10 @@ class Scenario(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
     data: Data
-    model: PluginRef
+    learner: PluginRef = PluginRef(name="sgd")
+    """What a client computes from its data, and what the server makes of it."""
+    model: PluginRef | None = None
+    """What learner sgd trains; no other learner has one."""
     training: Training = Training()
     federation: Federation = Federation()
     defenses: Annotated[dict[Slug, list[PluginRef]], Field(min_length=1)] = {"none": []}
@@ -196,3 +205,10 @@ class Scenario(Section):
     privacy: Privacy = Privacy()
     audit: Audit | None = None
     scoring: Scoring = Scoring()
+
+    @model_serializer(mode="wrap")
+    def _without_the_usual(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        # Checkpoints name their scenario: those from before there were other learners stay valid.
+        written: dict[str, Any] = write(self)
+        unusual = {"learner": self.learner.name != "sgd", "model": self.model is not None}
+        return {key: value for key, value in written.items() if unusual.get(key, True)}

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedsim.plugins import Plugin, PluginError
-from fedsim.scenario.build import RESERVED, algorithm, plugin_class
+from fedsim.scenario.build import RESERVED, algorithm, build_learner, plugin_class
 from fedsim.scenario.checks import check
 from fedsim.scenario.document import Document
 from fedsim.scenario.explain import explain, known_keys, show, unknown_key
@@ -84,8 +84,9 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
     data = value.get("data")
     if isinstance(data, Mapping) and "source" in data:
         yield Slot(("data", "source"), "fedsim.data", data["source"])
-    if "model" in value:
-        yield Slot(("model",), "fedsim.models", value["model"])
+    for key in ("learner", "model"):
+        if key in value:
+            yield Slot((key,), f"fedsim.{key}s", value[key])
     stacks = value.get("defenses")
     for stack, members in stacks.items() if isinstance(stacks, Mapping) else ():
         for index, member in enumerate(members if isinstance(members, list) else ()):
@@ -128,7 +129,8 @@ class _Resolver:
         if self.problems:
             raise ScenarioError(self.problems)
         training = sections["training"]
-        sections["training"] = training.model_copy(update={"algorithm": algorithm(training)})
+        if build_learner(sections["learner"]).trains:
+            sections["training"] = training.model_copy(update={"algorithm": algorithm(training)})
         return Scenario(**sections)
 
     def section(self, name: str, core: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ def json_schema() -> dict[str, Any]:
     own = {"label": entry["label"], "restarts": entry["restarts"]}
     properties = whole["properties"]
     definitions["Data"]["properties"]["source"] = _choice("fedsim.data", definitions)
+    properties["learner"] = _choice("fedsim.learners", definitions)
     properties["model"] = _choice("fedsim.models", definitions)
     properties["attacks"]["items"] = _choice("fedsim.attacks", definitions, own)
     stack = {"type": "array", "items": _choice("fedsim.defenses", definitions)}

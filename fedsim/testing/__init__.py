@@ -1,6 +1,7 @@
 """Contract suites that the author of an attack or a defense inherits. They need pytest."""
 
 from fedsim.testing.attack import AttackContract
+from fedsim.testing.data_defense import DataDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,
     TrainingDefenseContract,
@@ -11,6 +12,7 @@ from fedsim.testing.observation import make_observation
 __all__ = [
     "AggregationDefenseContract",
     "AttackContract",
+    "DataDefenseContract",
     "TrainingDefenseContract",
     "UpdateDefenseContract",
     "make_observation",

@@ -1,4 +1,4 @@
-"""Contract suites of the three kinds of defense, for a plugin's author to inherit.
+"""Contract suites of the kinds of defense that act on updates, for a plugin's author to inherit.
 
     class TestMyDefense(UpdateDefenseContract):
         def make(self) -> MyDefense:
@@ -147,7 +147,7 @@ class UpdateDefenseContract(_DefenseContract):
         """On a zero update, what comes out is the noise: as strong as claimed, around zero."""
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(sensitivity=BOUND)).mechanism
-        if mechanism is None:
+        if not isinstance(mechanism, Mechanism):
             return
         update = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
         defended, _ = defense.apply(update, defense.init(update, BOUND), stream())
@@ -213,7 +213,7 @@ class TrainingDefenseContract(_DefenseContract):
         """
         defense = self.make()
         mechanism = defense.guarantee(Guarantee(), defense.training(_declared())).mechanism
-        if mechanism is None or mechanism.unit != "example":
+        if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
             return
         parameters = {"weight": torch.zeros(2, 15_000)}
         images = torch.randn(3, 1, 100, 150, generator=stream(0))

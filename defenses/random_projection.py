@@ -1,0 +1,111 @@
+"""The random projection mechanism: a sketch with just enough noise for (ε, δ)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, ClassVar, Literal, final
+
+from pydantic import Field
+
+from fedsim.defense import DataDefense, ExactMechanism, Guarantee, Release
+from fedsim.privacy import projection
+from fedsim.types import FedsimError
+from fedsim_defenses.leverage import bound, lowering
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Projected(ExactMechanism):
+    """A Gaussian random projection in whose (regularized) database no row has more `leverage`."""
+
+    leverage: float
+    columns: int
+    accountant: str = "exact random projection"
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """Sketches of the same data by independent matrices are one of all their columns."""
+        return float(projection.epsilon(self.leverage, self.columns * releases, delta))
+
+
+@final
+class RandomProjection(DataDefense):
+    """Makes a sketch D'G (ε, δ)-private by adding σ times a standard normal matrix.
+
+    The randomness of G hides a row the better, the less its leverage is; σ lowers that of every row
+    of norm up to l to the largest that is still private, s̄. The bound l is the data source's
+    `row_norm`, and r the learner's `columns`. One row is hidden, against its absence.
+
+    `shared_among` N clients each add σ / sqrt(N): put `aggregate` behind it, so that the server
+    sees only their sum, in which the whole σ is. It holds against a server with which no client
+    colludes; if fewer than N clients answer, nothing is combined.
+    """
+
+    paper: ClassVar[str] = (
+        "Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum "
+        "and its Application to Privacy-Preserving Machine Learning, Figure 3 and Figure 12"
+    )
+
+    epsilon: Annotated[float, Field(gt=0, le=1e6)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    calibration: Literal["tight", "paper"] = "tight"
+    """`tight`: σ = l sqrt(1/s̄ - 1), which is least. `paper`: σ = l sqrt(1/s̄), more than needed."""
+    shared_among: Annotated[int, Field(ge=1, le=100_000)] = 1
+    """How many clients share the noise."""
+    leverage: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """The largest leverage of a row in any database that is to be hidden among. Below 1 the claim
+    is *relative*: it holds among those databases alone (of the union of the clients, if they share
+    the noise), and whoever computes it from the data reveals something by it."""
+
+    @property
+    def least_clients(self) -> int:
+        """All that share the noise."""
+        return self.shared_among
+
+    def sigma(self, release: Release) -> float:
+        """Of one client, in the units of the rows.
+
+        Raises:
+            FedsimError: what is released is no sketch.
+        """
+        return self._whole(release) / math.sqrt(self.shared_among)
+
+    def guarantee(self, release: Release) -> Guarantee:
+        """The projection with one client's noise, and with that of all who share it.
+
+        Raises:
+            FedsimError: what is released is no sketch.
+        """
+        # Of a single client's rows nothing is known if the leverage is that in the union.
+        own = 1.0 if self.shared_among > 1 else self.leverage
+        alone = self._projected(release, self.sigma(release), own)
+        together = self._projected(release, self._whole(release), self.leverage)
+        return Guarantee(
+            mechanism=alone, pooled=together if self.shared_among > 1 else None, reason=""
+        )
+
+    def _whole(self, release: Release) -> float:
+        if release.kind != "sketch":
+            raise FedsimError(
+                "random_projection protects a sketch, and the learner releases coefficients; use "
+                "the defense least_squares, or a method that releases sketches"
+            )
+        allowed = _max_leverage(self.epsilon, self.delta, release.columns)
+        least = lowering(allowed, release.row_norm, self.leverage)
+        if self.calibration == "tight" or least == 0:
+            return least
+        return release.row_norm * math.sqrt(1 / allowed)
+
+    def _projected(self, release: Release, sigma: float, leverage: float) -> Projected:
+        return Projected(
+            unit="example",
+            relation="add_or_remove" if leverage == 1 else "relative",
+            leverage=bound(sigma, release.row_norm, leverage),
+            columns=release.columns,
+        )
+
+
+@cache
+def _max_leverage(epsilon: float, delta: float, columns: int) -> float:
+    return float(projection.max_leverage(epsilon, delta, columns))

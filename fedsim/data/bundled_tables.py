@@ -1,0 +1,115 @@
+"""Tables that scikit-learn carries inside its package: nothing to download.
+
+The ranges of the columns are round numbers near those of the published descriptions. They are fixed
+here and not computed from the rows, and a value beyond its range is set to the range's end.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from pydantic import field_validator
+
+from fedsim.data.rows import Column, TableSource
+from fedsim.types import Table
+
+_NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float, float]]] = {
+    # mean, standard error and worst (mean of the three largest) over the nuclei of a sample
+    "radius": ((5, 30), (0, 3), (5, 40)),
+    "texture": ((5, 40), (0, 5), (10, 50)),
+    "perimeter": ((40, 200), (0, 25), (50, 260)),
+    "area": ((100, 2500), (0, 500), (150, 4500)),
+    "smoothness": ((0.05, 0.17), (0, 0.04), (0.05, 0.25)),
+    "compactness": ((0, 0.4), (0, 0.15), (0, 1.2)),
+    "concavity": ((0, 0.5), (0, 0.4), (0, 1.5)),
+    "concave points": ((0, 0.25), (0, 0.06), (0, 0.3)),
+    "symmetry": ((0.1, 0.35), (0, 0.1), (0.1, 0.7)),
+    "fractal dimension": ((0.04, 0.1), (0, 0.03), (0.05, 0.25)),
+}
+_CELLS = tuple(
+    Column(name=name, low=low, high=high)
+    for position, form in enumerate(("mean {}", "{} error", "worst {}"))
+    for name, (low, high) in ((form.format(of), r[position]) for of, r in _NUCLEUS.items())
+)
+
+_PATIENTS = (
+    Column(name="age", low=15, high=85),
+    Column(name="sex", low=1, high=2),
+    Column(name="bmi", low=15, high=45),
+    Column(name="bp", low=60, high=140),
+    Column(name="s1", low=90, high=310),
+    Column(name="s2", low=40, high=250),
+    Column(name="s3", low=20, high=100),
+    Column(name="s4", low=1, high=10),
+    Column(name="s5", low=3, high=6.5),
+    Column(name="s6", low=50, high=130),
+)
+_PROGRESSION = Column(name="progression", low=0, high=400)
+
+
+@final
+class BreastCancer(TableSource):
+    """569 breast masses, 30 features of their cell nuclei; malignant is -1, benign +1."""
+
+    paper: ClassVar[str] = (
+        "Breast Cancer Wisconsin (Diagnostic) (Wolberg, Street and Mangasarian, UCI, 1995), "
+        "sklearn.datasets.load_breast_cancer"
+    )
+
+    features: tuple[str, ...] | None = None
+    """Names of the features to use, such as `mean radius`. Default: all 30."""
+
+    @field_validator("features")
+    @classmethod
+    def _known(cls, features: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        known = [column.name for column in _CELLS]
+        for name in features or ():
+            if name not in known:
+                raise ValueError(f"no feature is called {name!r}; expected some of {known}")
+        if features is not None and (not features or len(set(features)) < len(features)):
+            raise ValueError("name at least one feature, and none twice")
+        return features
+
+    def load(self) -> Table:
+        """See the class."""
+        from sklearn.datasets import load_breast_cancer
+
+        data = load_breast_cancer()
+        wanted = [
+            i
+            for i, column in enumerate(_CELLS)
+            if self.features is None or column.name in self.features
+        ]
+        return self.table(
+            "breast_cancer",
+            torch.from_numpy(data.data).double()[:, wanted],
+            tuple(_CELLS[i] for i in wanted),
+            torch.from_numpy(data.target).double() * 2 - 1,
+            "diagnosis",
+            ("malignant", "benign"),
+        )
+
+
+@final
+class Diabetes(TableSource):
+    """442 patients, 10 features; the target is how far diabetes went on within a year."""
+
+    paper: ClassVar[str] = (
+        "Efron, Hastie, Johnstone and Tibshirani, Least Angle Regression, Annals of Statistics, "
+        "2004; sklearn.datasets.load_diabetes"
+    )
+
+    def load(self) -> Table:
+        """See the class."""
+        from sklearn.datasets import load_diabetes
+
+        data = load_diabetes(scaled=False)
+        return self.table(
+            "diabetes",
+            torch.from_numpy(data.data).double(),
+            _PATIENTS,
+            _PROGRESSION.scaled(torch.from_numpy(data.target).double()),
+            _PROGRESSION.name,
+            None,
+        )

@@ -1,0 +1,149 @@
+"""A table from a CSV file, by a schema that says what its columns are and what ranges they have."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, final
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from fedsim.data.rows import Column, TableSource
+from fedsim.types import FedsimError, Table
+
+
+class ClassColumn(BaseModel):
+    """A target of two classes, as the file writes them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    name: str
+    classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)]
+    """The text of the class that becomes -1, then that of +1."""
+
+
+@final
+class TableFile(TableSource):
+    """A CSV file (UTF-8, a line of column names first) with a range for each column that is used.
+
+    Columns that the schema does not name are left out. A value that is missing, no number or not
+    finite is refused with its line and column; one beyond its range is set to the range's end.
+    """
+
+    path: str
+    """The file; `~` is the home directory."""
+    features: Annotated[tuple[Column, ...], Field(min_length=1)]
+    """The features, each `{name: ..., low: ..., high: ...}`."""
+    target: Column | ClassColumn
+    """What is predicted: `{name: ..., low: ..., high: ...}` or `{name: ..., classes: [a, b]}`."""
+    client: str | None = None
+    """Column that says whose a row is, for the natural partition: whole numbers from 0."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> TableFile:
+        names = [column.name for column in (*self.features, self.target)]
+        if len(set(names)) < len(names):
+            raise ValueError("a column is named twice, among the features or as the target")
+        return self
+
+    def load(self) -> Table:
+        """See the class.
+
+        Raises:
+            FedsimError: the file cannot be read, a column is missing, or a value is not what the
+                schema says; with the line and the column.
+        """
+        features, target, owners = [], [], []
+        for line, row in self._lines():
+            where = f"{self.path}, line {line}"
+            features.append([_number(row, column.name, where) for column in self.features])
+            target.append(self._target(row, where))
+            if self.client is not None:
+                owners.append(_count(row, self.client, where))
+        if not target:
+            raise FedsimError(f"{self.path} has no rows below its line of column names")
+        raw = torch.tensor(target, dtype=torch.float64)
+        quantity = isinstance(self.target, Column)
+        return self.table(
+            "table",
+            torch.tensor(features, dtype=torch.float64),
+            self.features,
+            self.target.scaled(raw) if isinstance(self.target, Column) else raw,
+            self.target.name,
+            None if quantity else self._classes(),
+            torch.tensor(owners, dtype=torch.int64) if owners else None,
+        )
+
+    def _classes(self) -> tuple[str, ...]:
+        assert isinstance(self.target, ClassColumn)
+        return self.target.classes
+
+    def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
+        """(line number, column -> text) of each row."""
+        try:
+            with Path(self.path).expanduser().open(encoding="utf-8", newline="") as file:
+                yield from self._parsed(file)
+        except OSError as error:
+            raise FedsimError(
+                f"{self.path} cannot be read ({error.strerror}): correct `path`"
+            ) from error
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise FedsimError(f"{self.path} is no CSV file in UTF-8: {error}") from error
+
+    def _parsed(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
+        reader = csv.reader(file, strict=True)
+        header = next(reader, [])
+        wanted = [column.name for column in (*self.features, self.target)]
+        for name in wanted if self.client is None else [*wanted, self.client]:
+            if header.count(name) != 1:
+                raise FedsimError(
+                    f"{self.path}, line 1: {header.count(name) or 'no'} column is called {name!r} "
+                    f"(there are {', '.join(header) or 'none'}); correct the file or the schema"
+                )
+        for cells in reader:
+            if not cells:
+                continue
+            if len(cells) != len(header):
+                raise FedsimError(
+                    f"{self.path}, line {reader.line_num}: {len(cells)} values for {len(header)} "
+                    "columns; the line is torn, or a value holds a comma without quotes"
+                )
+            yield reader.line_num, dict(zip(header, cells, strict=True))
+
+    def _target(self, row: dict[str, str], where: str) -> float:
+        if isinstance(self.target, Column):
+            return _number(row, self.target.name, where)
+        text = row[self.target.name].strip()
+        if text not in self.target.classes:
+            raise FedsimError(
+                f"{where}, column {self.target.name!r}: {text[:40]!r} is none of the classes "
+                f"{' and '.join(self.target.classes)}; correct the file or the schema"
+            )
+        return 2.0 * self.target.classes.index(text) - 1
+
+
+def _number(row: dict[str, str], column: str, where: str) -> float:
+    text = row[column].strip()
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise FedsimError(
+            f"{where}, column {column!r}: {text[:40]!r} is no finite number; fill it in, or "
+            "drop the row or the column"
+        )
+    return value
+
+
+def _count(row: dict[str, str], column: str, where: str) -> int:
+    text = row[column].strip()
+    if not text.isdecimal():
+        raise FedsimError(
+            f"{where}, column {column!r}: {text[:40]!r} is no client; expected a whole number "
+            "from 0"
+        )
+    return int(text)

@@ -1,0 +1,131 @@
+"""The learner contract: what a client computes from its data, and what the server makes of it.
+
+A learner is a frozen plugin; `start` binds it to one stack's federation. Everything that moves is
+handed in and returned, so that a computation is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.defense import Release, Stack
+from fedsim.plugins import Plugin
+from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Table, Tensors
+
+if TYPE_CHECKING:
+    from fedsim.models.base import Classifier
+    from fedsim.scenario import Scenario
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+"""What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a table
+one (rows (n, d + 1), labels (n,)) with all that the client holds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a learner works on: one defense stack's federation."""
+
+    scenario: Scenario
+    stack: Stack
+    dataset: Dataset | Table
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client is asked in a round."""
+
+    batches: Batches
+    parameters: Tensors
+    buffers: Tensors
+    training: LocalTraining
+    """After the stack's training defenses; of no meaning where nothing is trained."""
+    seed: int
+    """Of randomness that is the learner's own and not the defense's."""
+    recorded: bool
+    """Whether the round is observed, so that the truth will be asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a client computed, before the update defenses."""
+
+    update: Tensors
+    """On any device, named and shaped like the parameters."""
+    buffers: Tensors
+    """New floating-point buffers (batch-norm statistics)."""
+    num_examples: int
+    """The weight in the mean over the clients. The server gets to see it."""
+    truth: GroundTruth | None
+    """What was used, for scores; None where nothing is recorded."""
+    loss: float | None
+    """Under the global model, before this round's work; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The global model on the test split; a learner says what its loss is."""
+
+    loss: float
+    accuracy: float | None
+
+
+class Computation(ABC):
+    """A learner at work on one stack's federation."""
+
+    spec: ModelSpec | None = None
+    """What an observation declares of the model."""
+    model: Classifier | None = None
+    """The network, of a learner that trains one."""
+    release: Release | None = None
+    """What a closed-form learner releases of its rows, as far as privacy depends on it."""
+    releases_statistics: bool = False
+    """Whether clients also release batch-norm statistics of their data."""
+
+    @abstractmethod
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(parameters, buffers) before the first round; the same for every stack."""
+
+    @abstractmethod
+    def compute(self, request: Request, rng: torch.Generator) -> Computed:
+        """One client's work in one round; `rng` is the defenses' stream."""
+
+    @abstractmethod
+    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+        """One parameter of the global model `before` as a client's `update` would have it."""
+
+    @abstractmethod
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The new global parameters, given the strategy's `mean` over so many clients."""
+
+    @abstractmethod
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        """The global model on the test split."""
+
+    @abstractmethod
+    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+        """The weights that the server sends with probes, where it plants."""
+
+
+class Learner(Plugin):
+    """What a client computes from its data, and what the server makes of the clients' mean."""
+
+    data: ClassVar[type[Dataset] | type[Table]]
+    """The kind of data source that it computes from."""
+    trains: ClassVar[bool]
+    """Whether it trains a model over rounds, as `training` says. One that does not releases once
+    (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
+
+    @abstractmethod
+    def start(self, problem: Problem) -> Computation:
+        """Bind the learner to a federation.
+
+        Raises:
+            FedsimError: it does not fit the data or the model.
+        """

@@ -1,0 +1,128 @@
+"""The least-squares learner: linear regression from sketches or from clients' coefficients."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedsim.defense import ReleaseKind
+from fedsim.learners.base import Computation, Evaluation, Learner, Problem
+from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
+from fedsim.types import FedsimError, Table, Tensors
+
+Method = Literal["sketch", "als", "ls", "ols"]
+
+_KINDS: dict[Method, ReleaseKind] = {
+    "sketch": "sketch",
+    "als": "sketched_coefficients",
+    "ls": "normal_coefficients",
+    "ols": "coefficients",
+}
+
+
+@final
+class LeastSquares(Learner):
+    """Regresses the target b on the features B: the x of least ||Bx - b||.
+
+    `sketch`: the clients release sketches [B, b]'G as learner sketch does, and the server solves on
+    their sum. `als`: each client solves on a sketch of its own rows (Algorithm 1) and releases the
+    coefficients. `ls`: it releases a draw of N(x, ||e||² (B'B)^-1 / r), which `als` tends to for
+    large r; e are the residuals. `ols`: it releases x itself. Of coefficients the server takes the
+    mean over the clients. The test loss is the mean squared error; the accuracy, of a target of two
+    classes, the share of right signs.
+    """
+
+    paper: ClassVar[str] = (
+        "Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum "
+        "and its Application to Privacy-Preserving Machine Learning, section 6 (Algorithm 1, "
+        "Lemma 1)"
+    )
+    data = Table
+    trains = False
+
+    method: Method = "sketch"
+    columns: Annotated[int, Field(ge=1, le=1_000_000)] | None = None
+    """r; not of `ols`."""
+
+    @model_validator(mode="after")
+    def _columns_fit(self) -> LeastSquares:
+        if (self.columns is None) != (self.method == "ols"):
+            raise ValueError(
+                "least_squares takes columns with the methods sketch, als and ls, and none with ols"
+            )
+        return self
+
+    def start(self, problem: Problem) -> Computation:
+        """See Learner.
+
+        Raises:
+            FedsimError: there are fewer columns than features.
+        """
+        return _Regression(problem, self.method, self.columns or 0)
+
+
+@final
+class _Regression(ClosedForm):
+    def __init__(self, problem: Problem, method: Method, columns: int) -> None:
+        super().__init__(problem, _KINDS[method], columns)
+        self._method = method
+        features = self.release.features
+        if method in ("sketch", "als") and columns <= features:
+            raise FedsimError(
+                f"a sketch of {columns} columns does not determine {features} coefficients and a "
+                f"residual; use columns of at least {features + 1}"
+            )
+
+    def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
+        if self._method == "sketch":
+            return sketch(rows, self.release.columns, rng)
+        if self._method == "als":
+            return solve(sketch(rows, self.release.columns, rng).T)
+        if self._method == "ls":
+            return normal_solution(rows, self.release.columns, rng)
+        return solve(rows)
+
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The sum of sketches, which is solved where it is used; the mean of coefficients."""
+        return {VALUE: mean[VALUE] * clients} if self._method == "sketch" else mean
+
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        value = parameters[VALUE]
+        coefficients = solve(value.T) if self._method == "sketch" else value
+        rows = self.table.test_rows
+        predicted, target = rows[:, :-1] @ coefficients, rows[:, -1]
+        accuracy = None
+        if self.table.classes:
+            accuracy = float(((predicted > 0) == (target > 0)).double().mean())
+        return Evaluation(loss=float((predicted - target).square().mean()), accuracy=accuracy)
+
+
+def solve(rows: Tensor) -> Tensor:
+    """The x of least ||Bx - b|| (the shortest of several), of rows [B, b] (n, d + 1): (d,)."""
+    solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
+    return solution.squeeze(1)
+
+
+def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
+    """A draw of N(x, ||e||² (B'B)^-1 / r), the limit of least squares on a sketch of r columns.
+
+    Raises:
+        FedsimError: B has not full column rank.
+    """
+    features, target = rows[:, :-1], rows[:, -1]
+    best = solve(rows)
+    residual = torch.linalg.vector_norm(features @ best - target)
+    factor, failed = torch.linalg.cholesky_ex(features.T @ features)
+    if int(failed):
+        raise FedsimError(
+            "least_squares: a client's features are linearly dependent, so that method ls has no "
+            "distribution to draw from; put the defense least_squares into the stack, drop "
+            "columns, or give clients more rows"
+        )
+    draw = torch.randn(len(best), 1, generator=rng, dtype=rows.dtype)
+    spread = torch.linalg.solve_triangular(factor.T, draw, upper=True).squeeze(1)
+    drawn: Tensor = best + residual / columns**0.5 * spread
+    return drawn

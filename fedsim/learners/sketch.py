@@ -1,0 +1,55 @@
+"""The sketch learner: the Gaussian random projection of all clients' rows, without the rows."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.learners.base import Computation, Evaluation, Learner, Problem
+from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
+from fedsim.types import Table, Tensors
+
+
+@final
+class Sketch(Learner):
+    """Client i releases D_i'G_i, G_i its own n_i x r standard normal matrix; the server adds up.
+
+    The sum is D'G, the sketch of all clients' rows (features and target), for the G_i are
+    independent; the same alone and behind secure aggregation. SS'/r estimates D'D, so that lengths
+    and angles of the columns are kept. The test loss is that estimate's relative error in the
+    Frobenius norm, on the training rows (there is no model to test).
+    """
+
+    paper: ClassVar[str] = (
+        "Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum "
+        "and its Application to Privacy-Preserving Machine Learning, section 5"
+    )
+    data = Table
+    trains = False
+
+    columns: Annotated[int, Field(ge=1, le=1_000_000)]
+    """r. Estimates err by 1/sqrt(r); privacy costs more the more columns there are."""
+
+    def start(self, problem: Problem) -> Computation:
+        """See Learner."""
+        return _Sketching(problem, "sketch", self.columns)
+
+
+@final
+class _Sketching(ClosedForm):
+    def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
+        return sketch(rows, self.release.columns, rng)
+
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The sum over the clients."""
+        return {VALUE: mean[VALUE] * clients}
+
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        rows = self.table.train_rows
+        gram = rows.T @ rows
+        estimate = parameters[VALUE] @ parameters[VALUE].T / self.release.columns
+        error = torch.linalg.matrix_norm(estimate - gram) / torch.linalg.matrix_norm(gram)
+        return Evaluation(loss=float(error), accuracy=None)

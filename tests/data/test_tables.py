@@ -1,0 +1,203 @@
+"""Tables: rows of bounded norm from declared ranges, and what is wrong with a file, and where."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from fedsim.data.bundled_tables import BreastCancer, Diabetes
+from fedsim.data.partition import partition
+from fedsim.data.rows import bounded
+from fedsim.data.table import TableFile
+from fedsim.scenario.model import Partition
+from fedsim.types import FedsimError, Table
+
+HEADER = "age,weight,note,sick,site\n"
+FEATURES = [{"name": "age", "low": 0, "high": 100}, {"name": "weight", "low": 0, "high": 200}]
+TARGET = {"name": "sick", "classes": ["no", "yes"]}
+
+
+def lines(count: int = 20) -> list[str]:
+    return [f"{5 * i},{10 * i},x,{'yes' if i % 2 else 'no'},{i // 2 % 2}\n" for i in range(count)]
+
+
+def source(file: Path, body: list[str] | None = None, **changes: Any) -> TableFile:
+    file.write_text(HEADER + "".join(lines() if body is None else body), encoding="utf-8")
+    fields = {"path": str(file), "features": FEATURES, "target": TARGET, **changes}
+    return TableFile.model_validate(fields)
+
+
+def everything(table: Table) -> torch.Tensor:
+    """All rows, sorted."""
+    rows = torch.cat([table.train_rows, table.test_rows])
+    return rows[rows[:, 0].argsort()]
+
+
+def test_columns_are_scaled_by_their_declared_ranges(tmp_path: Path) -> None:
+    table = source(tmp_path / "a.csv").load()
+    rows = everything(table)
+    expected = torch.arange(20, dtype=torch.float64) / 10 - 1
+    torch.testing.assert_close(rows[:, 0], expected)
+    torch.testing.assert_close(rows[:, 1], expected)
+    assert bool((rows[:, 2] == 1).all()), "the intercept"
+    assert rows[:, 3].tolist() == [-1.0, 1.0] * 10
+    assert table.columns == ("age", "weight", "intercept", "sick")
+    assert table.classes == ("no", "yes") and table.row_norm == 2
+    assert len(table.train_rows) == 16 and table.train_labels.sum() == 8
+
+
+def test_the_bound_does_not_depend_on_the_data(tmp_path: Path) -> None:
+    """Other rows, also ones beyond the ranges, change neither the bound nor the scaling."""
+    wild = [*lines(), "1e300,-5,x,no,0\n"]
+    one, other = source(tmp_path / "a.csv").load(), source(tmp_path / "b.csv", wild).load()
+    assert one.row_norm == other.row_norm
+    rows = everything(other)
+    assert rows[-1].tolist() == [1.0, -1.0, 1.0, -1.0]
+    torch.testing.assert_close(rows[:-1], everything(one))
+
+
+@pytest.mark.parametrize("norm", [0.3, 1.0, 1.7])
+def test_longer_training_rows_are_scaled_down(tmp_path: Path, norm: float) -> None:
+    free = source(tmp_path / "a.csv").load()
+    held = source(tmp_path / "a.csv", row_norm=norm).load()
+    assert held.row_norm == norm
+    lengths = torch.linalg.vector_norm(held.train_rows, dim=1)
+    assert bool((lengths <= norm).all()), "also after rounding"
+    before = torch.linalg.vector_norm(free.train_rows, dim=1)
+    torch.testing.assert_close(lengths, before.clamp(max=norm))
+    directions = torch.nn.functional.cosine_similarity(free.train_rows, held.train_rows)
+    torch.testing.assert_close(directions, torch.ones_like(directions))
+    assert torch.equal(free.test_rows, held.test_rows)
+
+
+def test_rows_within_the_bound_are_left_as_they_are() -> None:
+    rows = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert torch.equal(bounded(rows, 1e3), rows)
+    assert torch.equal(bounded(torch.zeros(2, 3), 1.0), torch.zeros(2, 3))
+    assert bool((torch.linalg.vector_norm(bounded(rows, 0.1), dim=1) <= 0.1).all())
+
+
+def test_a_quantity_without_intercept(tmp_path: Path) -> None:
+    target = {"name": "weight", "low": 0, "high": 100}
+    table = source(tmp_path / "a.csv", target=target, features=FEATURES[:1], intercept=False).load()
+    assert table.columns == ("age", "weight") and table.classes is None
+    rows = everything(table)
+    assert table.row_norm == math.sqrt(2)
+    assert rows[-1].tolist() == pytest.approx([0.9, 1.0])
+    assert not table.train_labels.any()
+
+
+def test_clients_by_a_column(tmp_path: Path) -> None:
+    table = source(tmp_path / "a.csv", client="site").load()
+    parts = partition(table, Partition(name="natural"), 2, seed=0)
+    assert sorted(torch.cat(parts).tolist()) == list(range(16))
+    assert table.client_of is not None
+    for client, part in enumerate(parts):
+        assert bool((table.client_of[part] == client).all())
+    without = source(tmp_path / "a.csv").load()
+    with pytest.raises(FedsimError, match="table with `client`"):
+        partition(without, Partition(name="natural"), 2, seed=0)
+
+
+@pytest.mark.parametrize("name", ["iid", "dirichlet", "shards"])
+def test_every_partition_divides_a_table(name: str) -> None:
+    table = BreastCancer().load()
+    config = {"dirichlet": {"alpha": 1.0}, "shards": {"shards_per_client": 6}}.get(name, {})
+    clients = 4
+    parts = partition(table, Partition(name=name, **config), clients, seed=1)  # type: ignore[arg-type]
+    assert sorted(torch.cat(parts).tolist()) == list(range(len(table.train_rows)))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("1,2,x,no\n", "line 5: 4 values for 5 columns"),
+        ("1,2,x,no,0,9\n", "line 5: 6 values for 5 columns"),
+        ("1,,x,no,0\n", r"line 5, column 'weight': '' is no finite number"),
+        ("nan,2,x,no,0\n", r"line 5, column 'age': 'nan' is no finite number"),
+        ("1,inf,x,no,0\n", r"line 5, column 'weight': 'inf'"),
+        ("one,2,x,no,0\n", r"line 5, column 'age': 'one'"),
+        ("1,2,x,maybe,0\n", r"line 5, column 'sick': 'maybe' is none of the classes no and yes"),
+        ("1,2,x,no,-1\n", r"line 5, column 'site': '-1' is no client"),
+        ('1,"2,x,no,0\n', "no CSV file"),
+    ],
+)
+def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    body = [*lines()[:3], line, *lines()[3:]]
+    with pytest.raises(FedsimError, match=message):
+        source(tmp_path / "a.csv", body, client="site").load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": [{"name": "height", "low": 0, "high": 1}]}, "no column is called 'height'"),
+        ({"client": "clinic"}, "no column is called 'clinic'"),
+        ({"path": "nowhere.csv"}, "nowhere.csv cannot be read .*correct `path`"),
+    ],
+)
+def test_a_bad_schema_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FedsimError, match=message):
+        source(tmp_path / "a.csv", **changes).load()
+
+
+def test_an_empty_file_and_other_bytes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="no rows below"):
+        source(tmp_path / "a.csv", []).load()
+    wanted = source(tmp_path / "a.csv")
+    (tmp_path / "a.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(FedsimError, match="UTF-8"):
+        wanted.load()
+    (tmp_path / "a.csv").write_bytes(b"")
+    with pytest.raises(FedsimError, match="there are none"):
+        wanted.load()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"features": [*FEATURES, FEATURES[0]]},
+        {"features": [{"name": "age", "low": 1, "high": 1}]},
+        {"target": {"name": "sick", "classes": ["a", "b", "c"]}},
+        {"row_norm": 0},
+        {"features": []},
+    ],
+)
+def test_a_schema_without_sense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        source(tmp_path / "a.csv", **changes)
+
+
+def test_the_bundled_tables() -> None:
+    cancer, diabetes = BreastCancer().load(), Diabetes().load()
+    assert cancer.train_rows.shape == (456, 32) and cancer.test_rows.shape == (113, 32)
+    assert diabetes.train_rows.shape == (354, 12) and diabetes.test_rows.shape == (88, 12)
+    assert cancer.row_norm == math.sqrt(32) and diabetes.row_norm == math.sqrt(12)
+    # 212 malignant samples of 569, each class in its share in both splits.
+    assert int((cancer.train_labels == 0).sum()) == 170
+    assert int((cancer.test_rows[:, -1] < 0).sum()) == 42
+    for table in (cancer, diabetes):
+        assert float(torch.cat([table.train_rows, table.test_rows]).abs().max()) <= 1
+        assert table.train_rows.dtype == torch.float64
+
+
+def test_a_choice_of_features() -> None:
+    whole, some = BreastCancer().load(), BreastCancer(features=("worst area", "mean radius")).load()
+    assert some.columns == ("mean radius", "worst area", "intercept", "diagnosis")
+    at = [whole.columns.index(name) for name in some.columns]
+    assert torch.equal(whole.train_rows[:, at], some.train_rows)
+    for wrong in (("radius",), (), ("mean area", "mean area")):
+        with pytest.raises(ValidationError):
+            BreastCancer(features=wrong)
+
+
+def test_the_names_are_those_of_scikit_learn() -> None:
+    from sklearn.datasets import load_breast_cancer, load_diabetes
+
+    assert list(BreastCancer().load().columns[:30]) == list(load_breast_cancer().feature_names)
+    assert list(Diabetes().load().columns[:10]) == list(load_diabetes().feature_names)

@@ -1,0 +1,192 @@
+"""Sketches and their noise: what is claimed is what the worst database has."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import beta
+
+from fedsim.defense import ExactMechanism, Guarantee, Release, chain
+from fedsim.learners.closed_form import regularized, sketch
+from fedsim.privacy import projection
+from fedsim.privacy.ledger import claim
+from fedsim.testing import DataDefenseContract
+from fedsim.types import FedsimError, LocalTraining
+from fedsim_defenses.aggregate import Aggregate
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.leverage import bound, lowering
+from fedsim_defenses.random_projection import RandomProjection
+
+DELTA = 1e-3
+RELEASE = Release(kind="sketch", row_norm=1.5, columns=40, features=4)
+DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
+
+
+class TestRandomProjection(DataDefenseContract):
+    def make(self) -> RandomProjection:
+        return RandomProjection(epsilon=1.0, delta=DELTA)
+
+    def release(self) -> Release:
+        return RELEASE
+
+
+class TestSharedNoise(DataDefenseContract):
+    def make(self) -> RandomProjection:
+        return RandomProjection(epsilon=1.0, delta=DELTA, shared_among=9, calibration="paper")
+
+    def release(self) -> Release:
+        return RELEASE
+
+
+def mechanism(defense: RandomProjection, release: Release = RELEASE) -> ExactMechanism:
+    held = defense.guarantee(release).mechanism
+    assert isinstance(held, ExactMechanism)
+    return held
+
+
+def spent(stack: tuple[object, ...], **changes: object) -> float:
+    arguments = {"rounds": 1, "num_examples": 10, "delta": DELTA, "release": RELEASE, **changes}
+    return claim(chain(*stack), DECLARED, **arguments).epsilon  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("epsilon", [0.1, 1.0, 8.0])
+def test_the_tight_noise_gives_exactly_what_is_asked(epsilon: float) -> None:
+    tight = RandomProjection(epsilon=epsilon, delta=DELTA)
+    paper = RandomProjection(epsilon=epsilon, delta=DELTA, calibration="paper")
+    assert mechanism(tight).epsilon(DELTA, 1) == pytest.approx(epsilon, rel=1e-9)
+    assert mechanism(paper).epsilon(DELTA, 1) < epsilon
+    # l² (1/s̄ - 1) and l²/s̄: they differ by the square of the row norm, whatever ε.
+    difference = paper.sigma(RELEASE) ** 2 - tight.sigma(RELEASE) ** 2
+    assert difference == pytest.approx(RELEASE.row_norm**2, rel=1e-9)
+
+
+def test_the_papers_noise_level() -> None:
+    """Table II, Cancer: 6.850 for n = 2809, r = 300 and the row norm 1.1075 that fits all of it."""
+    release = Release(kind="sketch", row_norm=1.1075, columns=300, features=12)
+    defense = RandomProjection(epsilon=1.0, delta=1 / 2809, calibration="paper")
+    assert defense.sigma(release) == pytest.approx(6.850, abs=5e-4)
+
+
+@pytest.mark.parametrize("known", [1.0, 0.3, 0.02])
+def test_no_database_exceeds_the_bound_on_leverage(known: float) -> None:
+    """Against random databases, and one that attains it."""
+    draw = torch.Generator().manual_seed(0)
+    sigma, norm = 0.8, RELEASE.row_norm
+    most = bound(sigma, norm, known)
+    for _ in range(200):
+        rows = torch.randn(6, 3, generator=draw, dtype=torch.float64)
+        rows[0] *= norm / rows[0].norm()
+        gram = rows.T @ rows
+        # Scale the other rows until the leverage is as small as is known.
+        rest = gram - torch.outer(rows[0], rows[0])
+        without = float(rows[0] @ torch.linalg.solve(rest, rows[0]))
+        gram = torch.outer(rows[0], rows[0]) + rest * without * max(1 - known, 1e-9) / known
+        assert float(rows[0] @ torch.linalg.solve(gram, rows[0])) <= known * (1 + 1e-9)
+        smoothed = gram + sigma**2 * torch.eye(3, dtype=torch.float64)
+        assert float(rows[0] @ torch.linalg.solve(smoothed, rows[0])) <= most * (1 + 1e-9)
+    along = norm**2 / (norm**2 / known + sigma**2)  # rows along v alone
+    assert along == pytest.approx(most, rel=1e-12)
+    assert bound(lowering(most, norm, known), norm, known) == pytest.approx(most, rel=1e-9)
+
+
+def test_what_is_known_of_the_leverage_saves_noise() -> None:
+    """No noise where the inherent randomness is enough, and ever less on the way there."""
+    allowed = float(projection.max_leverage(1.0, DELTA, RELEASE.columns))
+    levels = [1.0, 0.5, 2 * allowed, allowed, allowed / 2]
+    defenses = [RandomProjection(epsilon=1.0, delta=DELTA, leverage=level) for level in levels]
+    sigmas = [defense.sigma(RELEASE) for defense in defenses]
+    assert all(more > less for more, less in pairwise(sigmas[:4]))
+    assert sigmas[3] == sigmas[4] == 0
+    relations = [mechanism(defense).relation for defense in defenses]
+    assert relations == ["add_or_remove"] + ["relative"] * 4
+    epsilons = [mechanism(defense).epsilon(DELTA, 1) for defense in defenses]
+    assert epsilons[:4] == pytest.approx([1.0] * 4, rel=1e-6)
+    assert epsilons[4] < 1
+
+
+def test_releases_compose_as_columns_do() -> None:
+    """Two sketches by independent matrices are one of twice the columns."""
+    once = mechanism(RandomProjection(epsilon=1.0, delta=DELTA))
+    sigma = RandomProjection(epsilon=1.0, delta=DELTA).sigma(RELEASE)
+    leverage = bound(sigma, RELEASE.row_norm, 1.0)
+    both = float(projection.epsilon(leverage, 2 * RELEASE.columns, DELTA))
+    assert once.epsilon(DELTA, 2) == both > once.epsilon(DELTA, 1)
+
+
+def test_shared_noise_counts_only_in_the_plain_mean_of_all() -> None:
+    shared = RandomProjection(epsilon=1.0, delta=DELTA, shared_among=4)
+    assert shared.sigma(RELEASE) == RandomProjection(epsilon=1.0, delta=DELTA).sigma(RELEASE) / 2
+    alone, together = spent((shared,)), spent((shared, Aggregate()))
+    assert together == pytest.approx(1.0, rel=1e-9) and alone > 1.5
+    # A step between them makes the mean another one than what was proven.
+    assert spent((shared, Clip(norm=1.0), Aggregate())) == alone
+    assert spent((shared, GaussianNoise(std=1.0), Aggregate())) == alone
+    assert chain(shared, Aggregate()).least_clients == 4
+    assert chain(shared).least_clients == 1
+
+
+def test_the_ledger_never_guesses() -> None:
+    assert math.isinf(spent(()))
+    assert math.isinf(spent((GaussianNoise(std=5.0),)))
+    assert spent((RandomProjection(epsilon=1.0, delta=DELTA), Clip(norm=0.1))) == pytest.approx(1.0)
+    assert spent((RandomProjection(epsilon=1.0, delta=DELTA),), rounds=0) == 0
+
+
+def test_it_protects_nothing_but_sketches() -> None:
+    stack = chain(RandomProjection(epsilon=1.0, delta=DELTA))
+    with pytest.raises(FedsimError, match="choose learner sketch"):
+        stack.guarantees(DECLARED)
+    with pytest.raises(FedsimError, match="defense least_squares"):
+        stack.guarantees(DECLARED, replace(RELEASE, kind="normal_coefficients"))
+    with pytest.raises(FedsimError, match="put it first"):
+        chain(Clip(norm=1.0), RandomProjection(epsilon=1.0, delta=DELTA))
+
+
+def test_pooled_guarantees_are_the_aggregations_to_give() -> None:
+    held = RandomProjection(epsilon=1.0, delta=DELTA, shared_among=4).guarantee(RELEASE)
+    combined = Aggregate().guarantee(held)
+    assert combined.mechanism == held.pooled and combined.pooled is None
+    assert Aggregate().guarantee(Guarantee()) == Guarantee()
+
+
+def _lower_bound(sigma: float, draws: int) -> float:
+    """Of ε at DELTA with 99% confidence: from sketches of a database of one row, and of none.
+
+    The score is the likelihood ratio's: the energy along the row. The threshold is chosen on one
+    half of the draws, the bound is Clopper and Pearson's on the other.
+    """
+    row = torch.zeros(1, 2, dtype=torch.float64)
+    row[0, 0] = RELEASE.row_norm
+    rng = torch.Generator().manual_seed(5)
+
+    def scores(rows: torch.Tensor) -> np.ndarray:
+        each = [
+            float(sketch(regularized(rows, sigma), RELEASE.columns, rng)[0].square().sum())
+            for _ in range(draws)
+        ]
+        return np.array(each)
+
+    present, absent = scores(row), scores(row[:0])
+    half = draws // 2
+    best = (-math.inf, 0.0)
+    for threshold in np.quantile(present[:half], np.linspace(0.02, 0.98, 49)):
+        hits, alarms = (present[:half] > threshold).mean(), (absent[:half] > threshold).mean()
+        if hits > DELTA and alarms > 0:
+            best = max(best, (math.log((hits - DELTA) / alarms), threshold))
+    hits, alarms = (present[half:] > best[1]).sum(), (absent[half:] > best[1]).sum()
+    low = beta.ppf(0.005, hits, half - hits + 1)
+    high = beta.ppf(0.995, alarms + 1, half - alarms)
+    return math.log((low - DELTA) / high)
+
+
+def test_an_audit_cannot_refute_the_claim_but_half_the_noise() -> None:
+    defense = RandomProjection(epsilon=1.0, delta=DELTA)
+    sigma = defense.sigma(RELEASE)
+    assert 0.3 < _lower_bound(sigma, 10_000) < 1.0
+    assert _lower_bound(sigma / 2, 10_000) > 1.0
