@@ -21,11 +21,12 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.defense import global_norm
+from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function, mean_gradient_factor
 from fedsim.privacy import ledger
 from fedsim.privacy.audit import gaussian_bound, threshold_bound
-from fedsim.types import FedsimError, PrivacyClaim, Relation, Tensors, Unit, Update
+from fedsim.types import Dataset, FedsimError, PrivacyClaim, Relation, Tensors, Unit, Update
 from fedsim.workload import Workload
 
 AUDITED: tuple[tuple[Unit, Relation], ...] = (("client", "zero_out"), ("example", "replace_one"))
@@ -116,23 +117,24 @@ def _example_scores(
 
     The client is the one with the least data: sampling hides its examples least.
     """
+    data = workload.dataset
+    assert isinstance(data, Dataset), "closed-form learners make no such claim"
     part = min(workload.parts, key=len)
-    image, label = part[:1], workload.dataset.train_labels[part[0]]
-    other = (label + 1) % len(workload.dataset.classes)
+    image, label = part[:1], data.train_labels[part[0]]
+    other = (label + 1) % len(data.classes)
     labels = label.repeat(len(part))
     if present:
         labels[0] = other
     canary = copy(workload)
     canary.parts = [torch.arange(len(part))]
     canary.dataset = replace(
-        workload.dataset,
-        train_images=workload.dataset.train_images[image].expand(
-            len(part), *workload.dataset.input_shape
-        ),
+        data,
+        train_images=data.train_images[image].expand(len(part), *data.input_shape),
         train_labels=labels,
     )
     parameters, buffers = workload.initial()
-    toward = _difference(workload, parameters, buffers, image, other, label)
+    pixels = as_pixels(data.train_images[image])
+    toward = _difference(workload, parameters, buffers, pixels, other, label)
     sign = mean_gradient_factor(workload.training)
     scores = np.zeros(canaries)
     for trial in range(canaries):
@@ -150,18 +152,18 @@ def _difference(
     workload: Workload,
     parameters: Tensors,
     buffers: Tensors,
-    image: Tensor,
+    pixels: Tensor,
     label: Tensor,
     other: Tensor,
 ) -> Tensors:
     """Between the directions of the gradients of one image under two labels."""
+    assert workload.model is not None and workload.spec is not None
     loss = loss_function(
         workload.model,
         {name: value.to(workload.device) for name, value in buffers.items()},
         workload.training,
     )
     at = {name: value.to(workload.device) for name, value in parameters.items()}
-    pixels = workload.dataset.train_images[image].float() / 255
     inputs = normalize(pixels.to(workload.device), workload.spec)
     units = []
     for answer in (label, other):

@@ -129,7 +129,8 @@ def audit(
     """
     from fedsim.privacy.verdict import try_claim
 
-    made = _made(mechanism, "experiment", keys, Experiment)
+    made = make(mechanism, "experiment", keys)
+    assert isinstance(made, Experiment)
     return try_claim(made, delta=_delta(delta), draws=draws, confidence=confidence, seed=seed)
 
 

@@ -148,6 +148,7 @@ class TruncatedLaplaceExperiment(_Sabotaged):
         size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))
         moved = self.sensitivity * present + rng.choice([-1.0, 1.0], draws) * size
         # |x| - |x - s|, without the rounding that would tell the neighbours apart
+        ratio: NDArray[np.float64]
         ratio = np.clip(2 * moved - self.sensitivity, -self.sensitivity, self.sensitivity) / scale
         ratio[moved > bound] = math.inf
         ratio[moved < self.sensitivity - bound] = -math.inf

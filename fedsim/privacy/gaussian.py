@@ -138,7 +138,8 @@ def _log_curve(c: Array, mu: Array) -> Array:
         low, high = c[below], (c + mu)[below]
         second = np.where(np.isinf(low), 0.0, np.exp(_log_normal(low) + _log_mills(high)))
         result[below] = np.log1p(-ndtr(low) - second)
-    return result[()]
+    found: Array = result[()]
+    return found
 
 
 def _log_normal(x: Array) -> Array:

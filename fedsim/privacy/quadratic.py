@@ -114,7 +114,8 @@ class _Form:
 
     def divergence(self) -> Array:
         """K'(0), the Kullback-Leibler divergence of the first distribution from the second."""
-        return (-self.count * (self.log_rest + self.a) + self.shift / self.rest).sum(-1) / 2
+        each: Array = -self.count * (self.log_rest + self.a) + self.shift / self.rest
+        return np.asarray(each.sum(-1) / 2)
 
     def most(self) -> Array:
         """The supremum of -ψ; where it is not positive, δ is 0."""
