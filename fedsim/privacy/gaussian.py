@@ -144,7 +144,7 @@ def _log_curve(c: Array, mu: Array) -> Array:
 
 def _log_normal(x: Array) -> Array:
     """log φ(x)."""
-    return -(x**2) / 2 - np.log(2 * np.pi) / 2
+    return np.asarray(-(x**2) / 2 - np.log(2 * np.pi) / 2)
 
 
 def _log_mills(x: Array) -> Array:
