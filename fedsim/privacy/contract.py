@@ -50,7 +50,7 @@ class Answer:
     """That of the interval."""
 
 
-class _Keys(BaseModel, ABC):
+class Keys(BaseModel, ABC):
     """Fields are what a user writes as key=value; unknown keys are refused."""
 
     model_config = ConfigDict(
@@ -58,7 +58,7 @@ class _Keys(BaseModel, ABC):
     )
 
 
-class Curve(_Keys):
+class Curve(Keys):
     """A release whose privacy is known."""
 
     @abstractmethod
@@ -74,7 +74,7 @@ class Curve(_Keys):
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
 
-class Calibration(_Keys):
+class Calibration(Keys):
     """A release whose noise is to be found."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class Calibration(_Keys):
         """The least noise that makes the release (ε, δ)-private."""
 
 
-class Experiment(_Keys):
+class Experiment(Keys):
     """A release that can be drawn under either neighbour, so that its claim can be tried."""
 
     gaussian_dp: ClassVar[bool] = False

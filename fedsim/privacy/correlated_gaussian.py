@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Literal, Self, final
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import Field, model_validator
 
 from fedsim.privacy import correlated, correlated_paper
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Keys
 from fedsim.privacy.dominating_pair import (
     CONFIDENCE,
     BallsInBins,
@@ -29,7 +29,7 @@ _LARGEST = 1e9
 """ε and noise multipliers are searched up to here."""
 
 
-class _Keys(BaseModel):
+class _Keys(Keys):
     steps: Annotated[int, Field(ge=1, le=100_000)]
     """T: noisy steps."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0

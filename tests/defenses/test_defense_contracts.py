@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fedsim.defense import Defense
+from fedsim.defense import Defense, Release
 from fedsim.plugins import names
+from fedsim.testing import DataDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,
     TrainingDefenseContract,
@@ -16,8 +17,10 @@ from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gradient_pruning import GradientPruning
+from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
+from fedsim_defenses.random_projection import RandomProjection
 from fedsim_defenses.top_k import TopK
 
 
@@ -84,6 +87,22 @@ class TestLocalAggregation(TrainingDefenseContract):
 class TestAggregate(AggregationDefenseContract):
     def make(self) -> Aggregate:
         return Aggregate()
+
+
+class TestRandomProjection(DataDefenseContract):
+    def make(self) -> RandomProjection:
+        return RandomProjection(epsilon=1.0, delta=1e-3)
+
+    def release(self) -> Release:
+        return Release(kind="sketch", row_norm=1.5, columns=40, features=4)
+
+
+class TestLeastSquares(DataDefenseContract):
+    def make(self) -> LeastSquaresMechanism:
+        return LeastSquaresMechanism(epsilon=1.0, delta=1e-3)
+
+    def release(self) -> Release:
+        return Release(kind="sketched_coefficients", row_norm=1.5, columns=30, features=2)
 
 
 def test_no_bundled_defense_is_left_out() -> None:

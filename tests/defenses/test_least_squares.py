@@ -10,7 +10,6 @@ import pytest
 from fedsim.defense import ExactMechanism, Release, chain
 from fedsim.privacy import projection, regression
 from fedsim.privacy.ledger import claim
-from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.leverage import bound
@@ -19,14 +18,6 @@ DELTA = 1e-3
 NORMAL = Release(kind="normal_coefficients", row_norm=1.5, columns=30, features=2)
 SKETCHED = replace(NORMAL, kind="sketched_coefficients")
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
-
-
-class TestOfSketches(DataDefenseContract):
-    def make(self) -> LeastSquaresMechanism:
-        return LeastSquaresMechanism(epsilon=1.0, delta=DELTA)
-
-    def release(self) -> Release:
-        return SKETCHED
 
 
 def mechanism(defense: LeastSquaresMechanism, release: Release) -> ExactMechanism:

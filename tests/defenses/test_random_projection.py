@@ -28,14 +28,6 @@ RELEASE = Release(kind="sketch", row_norm=1.5, columns=40, features=4)
 DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
 
 
-class TestRandomProjection(DataDefenseContract):
-    def make(self) -> RandomProjection:
-        return RandomProjection(epsilon=1.0, delta=DELTA)
-
-    def release(self) -> Release:
-        return RELEASE
-
-
 class TestSharedNoise(DataDefenseContract):
     def make(self) -> RandomProjection:
         return RandomProjection(epsilon=1.0, delta=DELTA, shared_among=9, calibration="paper")

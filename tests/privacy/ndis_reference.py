@@ -111,6 +111,8 @@ def two_groups(a1: Any, a2: Any, b1: Any, c: Any, count: int) -> Any:
     root = b1 * b1 - 2 * a1 * c
     if a1 != 0 and root >= 0:
         ends |= {(-b1 + sign * mp.sqrt(root)) / a1 for sign in (1, -1)}
+    if a1 != 0:  # where V has to be least, by far the likeliest if V's part is small
+        ends |= {-b1 / a1 + j * mp.sqrt(abs(a2 / a1)) for j in range(-14, 15)}
     return mp.quad(lambda z: inner(z) * mp.npdf(z), sorted(x for x in ends if abs(x) <= 14))
 
 
