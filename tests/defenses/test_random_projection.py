@@ -111,6 +111,17 @@ def test_releases_compose_as_columns_do() -> None:
     assert once.epsilon(DELTA, 2) == both > once.epsilon(DELTA, 1)
 
 
+def test_the_ledger_counts_every_release() -> None:
+    defense = RandomProjection(epsilon=1.0, delta=DELTA)
+    mechanism = defense.guarantee(RELEASE).mechanism
+    assert isinstance(mechanism, ExactMechanism)
+    keys = {"num_examples": 9, "delta": DELTA, "release": RELEASE}
+    twice = claim(chain(defense), DECLARED, rounds=2, **keys)  # type: ignore[arg-type]
+    assert twice.epsilon == mechanism.epsilon(DELTA, 2) > mechanism.epsilon(DELTA, 1)
+    again = claim(chain(defense), DECLARED, rounds=0, repeated_rounds=1, repeats=3, **keys)  # type: ignore[arg-type]
+    assert again.epsilon == mechanism.epsilon(DELTA, 3)
+
+
 def test_shared_noise_counts_only_in_the_plain_mean_of_all() -> None:
     shared = RandomProjection(epsilon=1.0, delta=DELTA, shared_among=4)
     assert shared.sigma(RELEASE) == RandomProjection(epsilon=1.0, delta=DELTA).sigma(RELEASE) / 2

@@ -89,3 +89,10 @@ def test_the_papers_lemma_holds_and_is_very_loose(k: int, delta: float) -> None:
 def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
     with pytest.raises(FedsimError, match=said):
         wishart.log_delta(*arguments)
+
+
+def test_the_papers_radius_is_its_two_terms() -> None:
+    """log(1/δ) = 8: the first is less from k = 8 on."""
+    delta = math.exp(-8.0)
+    assert wishart.paper_max_distance(100, 0.5, delta) == pytest.approx(0.5 / 80)
+    assert wishart.paper_max_distance(2, 0.5, delta) == pytest.approx(0.5 / 64)
