@@ -200,7 +200,8 @@ def draw(rows: list[dict[str, Any]], plot: Path) -> None:
         axes.axhline(0.1, color="grey", linestyle=":")
         axes.set(title=f"ε = {epsilon:g}", xlabel="correlation λ", ylim=(0, 1))
     figure.axes[0].set_ylabel("test accuracy")
-    figure.axes[0].legend(fontsize=7, loc="lower left")
+    fullest = max(figure.axes, key=lambda axes: len(axes.get_lines()))
+    fullest.legend(fontsize=7, loc="lower left")
     figure.tight_layout()
     figure.savefig(plot, dpi=100)
 
