@@ -8,6 +8,12 @@ from typing import Any
 
 from fedsim.report.runs import ResultRow, Run, canonical, nested
 
+UNATTACKED = (
+    "Nothing is attacked in this run: it shows what each defense leaves of the model, and what is "
+    "proven of it."
+)
+"""Of a run whose scenario has no attacks."""
+
 
 def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     """What was run, in one sentence."""

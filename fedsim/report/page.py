@@ -20,8 +20,9 @@ from fedsim.report.figures import (
 )
 from fedsim.report.gallery import Plate, gallery
 from fedsim.report.leaderboard import LeaderboardRow, aggregate
-from fedsim.report.runs import Run, load_runs, measurements
+from fedsim.report.runs import ResultRow, Run, load_runs, measurements
 from fedsim.report.threat import threat_model
+from fedsim.report.utility import attacks_nothing, utility
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import Summary
 
@@ -106,14 +107,16 @@ def _html(runs: Sequence[Run]) -> str:
 
 def _context(runs: Sequence[Run]) -> dict[str, Any]:
     results = measurements(runs)
+    unattacked = not results and attacks_nothing(runs)
     confidence = _confidence(runs)
     rows = aggregate(results, confidence=confidence)
     return {
-        "title": ", ".join(dict.fromkeys(row.scenario for row in results)) or "no results",
+        "title": ", ".join(_names(runs, results)) or "no results",
         "description": next((t for run in runs if (t := run.setting("description"))), ""),
-        "summary": facts.sentence(runs, results),
+        "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
+        "utility": utility(runs) if unattacked else [],
         "threats": threat_model(results),
-        "invalid": invalid_reasons(rows),
+        "invalid": [] if unattacked else invalid_reasons(rows),
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
         "show_lpips": any(row.metrics["lpips"] for row in rows),
@@ -130,6 +133,12 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
             for run in runs
         ],
     }
+
+
+def _names(runs: Sequence[Run], results: Sequence[ResultRow]) -> list[str]:
+    """Of the scenarios."""
+    named = [row.scenario for row in results] or [run.setting("name") for run in runs]
+    return list(dict.fromkeys(name for name in named if name))
 
 
 def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Section:

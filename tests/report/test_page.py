@@ -192,6 +192,29 @@ def test_a_run_without_results_or_extras_still_has_a_page(run_folder: Path, tmp_
     assert "Verdict" in page.flat
 
 
+def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> None:
+    losses = {("1", 1): 0.5, ("1", 2): 0.7, ("10", 1): 0.2, ("10", 2): 0.2}
+    for (columns, seed), loss in losses.items():
+        folder = tmp_path / f"{columns}-{seed}"
+        folder.mkdir()
+        (folder / "results.jsonl").write_text("")
+        (folder / "scenario.yaml").write_text("name: private\nattacks: []\n")
+        variant = {"learner.columns": int(columns), "seed": seed}
+        (folder / "record.json").write_text(json.dumps({"variant": variant}))
+        lines = [
+            {"defense": "none", "round": 1, "test_loss": 9.0, "epsilon": "inf"},
+            {"defense": "none", "round": 2, "test_loss": loss, "epsilon": "inf"},
+            {"defense": "own", "round": 2, "test_accuracy": loss, "epsilon": float(seed)},
+        ]
+        (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = Page(write_report(tmp_path).read_text())
+    assert "Nothing is attacked in this run" in page.flat
+    assert "INVALID" not in page.flat and "PSNR" not in page.flat
+    assert "learner.columns=1none2∞0.600 [0.500, 0.700]–" in page.flat
+    assert "learner.columns=1own22–60.0 [50.0, 70.0]" in page.flat
+    assert "learner.columns=10none2∞0.200 [0.200, 0.200]–" in page.flat
+
+
 def test_what_was_not_measured_is_not_plotted(run_folder: Path, tmp_path: Path) -> None:
     def strip(row: dict[str, Any]) -> None:
         row |= {"utility": None, "privacy": None, "cost": None, "control": None}

@@ -1,0 +1,62 @@
+"""What each defense left of the model, and what it claims: a table for runs that attack nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedsim.report.figures import describe_variant
+from fedsim.report.runs import RoundRow, Run
+from fedsim.scoring import Summary, summarize
+
+_SEED = "seed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class UtilityRow:
+    """One defense after its last round, over runs that differ in their seed alone."""
+
+    variant: str
+    """The sweep's assignment but for the seed, in words; empty without."""
+    defense: str
+    runs: int
+    epsilon: float | None
+    """The largest of the runs; inf if nothing is proven, None if it was not accounted."""
+    test_loss: Summary | None
+    test_accuracy: Summary | None
+    """In percent."""
+
+
+def attacks_nothing(runs: Sequence[Run]) -> bool:
+    """Whether every run says by its scenario that nothing is attacked."""
+    return all(run.setting("attacks") == [] for run in runs)
+
+
+def utility(runs: Sequence[Run]) -> list[UtilityRow]:
+    """A row for each variant and defense, in the order of the runs and their rounds."""
+    cells: dict[tuple[str, str], list[RoundRow]] = {}
+    for run in runs:
+        assignment = run.record.get("variant") or {}
+        variant = describe_variant({k: v for k, v in assignment.items() if k != _SEED})
+        last = {row.defense: row for row in sorted(run.rounds, key=lambda row: row.round)}
+        for defense in dict.fromkeys(row.defense for row in run.rounds):
+            cells.setdefault((variant, defense), []).append(last[defense])
+    return [
+        UtilityRow(
+            variant=variant,
+            defense=defense,
+            runs=len(rows),
+            epsilon=_largest(rows),
+            test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
+            test_accuracy=summarize(
+                [100 * r.test_accuracy for r in rows if r.test_accuracy is not None]
+            ),
+        )
+        for (variant, defense), rows in cells.items()
+    ]
+
+
+def _largest(rows: Sequence[RoundRow]) -> float | None:
+    claimed = [math.inf if r.epsilon == "inf" else r.epsilon for r in rows if r.epsilon is not None]
+    return max(claimed, default=None)
