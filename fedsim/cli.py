@@ -114,7 +114,7 @@ def run(
             scenario, out=out, overrides=overrides, resume=resume, workers=workers, quiet=quiet
         )
         if not quiet:
-            typer.echo(_leaderboard([finished.out], TableFormat.table))
+            typer.echo(_outcome(finished.out))
             typer.echo(f"report: {finished.report}")
 
 
@@ -257,6 +257,16 @@ def _version(
 def main() -> None:
     """The entry point of the `fedsim` command."""
     app()
+
+
+def _outcome(folder: Path) -> str:
+    """The leaderboard of a run, or what its defenses cost if nothing is attacked."""
+    from fedsim.report import attacks_nothing, describe, load_runs, utility
+
+    runs = load_runs([folder])
+    if attacks_nothing(runs):
+        return describe(utility(runs))
+    return _leaderboard([folder], TableFormat.table)
 
 
 def _leaderboard(folders: list[Path], format: TableFormat) -> str:

@@ -5,17 +5,22 @@ from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
-from fedsim.report.runs import ReportError
+from fedsim.report.runs import ReportError, load_runs
+from fedsim.report.utility import attacks_nothing, describe, utility
 
 __all__ = [
     "Control",
     "LeaderboardRow",
     "ReportError",
+    "attacks_nothing",
+    "describe",
     "invalid_reasons",
     "leaderboard_rows",
+    "load_runs",
     "positive_controls",
     "render",
     "save_grid",
     "save_grids",
+    "utility",
     "write_report",
 ]

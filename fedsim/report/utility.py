@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedsim.report.figures import describe_variant
+from fedsim.report.figures import describe_variant, format_epsilon, format_summary
 from fedsim.report.runs import RoundRow, Run
 from fedsim.scoring import Summary, summarize
 
@@ -55,6 +55,20 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
         )
         for (variant, defense), rows in cells.items()
     ]
+
+
+def describe(rows: Sequence[UtilityRow]) -> str:
+    """A line for each row."""
+    lines = []
+    for row in rows:
+        told = [f"ε {format_epsilon(row.epsilon)}"]
+        if row.test_loss:
+            told.append(f"test loss {format_summary(row.test_loss, 3)}")
+        if row.test_accuracy:
+            told.append(f"accuracy {format_summary(row.test_accuracy)}%")
+        name = ", ".join(filter(None, (row.variant, row.defense)))
+        lines.append(f"{name}: {', '.join(told)}")
+    return "\n".join(lines)
 
 
 def _largest(rows: Sequence[RoundRow]) -> float | None:

@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 from synthetic_run import STACKS, Stack, write_run
 
-from fedsim.report import ReportError, leaderboard_rows, positive_controls, write_report
+from fedsim.report import (
+    ReportError,
+    describe,
+    leaderboard_rows,
+    load_runs,
+    positive_controls,
+    utility,
+    write_report,
+)
 from fedsim.report.verdict import Verdict, verdicts
 
 
@@ -213,6 +221,9 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     assert "learner.columns=1none2∞0.600 [0.500, 0.700]–" in page.flat
     assert "learner.columns=1own22–60.0 [50.0, 70.0]" in page.flat
     assert "learner.columns=10none2∞0.200 [0.200, 0.200]–" in page.flat
+    lines = describe(utility(load_runs([tmp_path]))).splitlines()
+    assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600 [0.500, 0.700]"
+    assert len(lines) == 4
 
 
 def test_what_was_not_measured_is_not_plotted(run_folder: Path, tmp_path: Path) -> None:
