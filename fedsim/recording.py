@@ -195,7 +195,15 @@ def has_truth(root: Path, id: str) -> bool:
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
     """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
-    content = save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
+    own: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, as granted labels do with the true ones
+        own[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    content = save(own)
     write_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 

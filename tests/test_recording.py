@@ -154,3 +154,13 @@ def test_a_failed_write_leaves_the_old_file(
         write_bytes(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_tensors_that_share_memory_are_written_each(tmp_path: Path) -> None:
+    """As the labels that an attack was granted and the true ones do."""
+    labels = torch.arange(4)
+    path = tmp_path / "shared.safetensors"
+    write_tensors(path, {"truth": labels, "found": labels, "first": labels[:2]})
+    found = read_tensors(path)
+    assert torch.equal(found["truth"], labels) and torch.equal(found["found"], labels)
+    assert torch.equal(found["first"], labels[:2])
