@@ -11,7 +11,6 @@ minimum from the answer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -29,8 +28,9 @@ from fedsim_attacks.spectral_features import span
 _CLEAR = 1.2
 """Times the edge of noise, from which a direction of ∂L/∂W shows where images are. Half of them
 have to: what the others hide, the fit of all finds."""
-_EXPLAINED = 1.01
-"""Mean squared residual, over the noise's variance, up to which features explain all."""
+_EXPLAINED = (1.01, 1.03, 1.03)
+"""Mean squared residual, over the noise's variance, up to which features explain all, after the
+first, second and third go; each takes as long again."""
 _CHUNK = 20
 _LITTLE = 1e-4
 """Relative gain of as many iterations below which the fit has converged."""
@@ -96,8 +96,8 @@ class Joint:
     coarse: Fit
     basis: Tensor | None
     """(N, d): in whose coordinates `coarse` is."""
-    spare: Sequence[Tensor]
-    """Starts (N, d) of another `coarse`, in all dimensions."""
+    spare: list[tuple[Tensor | None, list[Tensor]]]
+    """Bases and starts of further goes, the next one last."""
     descent: _Descent | None = None
     features: Tensor | None = None
     """(N, d): the best so far."""
@@ -127,13 +127,16 @@ def begin(seen: HeadGradient, starts: int, rng: torch.Generator) -> Joint:
         AttackFailed: nothing is left of ∂L/∂A.
     """
     basis = span(seen.rows, seen.rank)[0].to(seen.hidden.dtype)
-    within = seen.within(basis)
-    first = list(head_fit.random_starts(within, 2 * starts, rng))
+    spare: list[tuple[Tensor | None, list[Tensor]]] = []
+    while len(spare) <= len(_EXPLAINED):  # by turns, since the span may lead astray
+        for within in (basis, None):
+            drawn = head_fit.random_starts(_within(seen, within), 2 * starts, rng)
+            spare.insert(0, (within, list(drawn)))
     return Joint(
         seen=seen,
-        coarse=head_fit.begin(within, first[:starts], spare=first[starts:]),
-        basis=basis,
-        spare=list(head_fit.random_starts(seen, 2 * starts, rng)),
+        coarse=_coarse(seen, *spare[-1]),
+        basis=spare.pop()[0],
+        spare=spare,
         loss=torch.full((), torch.inf, device=seen.hidden.device),
     )
 
@@ -152,15 +155,22 @@ def improve(state: Joint, most: int) -> Joint:
     if bool(state.descent.loss < state.loss):
         state.features, state.loss = state.descent.features, state.descent.loss
     if state.descent.settled:
-        explained = bool(state.loss < _EXPLAINED)
-        state.over = explained or not state.spare
-        if not state.over:  # the span may have led astray
-            half = len(state.spare) // 2
-            state.coarse = head_fit.begin(
-                state.seen, list(state.spare[:half]), spare=state.spare[half:]
-            )
-            state.basis, state.spare, state.descent = None, [], None
+        gone = len(_EXPLAINED) - len(state.spare)
+        state.over = not state.spare or bool(state.loss < _EXPLAINED[gone])
+        if not state.over:
+            state.basis, starts = state.spare.pop()
+            state.coarse = _coarse(state.seen, state.basis, starts)
+            state.descent = None
     return state
+
+
+def _within(seen: HeadGradient, basis: Tensor | None) -> HeadGradient:
+    return seen if basis is None else seen.within(basis)
+
+
+def _coarse(seen: HeadGradient, basis: Tensor | None, starts: list[Tensor]) -> Fit:
+    half = len(starts) // 2
+    return head_fit.begin(_within(seen, basis), starts[:half], spare=starts[half:])
 
 
 def _found(fit: Fit, basis: Tensor | None) -> Tensor:

@@ -91,6 +91,38 @@ def test_all_of_the_gradient_tells_more_than_its_part() -> None:
     assert worst_error("best_features", *case) < 1.5 * worst_error("head_fit", *case) < 0.01
 
 
+def test_it_goes_again_while_too_much_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By turns within the span and outside; what is enough the second time is not the first."""
+    observation, _ = observe(1e-3)
+    seen = HeadGradient.of(observation)
+
+    def goes(*losses: float) -> list[bool]:
+        left = list(losses)
+        within = []
+
+        class Descent:
+            settled, features = True, torch.zeros(4, 36)
+
+            def __init__(self, seen: HeadGradient, features: torch.Tensor) -> None:
+                self.loss = torch.tensor(left.pop(0))
+
+            def run(self) -> None:
+                within.append(state.basis is not None)
+
+        monkeypatch.setattr(joint_fit, "_Descent", Descent)
+        state = joint_fit.begin(seen, 1, rng.generator(0, "goes"))
+        while not state.over:
+            joint_fit.improve(state, 20)
+        assert not left
+        assert float(state.loss) == pytest.approx(min(losses))
+        return within
+
+    assert goes(1.0) == [True]
+    assert goes(1.02, 1.02) == [True, False]
+    assert goes(1.05, 1.04, 1.0) == [True, False, True]
+    assert goes(1.1, 1.2, 1.3, 1.4) == [True, False, True, False]
+
+
 def test_smooth_jumps_narrow_to_jumps_as_they_are() -> None:
     observation, truth = observe(1e-4)
     assert truth.features is not None
