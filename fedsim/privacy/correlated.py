@@ -64,7 +64,33 @@ def log_delta_revealed(
     batches of a fixed size too, whose other members may depend on whether the example was drawn.
     Averaging over z is all the amplification there is in it.
     """
-    reached, weights, rest = _reached(steps, sampling_rate, correlation)
+    return _averaged(
+        noise_multiplier, epsilon, factor, *_reached(steps, sampling_rate, correlation)
+    )
+
+
+def log_delta_known_bin(
+    noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
+) -> float:
+    """As `log_delta_revealed`, of an example in every `bins`-th step from a random one on."""
+    present = np.arange(steps) % bins == np.arange(bins)[:, None]
+    seen = np.zeros((bins, steps))
+    for step in range(steps):
+        seen[:, step] = present[:, step] + (correlation * seen[:, step - 1] if step else 0)
+    norms = np.linalg.norm(seen, axis=1)
+    reached = norms[norms > 0].tolist()
+    return _averaged(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
+
+
+def _averaged(
+    noise_multiplier: float,
+    epsilon: float,
+    factor: float,
+    reached: list[float],
+    weights: list[float],
+    rest: float,
+) -> float:
+    """log Σ weight δ(reach) + rest."""
     total = rest + sum(
         weight * math.exp(log_delta(noise_multiplier, epsilon, factor * reach))
         for reach, weight in zip(reached, weights, strict=True)

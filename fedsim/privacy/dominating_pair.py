@@ -155,7 +155,17 @@ class BallsInBins:
 
     @cached_property
     def _modes(self) -> Array:
-        """(bins, T)."""
+        """(bins, at most `bins`): y of each bin, in coordinates of the space that they span.
+
+        All that is asked of them is invariant under rotation, and the noise across that space tells
+        nothing.
+        """
+        triangle: Array = np.linalg.qr(self._seen.T)[1]
+        return triangle.T
+
+    @property
+    def _seen(self) -> Array:
+        """(bins, T) y of each bin."""
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
         y = np.zeros((self.bins, self.steps))
         last = np.zeros(self.bins)

@@ -44,6 +44,8 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _partition(data)
     if observe:
         yield from _observed(observe, training, data)
+    if training and observe:
+        yield from _sampling(training, observe)
     usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
     if knowledge:
@@ -81,6 +83,30 @@ def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
     for key in ("batch_sizes", "plant"):
         if observe and getattr(observe, key) != Observe.model_fields[key].get_default():
             yield ("observe", key), f"learner {learner} is sent no probes; remove it"
+
+
+def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
+    local, path = training.local, ("training", "local", "sampling")
+    if local.sampling == "without_replacement":
+        return
+    if local.batches == "same" and local.steps > 1:
+        yield path, f"{local.sampling} {_EACH_STEP}; use batches: different"
+    if observe.batch_sizes is None:
+        yield (
+            path,
+            f"the sizes of batches vary under {local.sampling}, and no attacker knows from how "
+            "many images a training update was computed; set observe.batch_sizes, whose probes "
+            "have batches of a size that is declared",
+        )
+    elif observe.releases > 1:
+        yield (
+            ("observe", "releases"),
+            f"a batch that is drawn by {local.sampling} is never drawn again, and several releases "
+            "of one are not accounted; use 1",
+        )
+
+
+_EACH_STEP = "draws a batch for each step"
 
 
 def _algorithm(training: Training) -> Iterator[Finding]:
@@ -204,7 +230,14 @@ def _stack(
             cause = f"{type(error).__name__}: {error}"
             yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
-    if model and stack.training(declared(training)).dropout and not model.parameters.get("head"):
+    trained = stack.training(declared(training))
+    sampled = trained.sampling != "without_replacement" and trained.steps > 1
+    if sampled and trained.batches == "same" != training.local.batches:
+        yield (
+            path,
+            f"training.local.sampling: {trained.sampling} {_EACH_STEP}; use batches: different",
+        )
+    if model and trained.dropout and not model.parameters.get("head"):
         yield (
             path,
             "dropout acts on the hidden neurons of a two-layer head, which the model lacks; add "
