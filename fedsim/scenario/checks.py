@@ -94,9 +94,9 @@ def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
     if observe.batch_sizes is None:
         yield (
             path,
-            f"the sizes of batches vary under {local.sampling}, and no attacker knows from how "
-            "many images a training update was computed; set observe.batch_sizes, whose probes "
-            "have batches of a size that is declared",
+            f"the size of a batch varies under {local.sampling} and no attacker knows it, so that "
+            "updates of training cannot be attacked; add `observe.batch_sizes: [...]`, whose "
+            "probes have batches of a size that is declared",
         )
     elif observe.releases > 1:
         yield (
