@@ -47,7 +47,8 @@ class Mechanism:
     and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampling`
     says how each drew its own batch from the client's data (None: an example may be in every one).
     `correlation` is λ where a client's t-th release has the noise
-    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t.
+    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t. `shared` says that
+    the noise is the server's: t counts the federation's rounds, whoever takes part in them.
     """
 
     noise_multiplier: float
@@ -56,6 +57,7 @@ class Mechanism:
     releases: int = 1
     sampling: Sampling | None = None
     correlation: float = 0.0
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,6 +225,28 @@ class AggregationDefense(Plugin):
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
         """What holds of the combined update, given what holds of each client's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRound:
+    """What a round's noise of the server depends on; nothing of it depends on who answers."""
+
+    clients: int
+    """How many are asked in a round."""
+    sensitivity: float
+    """The L2 bound on one client's update."""
+    stream: torch.Generator
+    """This round's randomness."""
+    before: torch.Generator | None
+    """The round before's, from its start again; None in the first."""
+
+
+class NoisyAggregation(AggregationDefense):
+    """An aggregation by a trusted server that adds noise of its own to what it shows."""
+
+    @abstractmethod
+    def noised(self, combined: Update, round: ServerRound) -> Update:
+        """What the server shows of what `combine` made. Does not mutate `combined`."""
 
 
 Defense = DataDefense | UpdateDefense | TrainingDefense | AggregationDefense

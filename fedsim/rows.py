@@ -14,6 +14,7 @@ from typing import Any
 
 from fedsim import scoring
 from fedsim.canaries import audited_epsilon
+from fedsim.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
 from fedsim.privacy.ledger import claim, worst_off
@@ -34,6 +35,11 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
     rounds, repeated = participations(workload, round)
+    schedules = set()
+    if isinstance(workload.stack.aggregation, NoisyAggregation):
+        taking_part = [workload.participants(past) for past in range(1, round + 1)]
+        clients = range(len(workload.parts))
+        schedules = {tuple(client in each for each in taking_part) for client in clients}
     claims = [
         claim(
             workload.stack,
@@ -45,6 +51,7 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
             delta=workload.scenario.privacy.delta,
             buffers_released=workload.releases_statistics,
             release=workload.release,
+            schedules=schedules,
         )
         for held in worst_off(workload.training, map(len, workload.parts))
     ]

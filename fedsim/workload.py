@@ -8,7 +8,7 @@ stack: every defense is attacked on the same victims.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -20,6 +20,7 @@ from fedsim import rng
 from fedsim.data import batches
 from fedsim.data.base import DataSource
 from fedsim.data.partition import partition
+from fedsim.defense import NoisyAggregation, ServerRound
 from fedsim.device import resolve_device
 from fedsim.learners.base import Batches, Evaluation, Problem, Request
 from fedsim.learners.sgd import as_pixels
@@ -278,6 +279,26 @@ class Workload:
             truth=computed.truth,
             state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
+        )
+
+    def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
+        """What the server gets to see of all `updates` of `round`, if the stack combines them."""
+        aggregation = self.stack.aggregation
+        assert aggregation is not None
+        combined = aggregation.combine(updates)
+        if not isinstance(aggregation, NoisyAggregation):
+            return combined
+        seed, path = self.scenario.seed, ("defense", "server")
+        asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
+        *_, before, _ = self.stack.guarantees(self._declared(probe), self.release)
+        return aggregation.noised(
+            combined,
+            ServerRound(
+                clients=len(self.participants(round)),
+                sensitivity=before.sensitivity,
+                stream=rng.generator(seed, *path, round, *asked),
+                before=rng.generator(seed, *path, round - 1) if round > 1 else None,
+            ),
         )
 
     def moved(self, before: Tensor, update: Tensor) -> Tensor:

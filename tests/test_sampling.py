@@ -175,7 +175,7 @@ def test_a_federation_goes_on_where_its_clients_were(tmp_path: Path) -> None:
     run = fedsim.run(resolved, out=tmp_path / "run")
     state = read_tensors(tmp_path / "run/client_state/private/client-0002/round-0003.safetensors")
     assert int(state["sampling.steps"]) == 3
-    lines = run.rounds
+    lines = run.rounds()
     assert [line["failures"] for line in lines] == [{}] * 3
     held = rows.spent(Workload(resolved, "private"), 3)
     assert lines[-1]["epsilon"] == held.epsilon
@@ -216,7 +216,7 @@ def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: 
 def test_the_ledger_counts_all_steps() -> None:
     found = [of("balls_in_bins", 0.5, rounds=rounds).epsilon for rounds in (0, 1, 2, 4)]
     assert found[0] == 0 and found == sorted(found)
-    assert of("poisson", 0.0, rounds=2, repeated_rounds=1) == of("poisson", 0.0, rounds=3)
+    assert of("poisson", 0.0, rounds=2, repeated_rounds=1) == of("poisson", 0.0)
 
 
 def test_a_batch_of_everything_is_not_amplified() -> None:
@@ -228,7 +228,7 @@ def test_a_batch_of_everything_is_not_amplified() -> None:
 
 def test_beyond_the_draws_a_bound_without_any_is_claimed() -> None:
     """A noise that gives ε far in the tail: the batches are then taken to be known."""
-    found = of("balls_in_bins", 0.5, multiplier=2.0, delta=1e-15)
+    found = of("balls_in_bins", 0.5, multiplier=2.0, delta=1e-80)
     assert found.accountant is not None and "may be known" in found.accountant
     assert 0 < found.epsilon < math.inf
     assert found.epsilon > of("balls_in_bins", 0.5, delta=1e-6).epsilon

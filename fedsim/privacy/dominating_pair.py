@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedsim.privacy.contract import Direction
-from fedsim.privacy.participation import Array, Grid, Rounding, grid
+from fedsim.privacy.participation import Array, Grid, Rounding, grid, seen
 from fedsim.types import FedsimError
 
 CONFIDENCE = 0.99
@@ -160,19 +160,9 @@ class BallsInBins:
         All that is asked of them is invariant under rotation, and the noise across that space tells
         nothing.
         """
-        triangle: Array = np.linalg.qr(self._seen.T)[1]
-        return triangle.T
-
-    @property
-    def _seen(self) -> Array:
-        """(bins, T) y of each bin."""
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
-        y = np.zeros((self.bins, self.steps))
-        last = np.zeros(self.bins)
-        for t in range(self.steps):
-            last = self.correlation * last + present[:, t]
-            y[:, t] = last
-        return y
+        triangle: Array = np.linalg.qr(seen(present, self.correlation).T)[1]
+        return triangle.T
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ taking part, and the choice of hyper-parameters are outside of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 
 from fedsim.defense import ExactMechanism, Mechanism, Release, Stack
@@ -43,6 +43,7 @@ def claim(
     repeated_rounds: int = 0,
     repeats: int = 1,
     release: Release | None = None,
+    schedules: Collection[tuple[bool, ...]] = (),
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -53,6 +54,9 @@ def claim(
     many the client holds: with the most participations and the least data it is the worst client's
     claim. `buffers_released` says that clients also send batch-norm statistics, which no defense
     protects.
+
+    `schedules` are the clients' participations in the federation's rounds so far, where noise of
+    the server's is correlated over these; by default one took part in all.
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
 
@@ -78,12 +82,15 @@ def claim(
         releases = rounds + repeated_rounds * repeats
         epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
         return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
+    if held.mechanism.shared and held.mechanism.correlation:
+        if repeated_rounds and repeats > 1:
+            return _unproven(_REPEATED)
+        taken = schedules or [(True,) * (rounds + repeated_rounds)]
+        epsilon = _of_the_server(held.mechanism, frozenset(taken), delta)
+        return _stated(epsilon, delta, held.mechanism, f"{EXACT}, correlated noise of the server")
     independent = held.mechanism.sampling in _INDEPENDENT
     if (held.mechanism.correlation or independent) and repeated_rounds and repeats > 1:
-        return _unproven(
-            "several releases of the same batch are not accounted for correlated noise, nor for "
-            "sampling by poisson or balls_in_bins; set observe.releases: 1"
-        )
+        return _unproven(_REPEATED)
     training = stack.training(declared)
     batch_size = training.batch_size
     if held.mechanism.sampling and batch_size > num_examples:
@@ -100,6 +107,12 @@ def claim(
     spent = ((rounds, 1), (repeated_rounds, repeats))
     epsilon, accountant = _spent(held.mechanism, spent, batch_size, num_examples, delta)
     return _stated(epsilon, delta, held.mechanism, accountant)
+
+
+_REPEATED = (
+    "several releases of the same batch are not accounted for correlated noise, nor for sampling "
+    "by poisson or balls_in_bins; set observe.releases: 1"
+)
 
 
 def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
@@ -182,6 +195,20 @@ def _correlated(
     )
     found = curve.epsilon(delta)
     return found.epsilon, f"{found.method}, correlated noise"
+
+
+@lru_cache(maxsize=4096)
+def _of_the_server(
+    mechanism: Mechanism, schedules: frozenset[tuple[bool, ...]], delta: float
+) -> float:
+    """ε of the client that reaches farthest through the server's noise: exact."""
+    from fedsim.privacy.correlated import reach
+
+    factor = 2 if mechanism.relation == "replace_one" else 1
+    farthest = factor * reach(schedules, mechanism.correlation)
+    if farthest == 0:
+        return 0.0
+    return float(gaussian.epsilon(mechanism.noise_multiplier / farthest, delta))
 
 
 @lru_cache(maxsize=4096)
