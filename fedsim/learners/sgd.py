@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
-from fedsim.defense import Stack
+from fedsim.defense import Stack, global_norm
 from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
@@ -111,8 +112,20 @@ class _Training(Computation):
         return before + update
 
     def concluded(self, mean: Tensors, clients: int) -> Tensors:
-        """The strategy's weights themselves."""
-        return mean
+        """The strategy's weights, or what is nearest to them in the ball that they are held in."""
+        radius = self._scenario.training.projection_radius
+        if radius is None:
+            return mean
+        start = self._start
+        away = {name: value - start[name] for name, value in mean.items()}
+        norm = float(global_norm(away))
+        if norm <= radius:
+            return mean
+        return {name: start[name] + radius / norm * value for name, value in away.items()}
+
+    @cached_property
+    def _start(self) -> Tensors:
+        return self.initial()[0]
 
     def probed(self, parameters: Tensors, seed: int) -> Tensors:
         """The weights with neurons planted by `seed`."""

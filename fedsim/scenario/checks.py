@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.adversary import Attack
-from fedsim.scenario.build import build_learner, build_stack, declared, plugin_class
+from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
@@ -77,7 +77,7 @@ def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
             f"learner {learner} releases once what a client's data are, and would do so again in "
             "each round; use `rounds: 1`",
         )
-    for key in ("local", "weights", "algorithm"):
+    for key in ("local", "weights", "algorithm", "projection_radius"):
         if training and getattr(training, key) != Training.model_fields[key].get_default():
             yield ("training", key), f"learner {learner} does not train; remove it"
     for key in ("batch_sizes", "plant"):
@@ -106,10 +106,20 @@ def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
         )
 
 
+_UNPROJECTED = (
+    "the server projects after each of its own steps, and the local steps of fedavg would go "
+    "unprojected"
+)
+
 _EACH_STEP = "draws a batch for each step"
 
 
 def _algorithm(training: Training) -> Iterator[Finding]:
+    if algorithm(training) == "fedavg" and training.projection_radius is not None:
+        yield (
+            ("training", "projection_radius"),
+            f"{_UNPROJECTED}; use fedsgd (one local step without momentum), or remove it",
+        )
     if training.algorithm != "fedsgd":
         return
     path = ("training", "algorithm")
@@ -237,6 +247,8 @@ def _stack(
             path,
             f"training.local.sampling: {trained.sampling} {_EACH_STEP}; use batches: different",
         )
+    if trained.algorithm == "fedavg" != algorithm(training) and training.projection_radius:
+        yield path, f"training.projection_radius: {_UNPROJECTED}; drop it, or local_aggregation"
     if model and trained.dropout and not model.parameters.get("head"):
         yield (
             path,

@@ -100,6 +100,9 @@ class Training(Section):
     weights: str | None = None
     """Safetensors file of the model's weights before the first round: a checkpoint of fedsim
     (OUT/checkpoints/STACK.safetensors) or a state dict. Default: random ones."""
+    projection_radius: Positive | None = None
+    """fedsgd: after each step the server projects the weights onto the ball of this radius around
+    those before the first round (L2, all tensors together). Default: no projection."""
     evaluate_every: Count = 1
     """Test the global model every so many rounds (and after the last)."""
 
