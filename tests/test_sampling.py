@@ -176,7 +176,7 @@ def test_a_federation_goes_on_where_its_clients_were(tmp_path: Path) -> None:
     state = read_tensors(tmp_path / "run/client_state/private/client-0002/round-0003.safetensors")
     assert int(state["sampling.steps"]) == 3
     lines = run.rounds()
-    assert [line["failures"] for line in lines] == [{}] * 3
+    assert not any(sum(line["failures"].values()) for line in lines)
     held = rows.spent(Workload(resolved, "private"), 3)
     assert lines[-1]["epsilon"] == held.epsilon
     assert lines[0]["epsilon"] <= lines[1]["epsilon"] <= lines[2]["epsilon"]

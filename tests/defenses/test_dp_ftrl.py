@@ -103,7 +103,7 @@ def test_a_federation_under_noise_of_the_server(tmp_path: Path) -> None:
     last = {row["defense"]: row for row in run.rounds() if row["round"] == 3}
     for correlation in (0.0, 0.5):
         row = last[f"c{correlation}"]
-        assert row["failures"] == {} and row["train_loss"] is None
+        assert not any(row["failures"].values()) and row["train_loss"] is None
         taken = [[c in r["participants"] for c in range(3)] for r in run.rounds()[:3]]
         decay = np.array([[correlation ** (i - j) * (i >= j) for j in range(3)] for i in range(3)])
         farthest = max(np.linalg.norm(decay @ np.array(taken)[:, c]) for c in range(3))
