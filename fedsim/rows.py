@@ -35,7 +35,7 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
     rounds, repeated = participations(workload, round)
-    schedules = set()
+    schedules: set[tuple[bool, ...]] = set()
     if isinstance(workload.stack.aggregation, NoisyAggregation):
         taking_part = [workload.participants(past) for past in range(1, round + 1)]
         clients = range(len(workload.parts))

@@ -194,8 +194,15 @@ def of(sampling: Any, correlation: float, **changes: Any) -> PrivacyClaim:
     return claim(chain(defense), declared, **arguments)
 
 
-@pytest.mark.parametrize("correlation", [0.0, 0.5])
-@pytest.mark.parametrize("sampling", INDEPENDENT)
+@pytest.mark.parametrize(
+    ("sampling", "correlation"),
+    [
+        ("poisson", 0.0),
+        ("balls_in_bins", 0.0),
+        ("balls_in_bins", 0.5),
+        pytest.param("poisson", 0.5, marks=pytest.mark.slow),
+    ],
+)
 def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: float) -> None:
     found = of(sampling, correlation)
     answer = CorrelatedCurve(
@@ -214,7 +221,7 @@ def test_the_ledger_claims_what_the_calculator_says(sampling: Any, correlation: 
 
 
 def test_the_ledger_counts_all_steps() -> None:
-    found = [of("balls_in_bins", 0.5, rounds=rounds).epsilon for rounds in (0, 1, 2, 4)]
+    found = [of("balls_in_bins", 0.5, rounds=rounds).epsilon for rounds in (0, 1, 3)]
     assert found[0] == 0 and found == sorted(found)
     assert of("poisson", 0.0, rounds=2, repeated_rounds=1) == of("poisson", 0.0)
 
