@@ -105,7 +105,8 @@ def test_a_federation_under_noise_of_the_server(tmp_path: Path) -> None:
         row = last[f"c{correlation}"]
         assert not any(row["failures"].values()) and row["train_loss"] is None
         taken = [[c in r["participants"] for c in range(3)] for r in run.rounds()[:3]]
-        decay = np.array([[correlation ** (i - j) * (i >= j) for j in range(3)] for i in range(3)])
+        lag = np.subtract.outer(range(3), range(3))
+        decay = np.where(lag >= 0, correlation ** np.maximum(lag, 0), 0.0)
         farthest = max(np.linalg.norm(decay @ np.array(taken)[:, c]) for c in range(3))
         assert row["epsilon"] == pytest.approx(float(gaussian.epsilon(2.0 / farthest, 1e-3)))
     assert last["bounded"]["epsilon"] == "inf"
