@@ -73,14 +73,12 @@ class Bench:
         training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=size, lr=rate)
         loss = loss_function(model, {}, training)
         defense = CorrelatedNoise(norm=NORM, noise_multiplier=noise, correlation=correlation)
-        direction = defense.gradient(loss, _unused)
+        direction = defense.gradient(loss, _unused, size)
         weights = {name: value.detach() for name, value in model.named_parameters()}
         stream = rng.generator(seed, "noise")
         for batch in self._batches(sampling, seed):
             step = direction(weights, self._train[batch], self._data.train_labels[batch], stream)
-            # sums over batches of any size, divided by the same number
-            scale = rate * len(batch) / size
-            weights = {name: value - scale * step[name] for name, value in weights.items()}
+            weights = {name: value - rate * step[name] for name, value in weights.items()}
         found = functional_call(model, weights, (self._test,)).argmax(1)
         return float((found == self._data.test_labels).double().mean())
 

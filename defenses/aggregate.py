@@ -35,7 +35,7 @@ class Aggregate(AggregationDefense):
                 differ in name or shape.
         """
         seen = 0
-        tensors, buffers = _Mean(), _Mean()
+        tensors, buffers = Mean(), Mean()
         for update in updates:
             if update.num_examples < 1:
                 raise FedsimError(
@@ -61,7 +61,7 @@ class Aggregate(AggregationDefense):
 
 
 @final
-class _Mean:
+class Mean:
     """A running weighted mean of equally shaped updates."""
 
     def __init__(self) -> None:

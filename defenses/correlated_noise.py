@@ -12,23 +12,23 @@ from fedsim.defense import (
     GradientFn,
     Guarantee,
     LossFn,
-    Mechanism,
     RememberingDefense,
     add_gaussian,
 )
 from fedsim.types import LocalTraining, Tensors
-from fedsim_defenses.per_example import clipped_mean
+from fedsim_defenses.per_example import clipped_mean, mechanism
 
 
 @final
 class CorrelatedNoise(RememberingDefense):
     """Clips each example's gradient to `norm`, takes the mean, adds (C / B) (z_t - λ z_(t-1)).
 
-    z_t ~ N(0, z^2) with z the `noise_multiplier`, λ the `correlation`, B the batch size; t counts
-    the client's own steps, over local steps and rounds alike, and z_0 = 0. The noise of earlier
-    steps partly cancels in the weights, and each release is more exposed: the ledger accounts all
-    of a client's steps as one release (`fedsim.privacy.correlated`). At λ = 0 it is dp_sgd, bit for
-    bit. z_(t-1) is the client's own secret, and stays with it between rounds.
+    z_t ~ N(0, z^2) with z the `noise_multiplier`, λ the `correlation`, B the batch size (its mean,
+    where it varies); t counts the client's own steps, over local steps and rounds alike, and
+    z_0 = 0. The noise of earlier steps partly cancels in the weights, and each release is more
+    exposed: the ledger accounts all of a client's steps as one release
+    (`fedsim.privacy.correlated`). At λ = 0 it is dp_sgd, bit for bit. z_(t-1) is the client's own
+    secret, and stays with it between rounds.
 
     It replaces the gradient of training defenses before it. Batch norm in train mode is refused.
     """
@@ -52,7 +52,7 @@ class CorrelatedNoise(RememberingDefense):
         return declared
 
     def recalling(
-        self, loss: LossFn, gradient: GradientFn, memory: dict[str, Tensor]
+        self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
         """The noisy mean of clipped gradients; `memory` holds z_(t-1) in units of its deviation.
 
@@ -63,8 +63,8 @@ class CorrelatedNoise(RememberingDefense):
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
-            mean = clipped_mean(loss, parameters, images, labels, self.norm)
-            std = self.noise_multiplier * self.norm / len(images)
+            mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
+            std = self.noise_multiplier * self.norm / batch_size
             if self.correlation == 0 or std == 0:
                 return add_gaussian(mean, std, rng)
             fresh = add_gaussian({n: torch.zeros_like(g) for n, g in mean.items()}, 1.0, rng)
@@ -80,14 +80,4 @@ class CorrelatedNoise(RememberingDefense):
         """Correlated Gaussian noise over all of a client's steps."""
         if self.noise_multiplier == 0:
             return Guarantee(reason="correlated_noise adds no noise: its noise_multiplier is 0")
-        steps = 1 if training.algorithm == "fedsgd" else training.steps
-        return Guarantee(
-            mechanism=Mechanism(
-                noise_multiplier=self.noise_multiplier,
-                unit="example",
-                relation="replace_one",
-                releases=steps,
-                sampled=steps == 1 or training.batches == "different",
-                correlation=self.correlation,
-            )
-        )
+        return Guarantee(mechanism=mechanism(self.noise_multiplier, training, self.correlation))

@@ -12,21 +12,22 @@ from fedsim.defense import (
     GradientFn,
     Guarantee,
     LossFn,
-    Mechanism,
     TrainingDefense,
     add_gaussian,
 )
 from fedsim.types import LocalTraining, Tensors
-from fedsim_defenses.per_example import clipped_mean
+from fedsim_defenses.per_example import clipped_mean, mechanism
 
 
 @final
 class DPSGD(TrainingDefense):
     """Clips each example's gradient to `norm`, takes the mean, adds N(0, (z norm / B)^2).
 
-    z is `noise_multiplier` and B the batch size. An example whose gradient is not finite counts as
-    zero. It replaces the gradient of training defenses before it. One example is hidden, against
-    any other in its place; how often it is released follows from the local training. Local steps on
+    z is `noise_multiplier` and B the batch size (its mean, where it varies; an empty batch releases
+    noise alone). An example whose gradient is not finite counts as zero. It replaces the gradient
+    of training defenses before it. One example is hidden, against any other in its place or, where
+    batches are drawn by `poisson` or `balls_in_bins`, against none; how often it is released
+    follows from the local training. Local steps on
     the `same` batch are accounted without amplification by sampling.
 
     Examples must not see each other: batch norm in train mode is refused.
@@ -45,7 +46,7 @@ class DPSGD(TrainingDefense):
         """The training as it is."""
         return declared
 
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The noisy mean of clipped gradients of the examples' own losses.
 
         Raises:
@@ -55,8 +56,8 @@ class DPSGD(TrainingDefense):
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
-            mean = clipped_mean(loss, parameters, images, labels, self.norm)
-            return add_gaussian(mean, self.noise_multiplier * self.norm / len(images), rng)
+            mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
+            return add_gaussian(mean, self.noise_multiplier * self.norm / batch_size, rng)
 
         return direction
 
@@ -64,13 +65,4 @@ class DPSGD(TrainingDefense):
         """A Gaussian mechanism per local step, whatever else the step does with its gradient."""
         if self.noise_multiplier == 0:
             return Guarantee(reason="dp_sgd adds no noise: its noise_multiplier is 0")
-        steps = 1 if training.algorithm == "fedsgd" else training.steps
-        return Guarantee(
-            mechanism=Mechanism(
-                noise_multiplier=self.noise_multiplier,
-                unit="example",
-                relation="replace_one",
-                releases=steps,
-                sampled=steps == 1 or training.batches == "different",
-            )
-        )
+        return Guarantee(mechanism=mechanism(self.noise_multiplier, training))

@@ -27,7 +27,7 @@ class Dropout(TrainingDefense):
         """The same training, with dropout."""
         return replace(declared, dropout=self.rate)
 
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The gradient as it is: the loss drops the neurons."""
         return gradient
 

@@ -29,7 +29,7 @@ class LocalAggregation(TrainingDefense):
         """The same training with the steps of this defense, as fedavg."""
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
 
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The gradient of each step as it is."""
         return gradient
 

@@ -1,4 +1,4 @@
-"""Clipping of each example's own gradient, shared by the defenses that add noise to the sum."""
+"""Clipping of each example's own gradient, and what noise on the sum proves of one example."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedsim.defense import LossFn
-from fedsim.types import FedsimError, Tensors
+from fedsim.defense import LossFn, Mechanism
+from fedsim.types import FedsimError, LocalTraining, Tensors
 
 _CHUNK_BYTES = 1 << 28
 _CHUNK_EXAMPLES = 256
 
 
 def clipped_mean(
-    loss: LossFn, parameters: Tensors, images: Tensor, labels: Tensor, norm: float
+    loss: LossFn,
+    parameters: Tensors,
+    images: Tensor,
+    labels: Tensor,
+    norm: float,
+    batch_size: int,
 ) -> dict[str, Tensor]:
-    """The mean of the examples' gradients, each scaled to an L2 norm of at most `norm`.
+    """The sum over `batch_size` of the gradients, each scaled to an L2 norm of at most `norm`.
 
     The norm is over all tensors together. An example whose gradient is not finite counts as zero.
 
@@ -26,10 +31,32 @@ def clipped_mean(
     fixed = {name: value.detach() for name, value in parameters.items()}
     total = {name: torch.zeros_like(value) for name, value in fixed.items()}
     size = _chunk_size(fixed)
-    for x, y in zip(torch.split(images, size), torch.split(labels, size), strict=True):
+    for start in range(0, len(images), size):
+        x, y = (part[start : start + size] for part in (images, labels))
         for name, part in _clipped_sum(_per_example(loss, fixed, x, y), norm).items():
             total[name] += part
-    return {name: value / len(images) for name, value in total.items()}
+    return {name: value / batch_size for name, value in total.items()}
+
+
+def mechanism(
+    noise_multiplier: float, training: LocalTraining, correlation: float = 0.0
+) -> Mechanism:
+    """Gaussian noise on the sum of clipped gradients of every local step of `training`.
+
+    Where examples are drawn independently of each other, one is exchanged for zero (it is there or
+    not); in a batch of fixed size, for any other.
+    """
+    steps = 1 if training.algorithm == "fedsgd" else training.steps
+    sampling = training.sampling if steps == 1 or training.batches == "different" else None
+    independent = sampling in ("poisson", "balls_in_bins")
+    return Mechanism(
+        noise_multiplier=noise_multiplier,
+        unit="example",
+        relation="zero_out" if independent else "replace_one",
+        releases=steps,
+        sampling=sampling,
+        correlation=correlation,
+    )
 
 
 def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:

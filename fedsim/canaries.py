@@ -101,12 +101,15 @@ def _update_scores(
     size = 2 * bounds[-1] / length if present else 0.0
     update = {name: size * value for name, value in toward.items()}
     scores = np.zeros(canaries)
+    canary = copy(workload)
     for trial in range(canaries):
+        server = rng.derive(seed, "canary", int(present), trial)
+        canary.scenario = workload.scenario.model_copy(update={"seed": server})
         state = stack.init(update, declared)
         for round in range(1, rounds + 1):
             noise = rng.generator(seed, "canary", int(present), trial, round)
             released, state = stack.apply(update, state, noise)
-            scores[trial] += _along(_seen(workload, released), toward)
+            scores[trial] += _along(_seen(canary, released, round), toward)
     return scores
 
 
@@ -144,7 +147,7 @@ def _example_scores(
         for round in range(1, rounds + 1):
             result = canary.client_update(0, round, parameters, buffers, state)
             state = result.state
-            scores[trial] += sign * _along(_seen(workload, result.update.tensors), toward)
+            scores[trial] += sign * _along(_seen(canary, result.update.tensors, round), toward)
     return scores
 
 
@@ -173,11 +176,11 @@ def _difference(
     return {name: value - units[1][name] for name, value in units[0].items()}
 
 
-def _seen(workload: Workload, released: Tensors) -> Tensors:
+def _seen(workload: Workload, released: Tensors, round: int) -> Tensors:
     """What the server sees of it, if it knows what all others sent."""
     if workload.stack.aggregation is None:
         return released
-    return workload.stack.aggregation.combine([Update(tensors=released, num_examples=1)]).tensors
+    return workload.combined([Update(tensors=released, num_examples=1)], round).tensors
 
 
 def _along(update: Tensors, toward: Tensors) -> float:

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor
 
 from fedsim.plugins import Plugin
-from fedsim.types import FedsimError, LocalTraining, Relation, Tensors, Unit, Update, Vantage
+from fedsim.types import (
+    FedsimError,
+    LocalTraining,
+    Relation,
+    Sampling,
+    Tensors,
+    Unit,
+    Update,
+    Vantage,
+)
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 """(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
@@ -35,18 +44,20 @@ class Mechanism:
     `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
     contributes. `relation` says what neighbouring data are: under `zero_out` that contribution is
     exchanged for zero and the sensitivity is C; under `replace_one` it is exchanged for any other
-    and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampled`
-    says that each drew its own batch uniformly without replacement from the client's data,
-    independently of all others. `correlation` is λ where a client's t-th release has the noise
-    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t.
+    and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampling`
+    says how each drew its own batch from the client's data (None: an example may be in every one).
+    `correlation` is λ where a client's t-th release has the noise
+    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t. `shared` says that
+    the noise is the server's: t counts the federation's rounds, whoever takes part in them.
     """
 
     noise_multiplier: float
     unit: Unit
     relation: Relation
     releases: int = 1
-    sampled: bool = False
+    sampling: Sampling | None = None
     correlation: float = 0.0
+    shared: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,8 +186,12 @@ class TrainingDefense(Plugin):
         """The local training that this defense makes of `declared`."""
 
     @abstractmethod
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
-        """The direction of a local step, given the loss and the direction so far."""
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
+        """The direction of a local step, given the loss and the direction so far.
+
+        `batch_size` is what sums over a batch are divided by: the number of its examples, or its
+        mean where that varies with the step. A batch may then be empty.
+        """
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
@@ -188,16 +203,16 @@ class RememberingDefense(TrainingDefense):
 
     @abstractmethod
     def recalling(
-        self, loss: LossFn, gradient: GradientFn, memory: dict[str, Tensor]
+        self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
         """As `gradient`, going on from `memory`, which each step replaces with its own.
 
         It is empty before a client's first step, and is kept between rounds as it was left.
         """
 
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The direction of the first step and of those that follow it."""
-        return self.recalling(loss, gradient, {})
+        return self.recalling(loss, gradient, batch_size, {})
 
 
 class AggregationDefense(Plugin):
@@ -210,6 +225,28 @@ class AggregationDefense(Plugin):
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
         """What holds of the combined update, given what holds of each client's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRound:
+    """What a round's noise of the server depends on; nothing of it depends on who answers."""
+
+    clients: int
+    """How many are asked in a round."""
+    sensitivity: float
+    """The L2 bound on one client's update."""
+    stream: torch.Generator
+    """This round's randomness."""
+    before: torch.Generator | None
+    """The round before's, from its start again; None in the first."""
+
+
+class NoisyAggregation(AggregationDefense):
+    """An aggregation by a trusted server that adds noise of its own to what it shows."""
+
+    @abstractmethod
+    def noised(self, combined: Update, round: ServerRound) -> Update:
+        """What the server shows of what `combine` made. Does not mutate `combined`."""
 
 
 Defense = DataDefense | UpdateDefense | TrainingDefense | AggregationDefense
@@ -249,13 +286,14 @@ class Stack:
             declared = defense.training(declared)
         return declared
 
-    def gradient(self, loss: LossFn, gradient: GradientFn) -> GradientFn:
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The direction of a local step after every training defense."""
         for index, defense in enumerate(self.training_defenses):
             if isinstance(defense, RememberingDefense):
-                gradient = defense.recalling(loss, gradient, self._memories.get(index, {}))
+                memory = self._memories.get(index, {})
+                gradient = defense.recalling(loss, gradient, batch_size, memory)
             else:
-                gradient = defense.gradient(loss, gradient)
+                gradient = defense.gradient(loss, gradient, batch_size)
         return gradient
 
     @property

@@ -244,7 +244,7 @@ class _Plan:
         self, path: Path, stack: str, workload: Workload, display: progress.Display
     ) -> Callable[[RoundRecord], None]:
         def on_round(result: RoundRecord) -> None:
-            epsilon = rows.spent(workload, result.round).epsilon
+            epsilon = rows.spent_by(workload, result.round)
             record.append_line(path, rows.round_row(stack, result, epsilon))
             accuracy = result.test_accuracy
             display.advance("" if accuracy is None else f"test accuracy {accuracy:.1%}")

@@ -14,9 +14,10 @@ from typing import Any
 
 from fedsim import scoring
 from fedsim.canaries import audited_epsilon
+from fedsim.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
-from fedsim.privacy.ledger import claim
+from fedsim.privacy.ledger import claim, worst_off
 from fedsim.record import Row
 from fedsim.recording import read_tensors
 from fedsim.scenario import Scenario
@@ -34,17 +35,34 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
     rounds, repeated = participations(workload, round)
-    return claim(
-        workload.stack,
-        workload.declared,
-        rounds=rounds,
-        repeated_rounds=repeated,
-        repeats=workload.scenario.observe.releases,
-        num_examples=min(len(part) for part in workload.parts),
-        delta=workload.scenario.privacy.delta,
-        buffers_released=workload.releases_statistics,
-        release=workload.release,
-    )
+    schedules: set[tuple[bool, ...]] = set()
+    if isinstance(workload.stack.aggregation, NoisyAggregation):
+        taking_part = [workload.participants(past) for past in range(1, round + 1)]
+        clients = range(len(workload.parts))
+        schedules = {tuple(client in each for each in taking_part) for client in clients}
+    claims = [
+        claim(
+            workload.stack,
+            workload.declared,
+            rounds=rounds,
+            repeated_rounds=repeated,
+            repeats=workload.scenario.observe.releases,
+            num_examples=held,
+            delta=workload.scenario.privacy.delta,
+            buffers_released=workload.releases_statistics,
+            release=workload.release,
+            schedules=schedules,
+        )
+        for held in worst_off(workload.training, map(len, workload.parts))
+    ]
+    return max(claims, key=lambda claim: claim.epsilon)
+
+
+def spent_by(workload: Workload, round: int) -> float:
+    """ε after `round` rounds, or (no less) after a few more, where finding it takes long."""
+    sampled = workload.training.sampling != "without_replacement"
+    later = 1 << (round - 1).bit_length() if sampled else round
+    return spent(workload, min(later, workload.scenario.training.rounds)).epsilon
 
 
 def participations(workload: Workload, round: int) -> tuple[int, int]:

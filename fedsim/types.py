@@ -7,6 +7,7 @@ Flower needs no more than this. Images are `float32` of shape (B, C, H, W); *pix
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -19,6 +20,7 @@ Tensors = Mapping[str, Tensor]
 Algorithm = Literal["fedsgd", "fedavg"]
 Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
+Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Vantage = Literal["server", "aggregate"]
 Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
@@ -55,13 +57,25 @@ class LocalTraining:
     mode: Mode = "train"
     batches: Batches = "different"
     """`same`: each step sees the same batch; `different`: each step sees a batch of its own."""
+    sampling: Sampling = "without_replacement"
+    """`without_replacement`: batches of one size. `poisson`: each of a client's examples is in a
+    step's batch with the same probability, independently. `balls_in_bins`: each draws one of
+    `bins`, once and for all, and is in the batch of every `bins`-th step. Where sizes vary,
+    `batch_size` is their mean, and what sums over a batch are divided by."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
 
     @property
     def num_images(self) -> int:
-        """How many distinct images one update is computed from."""
+        """How many distinct images one update is computed from (where batches vary: on average)."""
         return self.batch_size * (self.steps if self.batches == "different" else 1)
+
+    def bins(self, num_examples: int) -> int:
+        """Into how many batches a client with so many examples divides them (balls_in_bins).
+
+        So that their mean size is as near to `batch_size` as it can be.
+        """
+        return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
 
 @dataclass(frozen=True, kw_only=True)

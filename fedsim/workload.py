@@ -8,7 +8,7 @@ stack: every defense is attacked on the same victims.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.data import batches
 from fedsim.data.base import DataSource
-from fedsim.data.partition import partition, sample_batch
+from fedsim.data.partition import partition
+from fedsim.defense import NoisyAggregation, ServerRound
 from fedsim.device import resolve_device
 from fedsim.learners.base import Batches, Evaluation, Problem, Request
 from fedsim.learners.sgd import as_pixels
@@ -147,6 +149,11 @@ class Workload:
         return self.training.mode == "train" and self.computation.releases_statistics
 
     @property
+    def remembers(self) -> bool:
+        """Whether a client has to keep a state between its rounds."""
+        return self.stack.remembers or self.training.sampling == "balls_in_bins"
+
+    @property
     def reports_loss(self) -> bool:
         """Whether clients report their loss: not if the stack hides or privatizes their update."""
         return self.trains and self.stack.shows_losses(self.declared)
@@ -243,9 +250,10 @@ class Workload:
             FedsimError: the batch is larger than the client's data.
         """
         training = self._training(probe)
+        taken = int(state.get(_STEPS, 0))
         path = (round, client) if probe is None else (round, client, probe.batch_size, probe.trial)
         request = Request(
-            batches=self._batches(client, training, path),
+            batches=self._batches(client, training, path, taken),
             parameters=parameters,
             buffers=buffers,
             training=training,
@@ -259,6 +267,9 @@ class Workload:
         update = {name: value.cpu() for name, value in computed.update.items()}
         before = state or self.stack.init(update, self._declared(probe), self.release)
         defended, after = self.stack.apply(update, before, stream)
+        steps: Tensors = {}
+        if training.sampling == "balls_in_bins":
+            steps = {_STEPS: torch.tensor(taken + training.steps)}
         return ClientResult(
             update=Update(
                 tensors=defended,
@@ -266,8 +277,28 @@ class Workload:
                 buffers={name: value.cpu() for name, value in computed.buffers.items()},
             ),
             truth=computed.truth,
-            state={**after, **remembered} if probe is None else state,
+            state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
+        )
+
+    def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
+        """What the server gets to see of all `updates` of `round`, if the stack combines them."""
+        aggregation = self.stack.aggregation
+        assert aggregation is not None
+        combined = aggregation.combine(updates)
+        if not isinstance(aggregation, NoisyAggregation):
+            return combined
+        seed, path = self.scenario.seed, ("defense", "server")
+        asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
+        *_, before, _ = self.stack.guarantees(self._declared(probe), self.release)
+        return aggregation.noised(
+            combined,
+            ServerRound(
+                clients=len(self.participants(round)),
+                sensitivity=before.sensitivity,
+                stream=rng.generator(seed, *path, round, *asked),
+                before=rng.generator(seed, *path, round - 1) if round > 1 else None,
+            ),
         )
 
     def moved(self, before: Tensor, update: Tensor) -> Tensor:
@@ -329,22 +360,43 @@ class Workload:
         return self.stack.training(self._declared(probe))
 
     def _declared(self, probe: Probe | None) -> LocalTraining:
-        return replace(self.declared, batch_size=probe.batch_size) if probe else self.declared
+        """An attacker knows how many images an update was computed from: so does a probe."""
+        if probe is None:
+            return self.declared
+        return replace(self.declared, batch_size=probe.batch_size, sampling="without_replacement")
 
-    def _batches(self, client: int, training: LocalTraining, path: tuple[int, ...]) -> Batches:
-        """Pixels and labels of every local step; of a table, all of the client's rows."""
+    def _batches(
+        self, client: int, training: LocalTraining, path: tuple[int, ...], taken: int
+    ) -> Batches:
+        """Pixels and labels of every local step; of a table, all of the client's rows.
+
+        `taken` is how many steps the client has taken in earlier rounds.
+        """
         if isinstance(self.dataset, Table):
             own = self.parts[client]
             return [(self.dataset.train_rows[own], self.dataset.train_labels[own])]
-        batches = []
+        found = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):
-            stream = rng.generator(self.scenario.seed, "batch", *path, step)
-            chosen = sample_batch(self.parts[client], training.batch_size, stream)
+            chosen = self._chosen(client, training, (*path, step), taken + step)
             pixels = as_pixels(self.dataset.train_images[chosen])
-            batches.append((pixels, self.dataset.train_labels[chosen]))
-        return batches * (training.steps // distinct)
+            found.append((pixels, self.dataset.train_labels[chosen]))
+        return found * (training.steps // distinct)
 
+    def _chosen(
+        self, client: int, training: LocalTraining, path: tuple[int, ...], step: int
+    ) -> Tensor:
+        """Indices of the examples of one batch."""
+        own, seed = self.parts[client], self.scenario.seed
+        if training.sampling == "balls_in_bins":
+            stream = rng.generator(seed, "bins", client)
+            return batches.balls_in_bins(own, training.bins(len(own)), step, stream)
+        draw = batches.poisson if training.sampling == "poisson" else batches.without_replacement
+        return draw(own, training.batch_size, rng.generator(seed, "batch", *path))
+
+
+_STEPS = "sampling.steps"
+"""Name, in a client's state, of how many local steps it has taken over all its rounds."""
 
 _KIND = {Dataset: "images", Table: "a table"}
 

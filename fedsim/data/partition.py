@@ -75,20 +75,6 @@ def partition(
     return parts
 
 
-def sample_batch(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """`batch_size` of `indices`, drawn uniformly without replacement.
-
-    Raises:
-        FedsimError: there are fewer.
-    """
-    if batch_size > len(indices):
-        raise FedsimError(
-            f"a batch of {batch_size} images was asked of a client that has {len(indices)}: lower "
-            "the batch size, lower data.clients, or choose a more even partition"
-        )
-    return indices[torch.randperm(len(indices), generator=rng)[:batch_size]]
-
-
 def _check_parameters(config: Partition) -> None:
     needed = _PARAMETERS.get(config.name)
     for name in _PARAMETERS.values():

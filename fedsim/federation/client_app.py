@@ -100,7 +100,7 @@ class Client:
             round,
             order.parameters,
             {**self._constants, **order.buffers},
-            memory.before(round) if workload.stack.remembers else {},
+            memory.before(round) if workload.remembers else {},
             probe=order.probe,
         )
         self._keep_truth(client, round, order.probe, result)

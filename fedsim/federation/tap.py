@@ -202,7 +202,8 @@ class TapGrid(Grid):
         aggregation, clients = self._workload.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None
-        combined = aggregation.combine(spool.updates(self._expected.update, self._expected.buffers))
+        updates = spool.updates(self._expected.update, self._expected.buffers)
+        combined = self._workload.combined(updates, self._round, probe)
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
-from fedsim.defense import Stack
+from fedsim.defense import Stack, global_norm
 from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
@@ -111,8 +112,20 @@ class _Training(Computation):
         return before + update
 
     def concluded(self, mean: Tensors, clients: int) -> Tensors:
-        """The strategy's weights themselves."""
-        return mean
+        """The strategy's weights, or what is nearest to them in the ball that they are held in."""
+        radius = self._scenario.training.projection_radius
+        if radius is None:
+            return mean
+        start = self._start
+        away = {name: value - start[name] for name, value in mean.items()}
+        norm = float(global_norm(away))
+        if norm <= radius:
+            return mean
+        return {name: start[name] + radius / norm * value for name, value in away.items()}
+
+    @cached_property
+    def _start(self) -> Tensors:
+        return self.initial()[0]
 
     def probed(self, parameters: Tensors, seed: int) -> Tensors:
         """The weights with neurons planted by `seed`."""
@@ -171,7 +184,7 @@ class Trained:
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     loss: float
-    """Mean loss of the first batch under the global weights."""
+    """Of the first batch under the global weights: the sum over its examples, over `batch_size`."""
 
 
 def train(
@@ -185,16 +198,22 @@ def train(
 ) -> Trained:
     """Train as `training` says (already with the stack's training defenses) on `batches`.
 
-    Each batch is (normalized images (B, C, H, W), labels (B,)), one per step.
+    Each batch is (normalized images (B, C, H, W), labels (B,)), one per step. Where B varies, sums
+    are divided by `training.batch_size`.
     """
     own = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, own, training)
     losses: list[Tensor] = []
 
     def plain(at: Tensors, images: Tensor, labels: Tensor, _: torch.Generator) -> Tensors:
-        return gradient(loss, at, images, labels, on_loss=losses.append)
+        share = len(images) / training.batch_size
+        if share == 0:
+            losses.append(torch.zeros(()))
+            return {name: torch.zeros_like(value) for name, value in at.items()}
+        grads = gradient(loss, at, images, labels, on_loss=lambda of: losses.append(share * of))
+        return grads if share == 1 else {name: share * grad for name, grad in grads.items()}
 
-    direction = stack.gradient(loss, plain)
+    direction = stack.gradient(loss, plain, training.batch_size)
     with rng.global_stream(int(torch.randint(2**62, (), generator=generator))):
         update = local_update(
             lambda at, images, labels: direction(at, images, labels, generator),
@@ -202,13 +221,14 @@ def train(
             batches,
             training,
         )
-        if not losses:  # a training defense computes gradients of its own
+        share = len(batches[0][0]) / training.batch_size
+        if not losses and share:  # a training defense computes gradients of its own
             with torch.no_grad():
                 scratch = {name: value.clone() for name, value in buffers.items()}
                 measured = loss_function(model, scratch, training)
-                losses.append(measured(parameters, *batches[0]))
+                losses.append(share * measured(parameters, *batches[0]))
     return Trained(
         update={name: value.detach() for name, value in update.items()},
         buffers={name: value for name, value in own.items() if value.is_floating_point()},
-        loss=float(losses[0]),
+        loss=float(losses[0]) if losses else 0.0,
     )

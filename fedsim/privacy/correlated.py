@@ -14,12 +14,13 @@ DP-SGD with Correlated Noise, 2026, Algorithm 1 and (24), (25).
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from fedsim.privacy import gaussian
-from fedsim.privacy.participation import squared_norms
+from fedsim.privacy.participation import seen, squared_norms
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
@@ -40,6 +41,16 @@ def sensitivity(steps: int, correlation: float, participations: int | None = Non
     behind = steps - present
     decay = correlation ** (2 * np.arange(1, behind + 1))
     return math.sqrt(float((rising**2).sum() + rising[-1] ** 2 * decay.sum()))
+
+
+def reach(schedules: Iterable[Sequence[bool]], correlation: float) -> float:
+    """The largest ||C z|| of several z of one length: who takes part when is public.
+
+    >>> reach([(True, False), (False, True)], 0.5) == 1.25**0.5
+    True
+    """
+    present = np.array(list(schedules), dtype=bool)
+    return float(np.linalg.norm(seen(present, correlation), axis=1).max())
 
 
 def log_delta(noise_multiplier: float, epsilon: float, reach: float) -> float:
@@ -64,7 +75,30 @@ def log_delta_revealed(
     batches of a fixed size too, whose other members may depend on whether the example was drawn.
     Averaging over z is all the amplification there is in it.
     """
-    reached, weights, rest = _reached(steps, sampling_rate, correlation)
+    return _averaged(
+        noise_multiplier, epsilon, factor, *_reached(steps, sampling_rate, correlation)
+    )
+
+
+def log_delta_known_bin(
+    noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
+) -> float:
+    """As `log_delta_revealed`, of an example in every `bins`-th step from a random one on."""
+    present = np.arange(steps) % bins == np.arange(bins)[:, None]
+    norms = np.linalg.norm(seen(present, correlation), axis=1)
+    reached = norms[norms > 0].tolist()
+    return _averaged(noise_multiplier, epsilon, 1.0, reached, [1 / bins] * len(reached), 0.0)
+
+
+def _averaged(
+    noise_multiplier: float,
+    epsilon: float,
+    factor: float,
+    reached: list[float],
+    weights: list[float],
+    rest: float,
+) -> float:
+    """log Σ weight δ(reach) + rest."""
     total = rest + sum(
         weight * math.exp(log_delta(noise_multiplier, epsilon, factor * reach))
         for reach, weight in zip(reached, weights, strict=True)

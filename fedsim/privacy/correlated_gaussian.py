@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, Self, final
+from functools import lru_cache
+from typing import Annotated, Any, Literal, Self, final
 
 from pydantic import Field, model_validator
 
@@ -101,13 +102,7 @@ class _Keys(Keys):
         return None
 
     def _pld_log_delta(self, noise: float, epsilon: float) -> float:
-        from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
-        from dp_accounting.pld import PLDAccountant
-
-        accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-        event = PoissonSampledDpEvent(self.sampling_rate, GaussianDpEvent(noise))
-        accountant.compose(event, self.steps)
-        delta = float(accountant.get_delta(epsilon))
+        delta = float(_pld(self.sampling_rate, noise, self.steps).get_delta(epsilon))
         return math.log(delta) if delta > 0 else -math.inf
 
     def _pair(self, noise: float, draws: int, seed: int) -> PairCurve:
@@ -204,6 +199,27 @@ class CorrelatedCurve(_Keys, Curve):
             confidence=CONFIDENCE,
         )
 
+    def revealed(self, delta: float) -> Answer:
+        """As `epsilon`, of sampling that it is known of: which batches an example was in.
+
+        It needs no draws, and what hides the batches is never less private.
+        """
+        if self.sampling != "balls_in_bins":
+            return self.model_copy(update={"sampling": "fixed_size"}).epsilon(delta)
+        found = _least(
+            lambda eps: (
+                correlated.log_delta_known_bin(
+                    self.noise_multiplier,
+                    eps,
+                    steps=self.steps,
+                    bins=self._bins,
+                    correlation=self.correlation,
+                )
+                <= math.log(delta)
+            )
+        )
+        return self._answer(found, delta, _REVEALED, math.log(delta))
+
     def _paper_delta(self, epsilon: float) -> float:
         least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
         if least >= 1:
@@ -285,6 +301,17 @@ class CorrelatedCalibration(_Keys, Calibration):
             noise_multiplier=noise,
             sigma=noise,
         )
+
+
+@lru_cache(maxsize=8)
+def _pld(sampling_rate: float, noise: float, steps: int) -> Any:
+    """dp_accounting's PLD accountant of Poisson-sampled Gaussian releases."""
+    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise)), steps)
+    return accountant
 
 
 def _reached(delta: Callable[[], float], target: float) -> bool:

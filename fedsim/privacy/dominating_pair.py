@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedsim.privacy.contract import Direction
-from fedsim.privacy.participation import Array, Grid, Rounding, grid
+from fedsim.privacy.participation import Array, Grid, Rounding, grid, seen
 from fedsim.types import FedsimError
 
 CONFIDENCE = 0.99
@@ -155,14 +155,14 @@ class BallsInBins:
 
     @cached_property
     def _modes(self) -> Array:
-        """(bins, T)."""
+        """(bins, at most `bins`): y of each bin, in coordinates of the space that they span.
+
+        All that is asked of them is invariant under rotation, and the noise across that space tells
+        nothing.
+        """
         present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
-        y = np.zeros((self.bins, self.steps))
-        last = np.zeros(self.bins)
-        for t in range(self.steps):
-            last = self.correlation * last + present[:, t]
-            y[:, t] = last
-        return y
+        triangle: Array = np.linalg.qr(seen(present, self.correlation).T)[1]
+        return triangle.T
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,10 @@ whose curve is exact. Batches sampled without replacement are accounted by Rény
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
 AISTATS 2019, Theorem 27) as implemented by dp_accounting. Noise that is correlated between steps is
 one Gaussian release of them all (`fedsim.privacy.correlated`); there no amplification by sampling
-without replacement is known but the mean over the batches, as if they were known.
+without replacement is known but the mean over the batches, as if they were known. Where examples
+are drawn independently of each other (Poisson sampling, balls-in-bins), with or without correlation
+the claim is that of the calculator's `correlated_gaussian`: of an estimate, its interval's upper
+end.
 
 What the claim covers: the update itself. A client's number of examples and reported loss, its
 taking part, and the choice of hyper-parameters are outside of it.
@@ -15,6 +18,7 @@ taking part, and the choice of hyper-parameters are outside of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 
 from fedsim.defense import ExactMechanism, Mechanism, Release, Stack
@@ -23,6 +27,9 @@ from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 
 EXACT = "exact Gaussian"
 RENYI = "RDP, sampled without replacement"
+
+_INDEPENDENT = ("poisson", "balls_in_bins")
+"""How batches may be drawn so that no example's being there depends on another's."""
 
 
 def claim(
@@ -36,6 +43,7 @@ def claim(
     repeated_rounds: int = 0,
     repeats: int = 1,
     release: Release | None = None,
+    schedules: Collection[tuple[bool, ...]] = (),
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -46,6 +54,9 @@ def claim(
     many the client holds: with the most participations and the least data it is the worst client's
     claim. `buffers_released` says that clients also send batch-norm statistics, which no defense
     protects.
+
+    `schedules` are the clients' participations in the federation's rounds so far, where noise of
+    the server's is correlated over these; by default one took part in all.
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
 
@@ -71,20 +82,49 @@ def claim(
         releases = rounds + repeated_rounds * repeats
         epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
         return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
-    if held.mechanism.correlation and repeated_rounds and repeats > 1:
-        return _unproven(
-            "several releases of the same batch are not accounted for correlated noise; set "
-            "observe.releases: 1"
-        )
-    batch_size = stack.training(declared).batch_size
-    if held.mechanism.sampled and batch_size > num_examples:
+    if held.mechanism.shared and held.mechanism.correlation:
+        if repeated_rounds and repeats > 1:
+            return _unproven(_REPEATED)
+        taken = schedules or [(True,) * (rounds + repeated_rounds)]
+        epsilon = _of_the_server(held.mechanism, frozenset(taken), delta)
+        return _stated(epsilon, delta, held.mechanism, f"{EXACT}, correlated noise of the server")
+    independent = held.mechanism.sampling in _INDEPENDENT
+    if (held.mechanism.correlation or independent) and repeated_rounds and repeats > 1:
+        return _unproven(_REPEATED)
+    training = stack.training(declared)
+    batch_size = training.batch_size
+    if held.mechanism.sampling and batch_size > num_examples:
         raise FedsimError(
             f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
             f"({num_examples} examples); use a smaller batch"
         )
+    if independent:
+        steps = (rounds + repeated_rounds) * held.mechanism.releases
+        balls = held.mechanism.sampling == "balls_in_bins"
+        rate = 1 / training.bins(num_examples) if balls else batch_size / num_examples
+        epsilon, accountant = _sampled(held.mechanism, steps, rate, delta)
+        return _stated(epsilon, delta, held.mechanism, accountant)
     spent = ((rounds, 1), (repeated_rounds, repeats))
     epsilon, accountant = _spent(held.mechanism, spent, batch_size, num_examples, delta)
     return _stated(epsilon, delta, held.mechanism, accountant)
+
+
+_REPEATED = (
+    "several releases of the same batch are not accounted for correlated noise, nor for sampling "
+    "by poisson or balls_in_bins; set observe.releases: 1"
+)
+
+
+def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
+    """Of the numbers of examples that clients hold, those of which one has the largest ε.
+
+    The least; but of balls-in-bins it is not proven that fewer bins are worse, and so it is the
+    least for each number of bins.
+    """
+    if training.sampling != "balls_in_bins":
+        return [min(held)]
+    least = {training.bins(count): count for count in sorted(held, reverse=True)}
+    return sorted(least.values())
 
 
 def _stated(
@@ -123,7 +163,7 @@ def _spent(
         return _correlated(mechanism, releases, batch_size, num_examples, delta)
     multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
     exact = float(gaussian.epsilon(multiplier / math.sqrt(releases), delta))
-    if not mechanism.sampled or batch_size == num_examples:
+    if not mechanism.sampling or batch_size == num_examples:
         return exact, EXACT
     from dp_accounting.rdp import compute_epsilon
 
@@ -144,7 +184,7 @@ def _correlated(
 ) -> tuple[float, str]:
     from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 
-    sampled = mechanism.sampled and batch_size < num_examples
+    sampled = mechanism.sampling is not None and batch_size < num_examples
     curve = CorrelatedCurve(
         steps=steps,
         sampling_rate=batch_size / num_examples if sampled else 1.0,
@@ -155,6 +195,47 @@ def _correlated(
     )
     found = curve.epsilon(delta)
     return found.epsilon, f"{found.method}, correlated noise"
+
+
+@lru_cache(maxsize=4096)
+def _of_the_server(
+    mechanism: Mechanism, schedules: frozenset[tuple[bool, ...]], delta: float
+) -> float:
+    """ε of the client that reaches farthest through the server's noise: exact."""
+    from fedsim.privacy.correlated import reach
+
+    factor = 2 if mechanism.relation == "replace_one" else 1
+    farthest = factor * reach(schedules, mechanism.correlation)
+    if farthest == 0:
+        return 0.0
+    return float(gaussian.epsilon(mechanism.noise_multiplier / farthest, delta))
+
+
+@lru_cache(maxsize=4096)
+def _sampled(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tuple[float, str]:
+    """(ε, accountant) of steps whose examples are drawn independently of each other."""
+    from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+    from fedsim.privacy.dominating_pair import TooFewDraws
+
+    if steps == 0:
+        return 0.0, EXACT
+    assert mechanism.sampling in _INDEPENDENT
+    assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
+    curve = CorrelatedCurve(
+        steps=steps,
+        sampling_rate=rate,
+        correlation=mechanism.correlation,
+        sampling=mechanism.sampling,
+        noise_multiplier=mechanism.noise_multiplier,
+    )
+    suffix = ", correlated noise" if mechanism.correlation else ""
+    try:
+        found = curve.epsilon(delta)
+    except TooFewDraws:
+        found = curve.revealed(delta)
+    if found.interval is None:
+        return found.epsilon, f"{found.method}{suffix}"
+    return found.interval[1], f"{found.method}{suffix}, upper end at {found.confidence:.0%}"
 
 
 @cache

@@ -116,4 +116,5 @@ def declared(training: Training) -> LocalTraining:
         momentum=local.momentum,
         mode=local.mode,
         batches=local.batches,
+        sampling=local.sampling,
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.adversary import Attack
-from fedsim.scenario.build import build_learner, build_stack, declared, plugin_class
+from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
@@ -44,6 +44,8 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _partition(data)
     if observe:
         yield from _observed(observe, training, data)
+    if training and observe:
+        yield from _sampling(training, observe)
     usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
     if knowledge:
@@ -75,7 +77,7 @@ def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
             f"learner {learner} releases once what a client's data are, and would do so again in "
             "each round; use `rounds: 1`",
         )
-    for key in ("local", "weights", "algorithm"):
+    for key in ("local", "weights", "algorithm", "projection_radius"):
         if training and getattr(training, key) != Training.model_fields[key].get_default():
             yield ("training", key), f"learner {learner} does not train; remove it"
     for key in ("batch_sizes", "plant"):
@@ -83,7 +85,41 @@ def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
             yield ("observe", key), f"learner {learner} is sent no probes; remove it"
 
 
+def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
+    local, path = training.local, ("training", "local", "sampling")
+    if local.sampling == "without_replacement":
+        return
+    if local.batches == "same" and local.steps > 1:
+        yield path, f"{local.sampling} {_EACH_STEP}; use batches: different"
+    if observe.batch_sizes is None:
+        yield (
+            path,
+            f"the size of a batch varies under {local.sampling} and no attacker knows it, so that "
+            "updates of training cannot be attacked; add `observe.batch_sizes: [...]`, whose "
+            "probes have batches of a size that is declared",
+        )
+    elif observe.releases > 1:
+        yield (
+            ("observe", "releases"),
+            f"a batch that is drawn by {local.sampling} is never drawn again, and several releases "
+            "of one are not accounted; use 1",
+        )
+
+
+_UNPROJECTED = (
+    "the server projects after each of its own steps, and the local steps of fedavg would go "
+    "unprojected"
+)
+
+_EACH_STEP = "draws a batch for each step"
+
+
 def _algorithm(training: Training) -> Iterator[Finding]:
+    if algorithm(training) == "fedavg" and training.projection_radius is not None:
+        yield (
+            ("training", "projection_radius"),
+            f"{_UNPROJECTED}; use fedsgd (one local step without momentum), or remove it",
+        )
     if training.algorithm != "fedsgd":
         return
     path = ("training", "algorithm")
@@ -204,7 +240,16 @@ def _stack(
             cause = f"{type(error).__name__}: {error}"
             yield (*path, end - 1), f"its plugin failed: {cause}; drop it, or tell its author"
             return
-    if model and stack.training(declared(training)).dropout and not model.parameters.get("head"):
+    trained = stack.training(declared(training))
+    sampled = trained.sampling != "without_replacement" and trained.steps > 1
+    if sampled and trained.batches == "same" != training.local.batches:
+        yield (
+            path,
+            f"training.local.sampling: {trained.sampling} {_EACH_STEP}; use batches: different",
+        )
+    if trained.algorithm == "fedavg" != algorithm(training) and training.projection_radius:
+        yield path, f"training.projection_radius: {_UNPROJECTED}; drop it, or local_aggregation"
+    if model and trained.dropout and not model.parameters.get("head"):
         yield (
             path,
             "dropout acts on the hidden neurons of a two-layer head, which the model lacks; add "

@@ -24,6 +24,7 @@ from fedsim.types import (
     FeatureKnowledge,
     Labels,
     Mode,
+    Sampling,
 )
 
 SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
@@ -82,6 +83,11 @@ class Local(Section):
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
     mode: Mode = "train"
     batches: Batches = "different"
+    sampling: Sampling = "without_replacement"
+    """How a client draws its batches: of `batch_size` examples in each step; or `poisson`, each
+    example with probability batch_size / its examples; or `balls_in_bins`, each example in every
+    b-th step from a random one on, b being its examples / batch_size, rounded. The latter two hide
+    an example better under per-example noise; sizes vary, and sums are divided by `batch_size`."""
 
 
 class Training(Section):
@@ -94,6 +100,9 @@ class Training(Section):
     weights: str | None = None
     """Safetensors file of the model's weights before the first round: a checkpoint of fedsim
     (OUT/checkpoints/STACK.safetensors) or a state dict. Default: random ones."""
+    projection_radius: Positive | None = None
+    """fedsgd: after each step the server projects the weights onto the ball of this radius around
+    those before the first round (L2, all tensors together). Default: no projection."""
     evaluate_every: Count = 1
     """Test the global model every so many rounds (and after the last)."""
 

@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 
-from fedsim.data.partition import partition, sample_batch
+from fedsim.data.partition import partition
 from fedsim.scenario.model import Partition
 from fedsim.types import Dataset, FedsimError
 
@@ -215,24 +215,3 @@ def test_flower_itself_is_not_imported():
         "assert not [m for m in sys.modules if m == 'flwr' or m.startswith('flwr.')]\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_batch_is_drawn_uniformly_without_replacement():
-    indices = torch.tensor([3, 5, 8, 13])
-    generator = torch.Generator().manual_seed(0)
-    counts = dict.fromkeys(indices.tolist(), 0)
-    for _ in range(2000):
-        batch = sample_batch(indices, 2, generator).tolist()
-        assert len(set(batch)) == 2
-        for index in batch:
-            counts[index] += 1
-    # Binomial(2000, 1/2): four standard deviations are 90.
-    assert all(abs(count - 1000) < 90 for count in counts.values())
-    first = sample_batch(indices, 4, torch.Generator().manual_seed(1))
-    assert sorted(first.tolist()) == indices.tolist()
-    assert torch.equal(first, sample_batch(indices, 4, torch.Generator().manual_seed(1)))
-
-
-def test_a_batch_beyond_the_clients_data_is_refused():
-    with pytest.raises(FedsimError, match="batch of 3 images was asked of a client that has 2"):
-        sample_batch(torch.tensor([0, 1]), 3, torch.Generator())

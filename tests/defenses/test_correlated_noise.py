@@ -51,15 +51,15 @@ def releases(stack: Stack, count: int, entries: int = 4000) -> list[Tensor]:
     at, state, found = {"w": torch.zeros(entries, 4)}, {}, []
     for round in range(count):
         with stack.recalling(state) as left:
-            direction = stack.gradient(still, _never)
+            direction = stack.gradient(still, _never, 4)
             found.append(direction(at, IMAGES, LABELS, stream(round))["w"].flatten())
         state = dict(left)
     return found
 
 
 def test_without_correlation_it_is_dp_sgd_bit_for_bit() -> None:
-    plain = DPSGD(norm=0.8, noise_multiplier=1.5).gradient(loss, _never)
-    direction = noisy(0.0).gradient(loss, _never)
+    plain = DPSGD(norm=0.8, noise_multiplier=1.5).gradient(loss, _never, 4)
+    direction = noisy(0.0).gradient(loss, _never, 4)
     draws = stream(2), stream(2)
     for _ in range(3):
         assert same(
@@ -72,8 +72,8 @@ def test_without_correlation_it_is_dp_sgd_bit_for_bit() -> None:
 
 
 def test_without_noise_it_is_clipped_sgd() -> None:
-    direction = noisy(0.7, 0.0).gradient(loss, _never)
-    plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(loss, _never)
+    direction = noisy(0.7, 0.0).gradient(loss, _never, 4)
+    plain = DPSGD(norm=0.8, noise_multiplier=0.0).gradient(loss, _never, 4)
     for _ in range(2):
         assert same(
             direction(weights(), IMAGES, LABELS, stream(2)),
@@ -105,7 +105,7 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
     for steps in ([0, 1, 2], [3, 4]):
         training = LocalTraining(algorithm="fedavg", steps=len(steps), batch_size=4, lr=0.1)
         with stack.recalling(state) as left:
-            direction = stack.gradient(still, _never)
+            direction = stack.gradient(still, _never, 4)
             seeds = iter(steps)
             update = local_update(
                 lambda p, x, y, d=direction, s=seeds: d(p, x, y, stream(next(s))),  # type: ignore[misc]
@@ -122,24 +122,26 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:
     stack = chain(noisy(0.6))
     with stack.recalling({}) as left:
-        stack.gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0))
+        stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0))
     kept = dict(left)
     with pytest.raises(RuntimeError), stack.recalling(kept):
-        stack.gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1))
+        stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1))
         raise RuntimeError
     with stack.recalling({}) as another:
-        first = stack.gradient(still, _never)
+        first = stack.gradient(still, _never, 4)
         found = first({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5))
     assert same(
         found,
-        noisy(0.0).gradient(still, _never)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)),
+        noisy(0.0).gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5)),
     )
     assert not same(another, kept)
 
 
 def test_a_stack_remembers_nothing_by_itself() -> None:
     stack, at = chain(noisy(0.6)), {"w": torch.zeros(2, 4)}
-    first, again = (stack.gradient(still, _never)(at, IMAGES, LABELS, stream(0)) for _ in range(2))
+    first, again = (
+        stack.gradient(still, _never, 4)(at, IMAGES, LABELS, stream(0)) for _ in range(2)
+    )
     assert same(first, again)
 
 

@@ -13,6 +13,7 @@ from fedsim.testing.defense import (
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.correlated_noise import CorrelatedNoise
+from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
@@ -87,6 +88,11 @@ class TestLocalAggregation(TrainingDefenseContract):
 class TestAggregate(AggregationDefenseContract):
     def make(self) -> Aggregate:
         return Aggregate()
+
+
+class TestDPFTRL(AggregationDefenseContract):
+    def make(self) -> DPFTRL:
+        return DPFTRL(noise_multiplier=1.1, correlation=0.5)
 
 
 class TestRandomProjection(DataDefenseContract):

@@ -15,7 +15,7 @@ from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.models.mlp import MLP
 from fedsim.models.resnet import ResNet18
 from fedsim.testing.updates import same, stream
-from fedsim.types import FedsimError, LocalTraining, Tensors
+from fedsim.types import FedsimError, LocalTraining, Relation, Sampling, Tensors
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 
@@ -45,7 +45,7 @@ def mlp() -> Classifier:
 
 
 def step(defense: DPSGD, loss: LossFn, at: Tensors, data: Batch, seed: int = 1) -> Tensors:
-    return defense.gradient(loss, _never)(at, *data, stream(seed))
+    return defense.gradient(loss, _never, len(data[0]))(at, *data, stream(seed))
 
 
 def _never(*_: object) -> Tensors:
@@ -171,15 +171,29 @@ def test_dropout_drops_other_neurons_for_each_example() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "releases", "sampled"),
+    ("changes", "releases", "sampling", "relation"),
     [
-        ({}, 1, True),
-        ({"algorithm": "fedavg", "steps": 5}, 5, True),
-        ({"algorithm": "fedavg", "steps": 5, "batches": "same"}, 5, False),
-        ({"algorithm": "fedavg", "steps": 1, "batches": "same"}, 1, True),
+        ({}, 1, "without_replacement", "replace_one"),
+        ({"algorithm": "fedavg", "steps": 5}, 5, "without_replacement", "replace_one"),
+        ({"algorithm": "fedavg", "steps": 5, "batches": "same"}, 5, None, "replace_one"),
+        (
+            {"algorithm": "fedavg", "steps": 1, "batches": "same"},
+            1,
+            "without_replacement",
+            "replace_one",
+        ),
+        ({"sampling": "poisson"}, 1, "poisson", "zero_out"),
+        (
+            {"algorithm": "fedavg", "steps": 5, "sampling": "balls_in_bins"},
+            5,
+            "balls_in_bins",
+            "zero_out",
+        ),
     ],
 )
-def test_what_it_proves(changes: dict[str, object], releases: int, sampled: bool) -> None:
+def test_what_it_proves(
+    changes: dict[str, object], releases: int, sampling: Sampling | None, relation: Relation
+) -> None:
     fields = {"algorithm": "fedsgd", "steps": 1, "batch_size": 4, "lr": 0.1, **changes}
     training = LocalTraining(**fields)  # type: ignore[arg-type]
     held = DPSGD(norm=3.0, noise_multiplier=1.1).guarantee(Guarantee(), training)
@@ -187,9 +201,9 @@ def test_what_it_proves(changes: dict[str, object], releases: int, sampled: bool
     assert held.mechanism == Mechanism(
         noise_multiplier=1.1,
         unit="example",
-        relation="replace_one",
+        relation=relation,
         releases=releases,
-        sampled=sampled,
+        sampling=sampling,
     )
 
 

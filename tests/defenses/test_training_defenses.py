@@ -52,7 +52,7 @@ def test_dropout_reaches_the_gradient_of_a_real_model() -> None:
     def rows_without_gradient(rate: float) -> int:
         stack = chain(Dropout(rate=rate))
         loss = loss_function(model, {}, stack.training(DECLARED))
-        direction = stack.gradient(loss, lambda at, x, y, _: gradient(loss, at, x, y))
+        direction = stack.gradient(loss, lambda at, x, y, _: gradient(loss, at, x, y), 2)
         with rng.global_stream(3):
             found = direction(parameters, images, labels, stream())["head.output.weight"]
         return int((found == 0).all(0).sum())

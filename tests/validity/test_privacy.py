@@ -163,7 +163,7 @@ def test_replacing_an_example_moves_dp_sgd_by_twice_the_bound() -> None:
 
     images = torch.randn(4, 1, 100, 200, generator=stream())
     labels = torch.zeros(4, dtype=torch.int64)
-    direction = defense.gradient(loss, lambda *_: {})
+    direction = defense.gradient(loss, lambda *_: {}, 4)
     here = direction(at, images, labels, stream())["a"]
     there = direction(at, torch.cat([-images[:1], images[1:]]), labels, stream())["a"]
     distance = float((here - there).norm())

@@ -1,0 +1,98 @@
+"""DP-FTRL: a trusted server noises its aggregate, and takes back part of the last round's noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+
+from fedsim.defense import Guarantee, Mechanism, NoisyAggregation, ServerRound, add_gaussian
+from fedsim.types import FedsimError, Update
+from fedsim_defenses.aggregate import Mean
+
+
+@final
+class DPFTRL(NoisyAggregation):
+    """Shows the sum of the clients' updates plus S (z_t - λ z_(t-1)), over the number of clients.
+
+    S bounds a client's update (`clip` has to come before), z_t ~ N(0, z^2) with z the
+    `noise_multiplier`, λ the `correlation`; t counts the federation's rounds, and z_0 = 0. The
+    divisor is how many clients are asked, whoever answers, and every client counts the same. All
+    that a client has is hidden from whoever sees the aggregates, but not from the server that adds
+    the noise. The ledger accounts all rounds as one release (`fedsim.privacy.correlated`), of the
+    client whose rounds reach the farthest. At λ = 0 it is DP-FedAvg.
+    """
+
+    paper: ClassVar[str] = (
+        "Denisov et al., Improved Differential Privacy for SGD via Optimal Private Linear "
+        "Operators on Adaptive Streams, NeurIPS 2022; Kairouz et al., Practical and Private (Deep) "
+        "Learning without Sampling or Shuffling, ICML 2021; the correlation: Kalinin et al., "
+        "DP-CGD: Efficient Noise Correlation for Differentially Private Model Training, 2026; "
+        "λ = 0: McMahan et al., Learning Differentially Private Recurrent Language Models, ICLR "
+        "2018"
+    )
+
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
+    """z: standard deviation of z_t on the sum of updates, over S."""
+    correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """λ."""
+
+    def combine(self, updates: Iterable[Update]) -> Update:
+        """Sum of tensors, mean of buffers; `num_examples` is the total.
+
+        Raises:
+            FedsimError: there is no update, or their tensors differ in name or shape.
+        """
+        count = examples = 0
+        tensors, buffers = Mean(), Mean()
+        for update in updates:
+            count += 1
+            examples += update.num_examples
+            tensors.move_towards(update.tensors, 1 / count)
+            buffers.move_towards(update.buffers, 1 / count)
+        if count == 0:
+            raise FedsimError("dp_ftrl: no client sent an update in this round")
+        return Update(
+            tensors={name: count * mean for name, mean in tensors.read().items()},
+            buffers=buffers.read(),
+            num_examples=examples,
+        )
+
+    def noised(self, combined: Update, round: ServerRound) -> Update:
+        """See the class."""
+        zeros = {name: torch.zeros_like(value) for name, value in combined.tensors.items()}
+        scale = self.noise_multiplier * round.sensitivity if self.noise_multiplier else 0.0
+        tensors = add_gaussian(combined.tensors, scale, round.stream)
+        if round.before and self.correlation:
+            last = add_gaussian(zeros, scale, round.before)
+            tensors = {n: value - self.correlation * last[n] for n, value in tensors.items()}
+        return replace(combined, tensors={n: value / round.clients for n, value in tensors.items()})
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """Gaussian noise of the server on a sum of bounded updates; a release stays what it is.
+
+        Raises:
+            FedsimError: there is no bound on a client's update.
+        """
+        if self.noise_multiplier == 0:
+            return before.unproven("dp_ftrl adds no noise: its noise_multiplier is 0")
+        if math.isinf(before.sensitivity):
+            raise FedsimError(
+                f"dp_ftrl: noise_multiplier {self.noise_multiplier} has no bound on the update to "
+                "multiply; put clip directly before it"
+            )
+        if before.mechanism:
+            return before
+        return Guarantee(
+            mechanism=Mechanism(
+                noise_multiplier=self.noise_multiplier,
+                unit="client",
+                relation="zero_out",
+                correlation=self.correlation,
+                shared=True,
+            )
+        )

@@ -1,0 +1,172 @@
+"""DPFTRL: its noise over rounds, what it divides by, what it claims of which client."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fedsim
+from fedsim.defense import Guarantee, NoisyAggregation, ServerRound, chain
+from fedsim.privacy import correlated, gaussian
+from fedsim.privacy.ledger import claim
+from fedsim.scenario.resolve import resolve
+from fedsim.testing.updates import same, stream
+from fedsim.types import FedsimError, LocalTraining, Update
+from fedsim.workload import Probe, Workload
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.dp_ftrl import DPFTRL
+from fedsim_defenses.gaussian_noise import GaussianNoise
+
+DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
+
+
+def server(defense: DPFTRL, round: int, entries: int = 20_000) -> Tensor:
+    """What is shown of the sum of two updates of ones, under a bound of 0.5."""
+    updates = [Update(tensors={"a": torch.ones(entries)}, num_examples=n) for n in (1, 9)]
+    shown = defense.noised(
+        defense.combine(updates),
+        ServerRound(
+            clients=4,
+            sensitivity=0.5,
+            stream=stream(round),
+            before=stream(round - 1) if round > 1 else None,
+        ),
+    )
+    return shown.tensors["a"]
+
+
+def test_without_noise_it_is_the_sum_over_those_who_are_asked() -> None:
+    found = server(DPFTRL(noise_multiplier=0.0, correlation=0.9), 2)
+    assert torch.equal(found, torch.full_like(found, 2 / 4))
+
+
+def test_each_round_takes_back_its_share_of_the_noise_before() -> None:
+    plain, taken = (DPFTRL(noise_multiplier=3.0, correlation=c) for c in (0.0, 0.6))
+    white = [server(plain, round) - 0.5 for round in (1, 2, 3)]
+    found = [server(taken, round) - 0.5 for round in (1, 2, 3)]
+    torch.testing.assert_close(found[0], white[0])
+    for round in (1, 2):
+        torch.testing.assert_close(found[round], white[round] - 0.6 * white[round - 1])
+    # 20,000 draws: the standard error is 0.5%
+    assert float(white[0].std()) == pytest.approx(3.0 * 0.5 / 4, rel=0.025)
+
+
+def scenario(**changes: Any) -> Any:
+    base: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
+        "model": {"name": "kan", "hidden": 4},
+        "training": {"rounds": 3, "local": {"batch_size": 4}},
+        "federation": {"participation": 0.67},
+        "defenses": {
+            "none": ["aggregate"],
+            "bounded": [{"name": "clip", "norm": 0.1}, {"name": "dp_ftrl", "noise_multiplier": 0}],
+            **{
+                f"c{c}": [
+                    {"name": "clip", "norm": 0.1},
+                    {"name": "dp_ftrl", "noise_multiplier": 2.0, "correlation": c},
+                ]
+                for c in (0.0, 0.5)
+            },
+        },
+        "attacks": [],
+        "observe": {"batch_sizes": [2]},
+        "privacy": {"delta": 1e-3},
+    }
+    return resolve({**base, **changes})
+
+
+def test_a_workload_goes_on_from_the_round_before_and_a_probe_changes_nothing() -> None:
+    resolved = scenario()
+    plain, taken = (Workload(resolved, name) for name in ("c0.0", "c0.5"))
+    update = Update(tensors={"a": torch.zeros(1000)}, num_examples=4)
+    noise = [plain.combined([update], round).tensors["a"] for round in (1, 2)]
+    found = [taken.combined([update], round).tensors["a"] for round in (1, 2)]
+    torch.testing.assert_close(found[0], noise[0])
+    torch.testing.assert_close(found[1], noise[1] - 0.5 * noise[0])
+    assert float(noise[0].std()) == pytest.approx(2.0 * 0.1 / 2, rel=0.12), "two are asked"
+    probes = [Probe(batch_size=2, trial=t, release=r) for t in (0, 1) for r in (0, 1)]
+    drawn = [plain.combined([update], 2, probe).tensors["a"] for probe in probes]
+    assert len({float(each[0]) for each in [*drawn, noise[1]]}) == 5
+    assert torch.equal(taken.combined([update], 2).tensors["a"], found[1])
+
+
+def test_a_federation_under_noise_of_the_server(tmp_path: Path) -> None:
+    """Through Flower: the ledger's ε is in the record, and other stacks are as they were."""
+    run = fedsim.run(scenario(), out=tmp_path / "run")
+    last = {row["defense"]: row for row in run.rounds() if row["round"] == 3}
+    for correlation in (0.0, 0.5):
+        row = last[f"c{correlation}"]
+        assert not any(row["failures"].values()) and row["train_loss"] is None
+        taken = [[c in r["participants"] for c in range(3)] for r in run.rounds()[:3]]
+        lag = np.subtract.outer(range(3), range(3))
+        decay = np.where(lag >= 0, correlation ** np.maximum(lag, 0), 0.0)
+        farthest = max(np.linalg.norm(decay @ np.array(taken)[:, c]) for c in range(3))
+        assert row["epsilon"] == pytest.approx(float(gaussian.epsilon(2.0 / farthest, 1e-3)))
+    assert last["bounded"]["epsilon"] == "inf"
+    assert last["bounded"]["test_loss"] != last["c0.0"]["test_loss"]
+
+
+def proven(*defenses: Any) -> Guarantee:
+    return chain(*defenses).guarantees(DECLARED)[-1]
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.7])
+def test_the_ledger_claims_the_farthest_clients_curve(correlation: float) -> None:
+    stack = chain(Clip(norm=2.0), DPFTRL(noise_multiplier=6.0, correlation=correlation))
+    arguments: dict[str, Any] = {"num_examples": 50, "delta": 1e-5}
+    full = claim(stack, DECLARED, rounds=10, **arguments)
+    reach = correlated.sensitivity(10, correlation)
+    assert full.epsilon == pytest.approx(float(gaussian.epsilon(6.0 / reach, 1e-5)), rel=1e-12)
+    assert (full.unit, full.relation) == ("client", "zero_out")
+    early = (True,) * 3 + (False,) * 7
+    spread = (True, False, False) * 3 + (True,)
+    of = {
+        schedule: claim(stack, DECLARED, rounds=sum(schedule), schedules={schedule}, **arguments)
+        for schedule in (early, spread)
+    }
+    worst = correlated.sensitivity(10, correlation, 3)
+    assert of[early].epsilon == pytest.approx(float(gaussian.epsilon(6.0 / worst, 1e-5)))
+    both = claim(stack, DECLARED, rounds=4, schedules=set(of), **arguments)
+    assert both.epsilon == max(found.epsilon for found in of.values()) < full.epsilon
+    never = claim(stack, DECLARED, rounds=0, schedules={(False,) * 4}, **arguments)
+    assert never.epsilon == 0
+
+
+def test_repeated_releases_are_not_accounted() -> None:
+    stack = chain(Clip(norm=2.0), DPFTRL(noise_multiplier=6.0, correlation=0.5))
+    found = claim(
+        stack, DECLARED, rounds=3, repeated_rounds=1, repeats=2, num_examples=9, delta=1e-5
+    )
+    assert found.epsilon == math.inf and "observe.releases" in (found.reason or "")
+
+
+def test_without_a_bound_it_is_refused() -> None:
+    for before in ([], [GaussianNoise(std=1.0)]):
+        with pytest.raises(FedsimError, match="put clip directly before it"):
+            proven(*before, DPFTRL(noise_multiplier=1.0))
+
+
+def test_what_clients_proved_themselves_stands() -> None:
+    own = [Clip(norm=1.0), GaussianNoise(multiplier=2.0), Clip(norm=1.0)]
+    found = proven(*own, DPFTRL(noise_multiplier=1.0, correlation=0.5)).mechanism
+    assert found == proven(*own).mechanism
+
+
+def test_without_noise_nothing_is_proven() -> None:
+    held = proven(Clip(norm=1.0), DPFTRL(noise_multiplier=0.0))
+    assert held.mechanism is None and "noise_multiplier is 0" in held.reason
+
+
+def test_nothing_is_changed_in_place() -> None:
+    defense: NoisyAggregation = DPFTRL(noise_multiplier=1.0, correlation=0.5)
+    update = Update(tensors={"a": torch.ones(5)}, num_examples=1)
+    asked = ServerRound(clients=1, sensitivity=1.0, stream=stream(0), before=stream(1))
+    defense.noised(update, asked)
+    assert same(update.tensors, {"a": torch.ones(5)})
