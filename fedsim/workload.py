@@ -332,10 +332,13 @@ class Workload:
         return replace(self.declared, batch_size=probe.batch_size) if probe else self.declared
 
     def _batches(self, client: int, training: LocalTraining, path: tuple[int, ...]) -> Batches:
-        """Pixels and labels of every local step; of a table, all of the client's rows."""
+        """Pixels and labels of every local step; without training, all that the client holds."""
+        own = self.parts[client]
         if isinstance(self.dataset, Table):
-            own = self.parts[client]
             return [(self.dataset.train_rows[own], self.dataset.train_labels[own])]
+        if not self.trains:
+            pixels = as_pixels(self.dataset.train_images[own])
+            return [(pixels, self.dataset.train_labels[own])]
         batches = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):
