@@ -140,9 +140,8 @@ def paper_distance(
 
 def paper_radius(epsilon: float, delta: float, samples: int) -> float:
     """Δ = min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2): the M that is allowed."""
-    from fedsim.privacy import wishart
-
-    return float(wishart.paper_max_distance(samples, epsilon, delta))
+    information = 8 * math.log(1 / delta)
+    return min(epsilon / math.sqrt(samples * information), epsilon / information)
 
 
 def paper_samples(epsilon: float, delta: float, distance: float) -> int:

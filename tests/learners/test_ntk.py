@@ -260,12 +260,12 @@ class TestErrorsOfThePaper:
         assert change > 2.8 * math.sqrt(50) * 1e-6
 
     def test_lemma_e15_grows_with_n_where_the_distance_does_not(self) -> None:
-        """From 10 rows to 1,000 the paper's bound is 100 times as large; the truth does not grow.
+        """From 100 rows to 1,000 the paper's bound is ten times as large; the truth does not grow.
 
         With γ I added; what is added is what bounds the eigenvalues from below.
         """
         found = []
-        for n in (10, 100, 1000):
+        for n in (100, 1000):
             x = unit_rows(n, 8, 3)
             other = moved(x, 1e-3, 1)
             lift = 0.5 * torch.eye(n).double()
@@ -273,9 +273,9 @@ class TestErrorsOfThePaper:
                 ntk.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
             )
         assert max(found) <= kernel_distance.lifted(1e-3, 0.5)
-        assert max(found) < 2 * min(found)
-        printed = [ntk.paper_distance(n, 1e-3, 0.5) for n in (10, 1000)]
-        assert printed[1] == pytest.approx(100 * printed[0])
+        assert found[1] < 1.1 * found[0]
+        printed = [ntk.paper_distance(n, 1e-3, 0.5) for n in (100, 1000)]
+        assert printed[1] == pytest.approx(10 * printed[0])
 
     def test_its_own_bound_is_thousands_of_times_too_large(self) -> None:
         """At its own n, β and η_min: 1/7 where 5e-5 is proven; and ε = 10 is 0.003."""

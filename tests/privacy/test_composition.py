@@ -52,7 +52,7 @@ def test_randomized_responses_compose_as_they_must() -> None:
     for epsilon in (0.5, 1.0, 1.7):
         delta = both * -math.expm1(epsilon - 2)
         found = composition.epsilon([response(1.0, 0.0)] * 2, delta)
-        assert epsilon <= found <= epsilon + 0.02
+        assert epsilon <= found <= epsilon + 1e-6
 
 
 def test_what_is_lost_for_sure_is_lost() -> None:

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.signal import fftconvolve
 
 from fedsim.privacy import laplace, laplace_vector
 from fedsim.types import FedsimError
@@ -14,26 +15,22 @@ EPSILONS = np.linspace(0.0, 3.0, 13)
 
 
 def truth(moves: list[float], scale: float, bound: float, epsilons: np.ndarray) -> np.ndarray:
-    """δ at each ε of noise on several entries, by integrating the loss of one after the other."""
-    points = 40_001
-    losses, masses = np.array([0.0]), np.array([1.0])
-    lost = 0.0
+    """δ at each ε of noise on several entries, by convolving the distributions of their losses."""
+    step, kept = 1e-4, 1.0
+    masses, lowest = np.array([1.0]), 0
     for move in moves:
-        x = np.linspace(-bound, bound, points)
-        x = (x[1:] + x[:-1]) / 2
+        edges = np.linspace(-bound, bound, 200_001)
+        x = (edges[1:] + edges[:-1]) / 2
         density = np.exp(-np.abs(x) / scale)
         density /= density.sum()
         inside = np.abs(x - move) <= bound
-        loss = (np.abs(x - move) - np.abs(x)) / scale
-        lost = 1 - (1 - lost) * (1 - density[~inside].sum())
-        own, where = np.unique(np.round(loss[inside], 3), return_inverse=True)
-        weight = np.bincount(where, density[inside])
-        losses = np.add.outer(losses, own).ravel()
-        masses = np.multiply.outer(masses, weight).ravel()
-        grid, where = np.unique(np.round(losses, 3), return_inverse=True)
-        losses, masses = grid, np.bincount(where, masses)
+        index = np.round((np.abs(x - move) - np.abs(x))[inside] / scale / step).astype(int)
+        kept *= density[inside].sum()
+        masses = fftconvolve(masses, np.bincount(index - index.min(), density[inside]))
+        lowest += int(index.min())
+    losses = (lowest + np.arange(len(masses))) * step
     gaps = -np.expm1(np.minimum(epsilons[:, None] - losses[None], 0.0))
-    return lost + (masses * gaps).sum(1)
+    return 1 - kept + (masses * gaps).sum(1)
 
 
 @pytest.mark.parametrize("moves", [[1.0], [0.6, 0.8], [0.5] * 4, [0.9, 0.3, 0.3, 0.1], [0.25] * 16])
@@ -44,9 +41,10 @@ def test_no_direction_is_worse_than_what_is_proven(
     length = math.sqrt(sum(move**2 for move in moves))
     proven = np.exp(laplace_vector.log_delta(length, scale, bound, len(moves), EPSILONS))
     exact = truth(moves, scale, bound, EPSILONS)
-    assert (exact <= proven + 3e-3).all()  # the integral's grid
+    assert (exact <= proven + 1e-3).all()  # the grid of losses
     lost = laplace_vector.outside(length, scale, bound, len(moves))
-    assert exact[-1] <= lost + 3e-3
+    if sum(moves) <= EPSILONS[-1] * scale:  # there nothing but the ends of the noise tells
+        assert exact[-1] <= lost + 1e-3
 
 
 def test_of_one_number_the_end_is_exact() -> None:
@@ -59,7 +57,9 @@ def test_of_one_number_the_end_is_exact() -> None:
 
 def test_many_entries_are_a_gaussian_mechanism() -> None:
     """What is proven does not grow with the dimension, but for the ends."""
-    few, many = (np.exp(laplace_vector.log_delta(1.0, 3.0, 90.0, d, EPSILONS)) for d in (50, 5000))
+    few, many = (
+        np.exp(laplace_vector.log_delta(1.0, 3.0, 90.0, d, EPSILONS[:5])) for d in (50, 5000)
+    )
     assert np.allclose(few, many, rtol=1e-6, atol=1e-12)
     # In the middle it is the truth to within the constant sqrt(π/2): that of many small entries.
     exact = truth([0.25] * 16, 3.0, 90.0, np.array([0.0]))[0]
