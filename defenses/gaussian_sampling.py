@@ -96,12 +96,14 @@ class GaussianSampling(StatisticDefense):
         Raises:
             FedsimError: not a single draw is private enough.
         """
+        gain, row_norm = release.gain, release.row_norm
         if self.lift is not None:
-            bounded, least = kernel_distance.lifted, self.lift
+            distance = kernel_distance.lifted(self.beta, self.lift, gain=gain, row_norm=row_norm)
         else:
             assert self.least_eigenvalue is not None
-            bounded, least = kernel_distance.assumed, self.least_eigenvalue
-        distance = bounded(self.beta, least, gain=release.gain, row_norm=release.row_norm)
+            distance = kernel_distance.assumed(
+                self.beta, self.least_eigenvalue, gain=gain, row_norm=row_norm
+            )
         samples = self.samples
         if samples is None:
             assert self.epsilon is not None and self.delta is not None

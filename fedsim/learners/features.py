@@ -52,7 +52,7 @@ class Features:
                 rows = torch.cat(
                     [
                         self._model.features(normalize(part.to(self._device), self._spec)).cpu()
-                        for part in pixels.split(_BATCH)
+                        for part in torch.split(pixels, _BATCH)
                     ]
                 )
         return F.normalize(rows.double(), dim=1)

@@ -76,7 +76,7 @@ def _least(curve: LogDelta, target: float) -> float:
 
 def _reach(curve: LogDelta, target: float) -> float:
     """Where δ(ε) has come down to what never goes away; inf if that is too much for δ."""
-    points = np.geomspace(1e-3, _FAR, 80)
+    points: Array = np.geomspace(1e-3, _FAR, 80, dtype=np.float64)
     deltas = np.exp(curve(points))
     floor = float(deltas[-1])
     if floor >= target:
