@@ -89,7 +89,7 @@ def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
     from dp_accounting.pld import pld_pmf
 
     steps = max(1, math.ceil(reach / step))
-    losses = np.arange(steps + 1) * step
+    losses: Array = np.arange(steps + 1, dtype=np.float64) * step
     right = np.exp(curve(losses))
     # δ(-ε) = 1 - exp(-ε) (1 - δ(ε)), neighbours being so in both orders.
     left = 1 - np.exp(-losses[:0:-1]) * (1 - right[:0:-1])
