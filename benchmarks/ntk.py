@@ -3,8 +3,9 @@
 The experiment of Figure 1 of Differential Privacy Mechanisms in Neural Tangent Kernel Regression:
 10 classes, m = 256 neurons, λ = 10, δ = 2e-3, β = 1e-6, unit features, k samples as equation (1)
 allows at ε with the paper's n = 1,000 and η_min = 7e-3. Beside it: whether the lemma that the paper
-rests on applies at all, the exact ε of so many samples at the paper's distance M, a distance that
-holds for these data, and the control α = Y / λ, which drops the kernel matrix and its ε.
+rests on applies at all, the exact ε of so many samples at the paper's distance M and at one that
+holds for these data and any neighbour, and the control α = Y / λ, which drops the kernel matrix and
+its ε.
 
 Bundled digits (8x8 pixels), or images of a folder or zip with `train/` and `test/`, of which a
 ResNet-18 gives the features (scenarios/ntk/features.yaml trains it on the other images).
@@ -88,7 +89,7 @@ def experiment(
     train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
 ) -> dict[str, Any]:
     """Accuracies, and what they cost by either accounting."""
-    from fedsim.privacy import laplace, wishart
+    from fedsim.privacy import draws, kernel_distance, laplace, wishart
 
     n, d = train.shape
     weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))
@@ -97,23 +98,25 @@ def experiment(
     smallest = float(torch.linalg.eigvalsh(gram)[0])
     gain = float(torch.linalg.eigvalsh(weights.T @ weights / NEURONS)[-1])
     printed = ntk.paper_distance(PAPER_N, BETA, PAPER_SMALLEST)
-    holds = ntk.distance_bound(n, BETA, smallest, gain=gain)
+    holds = kernel_distance.of_data(BETA, smallest, gain=gain)
 
     def accuracy(alpha: Tensor, rows: Tensor) -> float:
         found = ntk.predict(test, rows, alpha, weights).argmax(1)
         return float((found == truth).double().mean())
 
     counts = {epsilon: ntk.paper_samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
-    root = ntk.square_root(gram)
+    root = draws.square_root(gram)
     scores: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
     control = []
     for trial in range(trials):
         reach = math.sqrt(d) * BETA
         bound = float(laplace.bound(reach, INPUT_EPSILON, INPUT_DELTA))
         noise = rng.generator(trial, "inputs")
-        rows = ntk.noisy_inputs(train, reach / INPUT_EPSILON, bound, noise)
+        rows = draws.truncated_laplace(train, reach / INPUT_EPSILON, bound, noise)
         control.append(accuracy(ntk.fit_without_kernel(labels, RIDGE), rows))
-        samples = ntk.gaussian_samples(root, max(counts.values()), rng.generator(trial, "samples"))
+        samples = draws.gaussian_samples(
+            root, max(counts.values()), rng.generator(trial, "samples")
+        )
         for epsilon, count in counts.items():
             alpha = ntk.fit_sampled(samples[:, :count], labels, RIDGE)
             scores[epsilon].append(accuracy(alpha, rows))

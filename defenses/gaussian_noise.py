@@ -9,6 +9,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fedsim.defense import Guarantee, Mechanism, UpdateDefense, add_gaussian
+from fedsim.privacy import gaussian
 from fedsim.types import FedsimError, Tensors
 
 _Scale = Annotated[float, Field(ge=0, le=1e12)]
@@ -16,7 +17,10 @@ _Scale = Annotated[float, Field(ge=0, le=1e12)]
 
 @final
 class GaussianNoise(UpdateDefense):
-    """Adds N(0, s^2) to every entry, s given by `std` or by `multiplier` times the sensitivity.
+    """Adds N(0, s^2) to every entry: s is `std`, or `multiplier` times the sensitivity.
+
+    Or it is the least s that makes one release (ε, δ)-private: the analytic Gaussian mechanism. The
+    ledger composes the releases of all rounds.
 
     After a defense that bounds the update's norm by S it is the Gaussian mechanism on what a client
     releases: all of the client's data are hidden, against a client that releases zero plus noise,
@@ -33,18 +37,25 @@ class GaussianNoise(UpdateDefense):
     """Standard deviation, in the update's units."""
     multiplier: _Scale | None = None
     """Standard deviation over the L2 bound that the defenses before this one prove."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """ε of one release, of which the multiplier follows."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """δ of that ε."""
 
     @model_validator(mode="after")
     def _one_scale(self) -> GaussianNoise:
-        if (self.std is None) == (self.multiplier is None):
-            raise ValueError("gaussian_noise takes exactly one of std and multiplier")
+        given = (self.std is not None, self.multiplier is not None, self.epsilon is not None)
+        if sum(given) != 1 or (self.epsilon is None) != (self.delta is None):
+            raise ValueError(
+                "gaussian_noise takes exactly one of std, multiplier, and epsilon with delta"
+            )
         return self
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """`std`, a 0-d float64, where it depends on what is proven of the update.
 
         Raises:
-            FedsimError: there is a `multiplier` and no bound that it could multiply.
+            FedsimError: there is a multiplier and no bound that it could multiply.
         """
         return {"std": torch.tensor(self._std(sensitivity), dtype=torch.float64)}
 
@@ -58,7 +69,7 @@ class GaussianNoise(UpdateDefense):
         """The Gaussian mechanism, if the update was bounded and no mechanism came before.
 
         Raises:
-            FedsimError: there is a `multiplier` and no bound that it could multiply.
+            FedsimError: there is a multiplier and no bound that it could multiply.
         """
         std = self._std(before.sensitivity, before.reason)
         if std == 0:
@@ -74,12 +85,15 @@ class GaussianNoise(UpdateDefense):
         )
 
     def _std(self, sensitivity: float, reason: str = "") -> float:
-        if self.multiplier is None:
+        multiplier = self.multiplier
+        if self.epsilon is not None and self.delta is not None:
+            multiplier = float(gaussian.noise_multiplier(self.epsilon, self.delta))
+        if multiplier is None:
             return self.std or 0.0
         if math.isinf(sensitivity):
             raise FedsimError(
-                f"gaussian_noise: multiplier {self.multiplier} has no bound on the update to "
+                f"gaussian_noise: multiplier {multiplier:g} has no bound on the update to "
                 "multiply; put clip directly before it, or give the standard deviation as std"
                 + (f" ({reason})" if reason else "")
             )
-        return self.multiplier * sensitivity
+        return multiplier * sensitivity

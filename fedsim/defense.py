@@ -13,9 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import lru_cache
+from typing import ClassVar, Literal, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedsim.plugins import Plugin
@@ -77,7 +80,73 @@ class ExactMechanism(ABC):
         none."""
 
 
-ReleaseKind = Literal["sketch", "coefficients", "sketched_coefficients", "normal_coefficients"]
+@dataclass(frozen=True, kw_only=True)
+class CurveMechanism(ExactMechanism):
+    """An exact mechanism whose whole curve is known, so that it composes with others.
+
+    `beta` is how far neighbours' examples are apart at most, under relation `close`.
+    """
+
+    beta: float
+
+    @abstractmethod
+    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        """log δ at each ε >= 0: the largest over neighbours, in both directions."""
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """The releases' composition."""
+        return Composed.of((self,)).epsilon(delta, releases)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Composed(ExactMechanism):
+    """Independent releases of the same data, each by a mechanism of which the curve is known."""
+
+    parts: tuple[CurveMechanism, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[CurveMechanism, ...]) -> Composed:
+        """Of one mechanism or more.
+
+        Raises:
+            FedsimError: they hide different things.
+        """
+        if len({(part.unit, part.beta) for part in parts}) > 1:
+            raise FedsimError(
+                f"mechanisms that hide different things do not compose: {_listed(parts)}; give "
+                "them the same beta"
+            )
+        relative = any(part.relation == "relative" for part in parts)
+        return cls(
+            unit=parts[0].unit,
+            relation="relative" if relative else parts[0].relation,
+            accountant=f"{_listed(parts)}, β = {parts[0].beta:g}",
+            parts=parts,
+        )
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """By the composition of the parts' curves (`fedsim.privacy.composition`)."""
+        return _composed_epsilon(self.parts * releases, delta)
+
+
+@lru_cache(maxsize=256)
+def _composed_epsilon(parts: tuple[CurveMechanism, ...], delta: float) -> float:
+    from fedsim.privacy.composition import epsilon
+
+    return epsilon([part.log_delta for part in parts], delta)
+
+
+def _listed(parts: tuple[CurveMechanism, ...]) -> str:
+    return " and ".join(part.accountant for part in parts)
+
+
+ReleaseKind = Literal[
+    "sketch", "coefficients", "sketched_coefficients", "normal_coefficients", "kernel_regression"
+]
+
+Statistic = Literal["features", "kernel"]
+"""What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +155,8 @@ class Release:
 
     `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
     `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
-    the normal distribution that the latter tends to.
+    the normal distribution that the latter tends to. `kernel_regression`: a function of
+    `statistics`, and of labels that nothing protects.
     """
 
     kind: ReleaseKind
@@ -96,6 +166,10 @@ class Release:
     """r, the columns of G (0 for `coefficients`)."""
     features: int
     """d, the number of features."""
+    statistics: tuple[Statistic, ...] = ()
+    """All that the release is computed from; empty where it is computed from the rows at once."""
+    gain: float = 1.0
+    """s, the largest eigenvalue of S in the kernel (x'z)(x'Sz), which is public."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +222,33 @@ class DataDefense(Plugin):
     def least_clients(self) -> int:
         """How many clients' releases have to be combined for what `pooled` claims."""
         return 1
+
+
+class StatisticDefense(Plugin):
+    """Privatizes a statistic from which a closed-form learner computes its release.
+
+    The release is then post-processing: it is private if every statistic that it is computed from
+    is. Shape and type are kept, and of a kernel matrix that it is positive semidefinite.
+    """
+
+    statistic: ClassVar[Statistic]
+    """The one that it acts on."""
+
+    @abstractmethod
+    def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
+        """The private version of a client's `value`, which is not mutated.
+
+        Raises:
+            FedsimError: the defense cannot do what it is asked for.
+        """
+
+    @abstractmethod
+    def guarantee(self, release: Release) -> CurveMechanism:
+        """What holds of the private statistic, if its rows keep to what `release` says.
+
+        Raises:
+            FedsimError: as `apply`.
+        """
 
 
 class UpdateDefense(Plugin):
@@ -249,18 +350,19 @@ class NoisyAggregation(AggregationDefense):
         """What the server shows of what `combine` made. Does not mutate `combined`."""
 
 
-Defense = DataDefense | UpdateDefense | TrainingDefense | AggregationDefense
+Defense = DataDefense | StatisticDefense | UpdateDefense | TrainingDefense | AggregationDefense
 
 
 @dataclass(frozen=True)
 class Stack:
-    """A chain of defenses: data and training defenses act first, then update ones, then the
-    aggregation."""
+    """A chain of defenses: those of data, training and statistics act first, then update ones, then
+    the aggregation."""
 
     training_defenses: tuple[TrainingDefense, ...] = ()
     update_defenses: tuple[UpdateDefense, ...] = ()
     aggregation: AggregationDefense | None = None
     data_defense: DataDefense | None = None
+    statistic_defenses: tuple[StatisticDefense, ...] = ()
 
     _memories: dict[int, dict[str, Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -274,6 +376,15 @@ class Stack:
     def sigma(self, release: Release) -> float:
         """σ of the σ I that a client appends to its rows; 0 without a data defense."""
         return self.data_defense.sigma(release) if self.data_defense else 0.0
+
+    def private(
+        self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
+    ) -> Tensor:
+        """A client's `statistic` as its release may use it: `value` itself without a defense."""
+        for defense in self.statistic_defenses:
+            if defense.statistic == statistic:
+                return defense.apply(value, release, rng)
+        return value
 
     @property
     def vantage(self) -> Vantage:
@@ -349,6 +460,8 @@ class Stack:
                     "learner sketch or least_squares, or drop it"
                 )
             held = self.data_defense.guarantee(release)
+        if self.statistic_defenses:
+            held = self._of_statistics(release)
         proven = [held]
         for member in self.update_defenses:
             # The mean of releases that were changed further is not what is pooled.
@@ -356,6 +469,22 @@ class Stack:
         if self.aggregation:
             proven.append(self.aggregation.guarantee(proven[-1]))
         return proven
+
+    def _of_statistics(self, release: Release | None) -> Guarantee:
+        known = release.statistics if release else ()
+        for defense in self.statistic_defenses:
+            if release is None or defense.statistic not in known:
+                raise FedsimError(
+                    f"{_name(defense)} acts on the {defense.statistic} that a learner computes its "
+                    "release from, and this one releases nothing of the kind; choose learner ntk, "
+                    "or drop it"
+                )
+        assert release is not None
+        parts = {d.statistic: d.guarantee(release) for d in self.statistic_defenses}
+        bare = [statistic for statistic in known if statistic not in parts]
+        if bare:
+            return Guarantee(reason=f"no defense protects the {bare[0]} that the release tells of")
+        return Guarantee(mechanism=Composed.of(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
         """Whether clients that train may report their loss.
@@ -399,9 +528,12 @@ def chain(*defenses: Defense) -> Stack:
     """Compose `defenses` in written order; `chain()` is the identity.
 
     Raises:
-        FedsimError: more than one aggregation defense, or one that is not the last; or more than
-            one data defense, or one that is not the first.
+        FedsimError: more than one aggregation defense, or one that is not the last; more than one
+            data defense, or one that is not the first; or more than one defense of a statistic, or
+            one behind an update defense.
     """
+    acted: set[Statistic] = set()
+    changed = False
     for position, defense in enumerate(defenses):
         if isinstance(defense, AggregationDefense) and position != len(defenses) - 1:
             raise FedsimError(
@@ -413,12 +545,22 @@ def chain(*defenses: Defense) -> Stack:
                 f"{_name(defense)} acts on the rows, before anything is computed from them: put it "
                 f"first, and alone of its kind (found at position {position} of {len(defenses)})"
             )
+        changed = changed or isinstance(defense, UpdateDefense)
+        if isinstance(defense, StatisticDefense):
+            if changed or defense.statistic in acted:
+                raise FedsimError(
+                    f"{_name(defense)} acts on the {defense.statistic}, before anything is "
+                    "computed from them: put it before all defenses of updates, alone of its kind "
+                    f"(found at position {position} of {len(defenses)})"
+                )
+            acted.add(defense.statistic)
     first, last = (defenses[0], defenses[-1]) if defenses else (None, None)
     return Stack(
         tuple(d for d in defenses if isinstance(d, TrainingDefense)),
         tuple(d for d in defenses if isinstance(d, UpdateDefense)),
         last if isinstance(last, AggregationDefense) else None,
         first if isinstance(first, DataDefense) else None,
+        tuple(d for d in defenses if isinstance(d, StatisticDefense)),
     )
 
 

@@ -26,7 +26,7 @@ Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
 Unit = Literal["client", "example"]
-Relation = Literal["zero_out", "replace_one", "add_or_remove", "relative"]
+Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"

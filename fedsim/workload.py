@@ -368,13 +368,16 @@ class Workload:
     def _batches(
         self, client: int, training: LocalTraining, path: tuple[int, ...], taken: int
     ) -> Batches:
-        """Pixels and labels of every local step; of a table, all of the client's rows.
+        """Pixels and labels of every local step; without training, all that the client holds.
 
         `taken` is how many steps the client has taken in earlier rounds.
         """
+        own = self.parts[client]
         if isinstance(self.dataset, Table):
-            own = self.parts[client]
             return [(self.dataset.train_rows[own], self.dataset.train_labels[own])]
+        if not self.trains:
+            pixels = as_pixels(self.dataset.train_images[own])
+            return [(pixels, self.dataset.train_labels[own])]
         found = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):

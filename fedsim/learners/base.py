@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from fedsim.scenario import Scenario
 
 Batches = Sequence[tuple[Tensor, Tensor]]
-"""What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a table
-one (rows (n, d + 1), labels (n,)) with all that the client holds."""
+"""What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a learner
+that releases once one batch of all that the client holds, of a table (rows (n, d + 1), labels)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +113,21 @@ class Computation(ABC):
         """The weights that the server sends with probes, where it plants."""
 
 
+def model_spec(problem: Problem) -> ModelSpec:
+    """The scenario's model, of which there has to be one, for the images of its data source."""
+    model, dataset = problem.scenario.model, problem.dataset
+    assert model is not None
+    assert isinstance(dataset, Dataset)
+    return ModelSpec(
+        name=model.name,
+        parameters=model.parameters,
+        input_shape=dataset.input_shape,
+        num_classes=len(dataset.classes),
+        mean=dataset.mean,
+        std=dataset.std,
+    )
+
+
 class Learner(Plugin):
     """What a client computes from its data, and what the server makes of the clients' mean."""
 
@@ -121,6 +136,9 @@ class Learner(Plugin):
     trains: ClassVar[bool]
     """Whether it trains a model over rounds, as `training` says. One that does not releases once
     (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
+    reads_features: ClassVar[bool] = False
+    """Of one that trains nothing: whether it computes from the features of a frozen model, if the
+    scenario names one (`model`, `training.weights`)."""
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:

@@ -82,44 +82,30 @@ def predict(
     return kernel(x, train, weights, scale=scale) @ alpha
 
 
+def quadratic_form(
+    train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
+) -> Tensor:
+    """(c, d, d) symmetric Q with x' Q_j x = K(x, X) α_j for every x: the whole predictor.
+
+    Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
+    predictions is the prediction of their mean Q.
+    """
+    weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
+    if weights is None:
+        form = scale**2 * weighted
+    else:
+        form = weighted @ (weights.T @ weights / len(weights))
+    return (form + form.transpose(1, 2)) / 2
+
+
+def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
+    """(a, c) values x' Q_j x of x (a, d) and `form` Q (c, d, d)."""
+    return torch.stack([((x @ one) * x).sum(1) for one in form], dim=1)
+
+
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     """(n, classes) of zeros and ones."""
     return torch.nn.functional.one_hot(labels, classes).double()
-
-
-def square_root(gram: Tensor) -> Tensor:
-    """(n, n) R with R R' = K: Cholesky's, or by eigenvectors where rounding makes K singular."""
-    lower: Tensor
-    lower, info = torch.linalg.cholesky_ex(gram)
-    if int(info):
-        values, vectors = torch.linalg.eigh(gram)
-        lower = vectors * values.clamp(min=0).sqrt()
-    return lower
-
-
-def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(n, count) independent draws of N(0, K), K = root root': Algorithm 1 before its average.
-
-    Raises:
-        FedsimError: `count` is not positive.
-    """
-    if count < 1:
-        raise FedsimError(f"gaussian sampling needs at least one sample, not {count}")
-    noise = torch.randn(root.shape[1], count, generator=generator, dtype=root.dtype)
-    return root @ noise
-
-
-def noisy_inputs(train: Tensor, scale: float, bound: float, generator: torch.Generator) -> Tensor:
-    """X̃ = X + truncated Laplace noise of density ~ exp(-|x| / scale) within ± bound, per entry.
-
-    For a row that moves by β in L2 norm the scale is sqrt(d) β / ε, that being its L1 sensitivity;
-    `fedsim.privacy.laplace` has the bound of a δ.
-    """
-    shape = train.shape
-    share = torch.rand(shape, generator=generator, dtype=torch.float64)
-    size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
-    signs = 2 * torch.randint(2, shape, generator=generator) - 1
-    return train + signs * size
 
 
 def neighbour_distance(gram: Tensor, other: Tensor) -> float:
@@ -146,23 +132,10 @@ def paper_distance(
     """The bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
 
     `smallest` is η_min, the least eigenvalue of K, and `bound` B the largest norm of a row. Lemmas
-    E.4 and E.15, which it is made of, have B³. It is no bound: see `distance_bound`.
+    E.4 and E.15, which it is made of, have B³. As printed it is no bound, for constants are left
+    out; one that holds, and does not grow with n: `fedsim.privacy.kernel_distance`.
     """
     return n * scale**2 * bound**4 * beta / smallest
-
-
-def distance_bound(
-    n: int, beta: float, smallest: float, *, gain: float = 1.0, bound: float = 1.0
-) -> float:
-    """A bound of M that holds, infinite where there is none.
-
-    Moving one row of norm at most B by β changes 2 (n - 1) entries of K by at most 2 s B³ β and one
-    by at most 4 s B³ β, s being `gain`: the largest eigenvalue of S, σ² for the continuous kernel.
-    M is at most the change's Frobenius norm over the neighbour's least eigenvalue. The paper hides
-    the constant 2 sqrt(2), and multiplies by sqrt(n) where nothing asks for it.
-    """
-    change = 2 * gain * bound**3 * beta * math.sqrt(2 * n + 2)
-    return change / (smallest - change) if change < smallest else math.inf
 
 
 def paper_radius(epsilon: float, delta: float, samples: int) -> float:

@@ -15,7 +15,15 @@ from torch.func import functional_call
 
 from fedsim import rng
 from fedsim.defense import Stack, global_norm
-from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
+from fedsim.learners.base import (
+    Computation,
+    Computed,
+    Evaluation,
+    Learner,
+    Problem,
+    Request,
+    model_spec,
+)
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
 from fedsim.models.planting import honest, planted
@@ -54,20 +62,12 @@ class _Training(Computation):
 
     def __init__(self, problem: Problem) -> None:
         scenario, dataset = problem.scenario, problem.dataset
-        assert scenario.model is not None
         assert isinstance(dataset, Dataset)
         self._scenario = scenario
         self._stack = problem.stack
         self._dataset = dataset
         self._device = problem.device
-        self.spec = ModelSpec(
-            name=scenario.model.name,
-            parameters=scenario.model.parameters,
-            input_shape=dataset.input_shape,
-            num_classes=len(dataset.classes),
-            mean=dataset.mean,
-            std=dataset.std,
-        )
+        self.spec = model_spec(problem)
         self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self._device)
         self.releases_statistics = any(
             buffer.is_floating_point() for buffer in self.model.buffers()

@@ -12,6 +12,7 @@ from fedsim.defense import (
     DataDefense,
     Defense,
     Stack,
+    StatisticDefense,
     TrainingDefense,
     UpdateDefense,
     chain,
@@ -24,7 +25,13 @@ from fedsim.types import Algorithm, LocalTraining
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
-    "fedsim.defenses": (UpdateDefense, TrainingDefense, AggregationDefense, DataDefense),
+    "fedsim.defenses": (
+        UpdateDefense,
+        TrainingDefense,
+        AggregationDefense,
+        DataDefense,
+        StatisticDefense,
+    ),
     "fedsim.learners": (Learner,),
     "fedsim.models": (ModelPlugin,),
     "fedsim.data": (DataSource,),

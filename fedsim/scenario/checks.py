@@ -33,8 +33,11 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     attacks, knowledge = sections.get("attacks"), sections.get("knowledge")
     trains = True
     if sound(("learner",)):
-        trains = build_learner(sections["learner"]).trains
-        yield from (_model(sections, sound) if trains else _closed_form(sections))
+        learner = build_learner(sections["learner"])
+        trains = learner.trains
+        yield from (
+            _model(sections, sound) if trains else _closed_form(sections, learner.reads_features)
+        )
     trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))
@@ -63,11 +66,12 @@ def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Ite
         yield ("model",), "missing; add `model: ...`"
 
 
-def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
+def _closed_form(sections: Mapping[str, Any], reads_features: bool) -> Iterator[Finding]:
     """What has no meaning for a learner that releases once, from all of a client's data."""
     learner = sections["learner"].name
     training, observe = sections.get("training"), sections.get("observe")
-    if "model" in sections:
+    frozen = reads_features and "model" in sections
+    if "model" in sections and not frozen:
         yield ("model",), f"learner {learner} trains no model; remove it"
     if sections.get("attacks"):
         yield ("attacks",), f"no attack reads what learner {learner} releases; use `attacks: []`"
@@ -77,7 +81,8 @@ def _closed_form(sections: Mapping[str, Any]) -> Iterator[Finding]:
             f"learner {learner} releases once what a client's data are, and would do so again in "
             "each round; use `rounds: 1`",
         )
-    for key in ("local", "weights", "algorithm", "projection_radius"):
+    unused = ("local", "algorithm", "projection_radius", *(() if frozen else ("weights",)))
+    for key in unused:
         if training and getattr(training, key) != Training.model_fields[key].get_default():
             yield ("training", key), f"learner {learner} does not train; remove it"
     for key in ("batch_sizes", "plant"):

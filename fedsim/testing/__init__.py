@@ -8,11 +8,13 @@ from fedsim.testing.defense import (
     UpdateDefenseContract,
 )
 from fedsim.testing.observation import make_observation
+from fedsim.testing.statistic_defense import StatisticDefenseContract
 
 __all__ = [
     "AggregationDefenseContract",
     "AttackContract",
     "DataDefenseContract",
+    "StatisticDefenseContract",
     "TrainingDefenseContract",
     "UpdateDefenseContract",
     "make_observation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedsim.defense import Defense, Release
 from fedsim.plugins import names
-from fedsim.testing import DataDefenseContract
+from fedsim.testing import DataDefenseContract, StatisticDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,
     TrainingDefenseContract,
@@ -17,12 +17,14 @@ from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.dropout import Dropout
 from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.gaussian_sampling import GaussianSampling
 from fedsim_defenses.gradient_pruning import GradientPruning
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.random_projection import RandomProjection
 from fedsim_defenses.top_k import TopK
+from fedsim_defenses.truncated_laplace import TruncatedLaplace
 
 
 class TestClip(UpdateDefenseContract):
@@ -38,6 +40,11 @@ class TestGaussianNoise(UpdateDefenseContract):
 class TestGaussianNoiseByMultiplier(UpdateDefenseContract):
     def make(self) -> GaussianNoise:
         return GaussianNoise(multiplier=1.1)
+
+
+class TestGaussianMechanism(UpdateDefenseContract):
+    def make(self) -> GaussianNoise:
+        return GaussianNoise(epsilon=2.0, delta=1e-5)
 
 
 class TestGradientPruning(UpdateDefenseContract):
@@ -109,6 +116,26 @@ class TestLeastSquares(DataDefenseContract):
 
     def release(self) -> Release:
         return Release(kind="sketched_coefficients", row_norm=1.5, columns=30, features=2)
+
+
+class TestGaussianSampling(StatisticDefenseContract):
+    def make(self) -> GaussianSampling:
+        return GaussianSampling(beta=0.01, lift=0.1, epsilon=1.0, delta=1e-3)
+
+
+class TestGaussianSamplingAsAssumed(StatisticDefenseContract):
+    def make(self) -> GaussianSampling:
+        return GaussianSampling(beta=1e-4, least_eigenvalue=0.01, samples=20)
+
+
+class TestTruncatedLaplace(StatisticDefenseContract):
+    def make(self) -> TruncatedLaplace:
+        return TruncatedLaplace(beta=0.1, epsilon=1.0, delta=1e-3)
+
+
+class TestTruncatedLaplaceOfThePaper(StatisticDefenseContract):
+    def make(self) -> TruncatedLaplace:
+        return TruncatedLaplace(beta=0.1, epsilon=1.0, delta=1e-3, calibration="paper")
 
 
 def test_no_bundled_defense_is_left_out() -> None:

@@ -11,6 +11,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from fedsim.learners import ntk
+from fedsim.privacy import draws, kernel_distance, wishart
 from fedsim.types import FedsimError
 
 
@@ -91,7 +92,7 @@ def test_classes_are_fitted_each_alone() -> None:
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
 def test_woodbury_is_the_plain_solution(count: int) -> None:
     x, labels = unit_rows(12, 4, 0), ntk.one_hot(torch.arange(12) % 3, 3)
-    samples = ntk.gaussian_samples(ntk.square_root(ntk.kernel(x, x)), count, stream(1))
+    samples = draws.gaussian_samples(draws.square_root(ntk.kernel(x, x)), count, stream(1))
     plain = torch.linalg.solve(samples @ samples.T / count + 0.7 * torch.eye(12).double(), labels)
     torch.testing.assert_close(ntk.fit_sampled(samples, labels, 0.7), plain)
 
@@ -99,9 +100,9 @@ def test_woodbury_is_the_plain_solution(count: int) -> None:
 def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
     x = unit_rows(3, 6, 0)[[0, 1, 2, 2]]
     gram = ntk.kernel(x, x)
-    root = ntk.square_root(gram)
+    root = draws.square_root(gram)
     torch.testing.assert_close(root @ root.T, gram, rtol=0, atol=1e-12)
-    samples = ntk.gaussian_samples(root, 400_000, stream(1))
+    samples = draws.gaussian_samples(root, 400_000, stream(1))
     torch.testing.assert_close(samples[2], samples[3], rtol=0, atol=1e-6)
     assert float((samples @ samples.T / 400_000 - gram).abs().max()) < 0.01
 
@@ -109,7 +110,7 @@ def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
 def test_many_samples_are_the_kernel_itself() -> None:
     x, labels = unit_rows(8, 4, 0), ntk.one_hot(torch.arange(8) % 2, 2)
     gram = ntk.kernel(x, x)
-    samples = ntk.gaussian_samples(ntk.square_root(gram), 500_000, stream(1))
+    samples = draws.gaussian_samples(draws.square_root(gram), 500_000, stream(1))
     gap = ntk.fit_sampled(samples, labels, 0.5) - ntk.fit(gram, labels, 0.5)
     assert float(gap.abs().max()) < 0.02
 
@@ -117,7 +118,7 @@ def test_many_samples_are_the_kernel_itself() -> None:
 def test_noise_on_the_inputs_is_truncated_laplace() -> None:
     """Against its density's own moments, and within its bound."""
     rows = torch.full((200, 300), 5.0, dtype=torch.float64)
-    noise = ntk.noisy_inputs(rows, 2.0, 3.0, stream(0)) - 5
+    noise = draws.truncated_laplace(rows, 2.0, 3.0, stream(0)) - 5
     assert float(noise.abs().max()) <= 3
     assert abs(float(noise.mean())) < 0.03
     share = 1 - math.exp(-1.5)
@@ -148,28 +149,45 @@ def test_the_distance_is_the_definitions() -> None:
     assert ntk.neighbour_distance(gram, gram) == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("neurons", [None, 12])
-@pytest.mark.parametrize("length", [0.7, 1.0, 2.0])
-def test_the_distance_is_bounded(neurons: int | None, length: float) -> None:
-    x, beta = length * unit_rows(15, 30, 0), 1e-4
-    weights = None if neurons is None else ntk.draw_weights(neurons, 30, 1.0, stream(4))
-    gain = 1.0
-    if weights is not None:
-        gain = float(torch.linalg.eigvalsh(weights.T @ weights / len(weights))[-1])
-    gram = ntk.kernel(x, x, weights)
-    smallest = float(torch.linalg.eigvalsh(gram)[0])
-    bound = ntk.distance_bound(15, beta, smallest, gain=gain, bound=length)
-    assert 0 < bound < 0.5
-    for seed in range(20):
-        other = moved(x, beta, seed)
-        assert ntk.neighbour_distance(gram, ntk.kernel(other, other, weights)) <= bound
-
-
-def test_no_distance_is_finite_where_the_kernel_may_become_singular() -> None:
-    assert ntk.distance_bound(10, 0.1, 1e-3) == math.inf
+def test_no_distance_is_finite_where_the_kernel_is_singular() -> None:
     x = unit_rows(4, 9, 0)[[0, 1, 2, 2]]
     with pytest.raises(FedsimError, match="singular"):
         ntk.neighbour_distance(torch.eye(4).double(), ntk.kernel(x, x))
+
+
+@pytest.mark.parametrize("neurons", [None, 3, 12])
+def test_the_predictor_is_a_quadratic_form_and_so_is_the_mean_of_several(
+    neurons: int | None,
+) -> None:
+    """x'Qx is K(x, X) α, and the mean Q predicts the mean of two clients' predictions."""
+    weights = None if neurons is None else ntk.draw_weights(neurons, 5, 1.0, stream(3))
+    scale = 1.7 if weights is None else 1.0
+    x, forms, expected = 3 * unit_rows(4, 5, 9), [], []
+    for seed in (0, 1):
+        train, alpha = unit_rows(7 + seed, 5, seed), unit_rows(7 + seed, 3, 20 + seed)
+        forms.append(ntk.quadratic_form(train, alpha, weights, scale=scale))
+        expected.append(ntk.predict(x, train, alpha, weights, scale=scale))
+        torch.testing.assert_close(ntk.evaluate_form(x, forms[-1]), expected[-1])
+        torch.testing.assert_close(forms[-1], forms[-1].transpose(1, 2))
+    mean = ntk.evaluate_form(x, torch.stack(forms).mean(0))
+    torch.testing.assert_close(mean, torch.stack(expected).mean(0))
+
+
+@pytest.mark.parametrize("count", [0, 1, 6, 5000])
+def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> None:
+    """The same draws as in one piece; none at all is zero."""
+    x = unit_rows(6, 4, 0)
+    root = draws.square_root(ntk.kernel(x, x))
+    found = draws.sampled_covariance(root, count, stream(1))
+    if count == 0:
+        assert not found.any()
+        return
+    assert float(torch.linalg.eigvalsh(found)[0]) > -1e-12
+    if count <= 4096:
+        drawn = draws.gaussian_samples(root, count, stream(1))
+        torch.testing.assert_close(found, drawn @ drawn.T / count)
+    else:
+        torch.testing.assert_close(found, ntk.kernel(x, x), rtol=0, atol=0.1)
 
 
 def test_the_papers_number_of_samples_is_the_largest_that_its_radius_allows() -> None:
@@ -192,7 +210,7 @@ def test_a_ridge_that_is_none_is_refused(ridge: float) -> None:
 
 def test_no_sample_is_refused() -> None:
     with pytest.raises(FedsimError, match="at least one sample"):
-        ntk.gaussian_samples(torch.eye(3).double(), 0, stream(0))
+        draws.gaussian_samples(torch.eye(3).double(), 0, stream(0))
 
 
 class TestErrorsOfThePaper:
@@ -241,6 +259,69 @@ class TestErrorsOfThePaper:
         change = float((ntk.kernel(x, x) - ntk.kernel(other, other)).norm())
         assert change > 2.8 * math.sqrt(50) * 1e-6
 
+    def test_lemma_e15_grows_with_n_where_the_distance_does_not(self) -> None:
+        """From 100 rows to 1,000 the paper's bound is ten times as large; the truth does not grow.
+
+        With γ I added; what is added is what bounds the eigenvalues from below.
+        """
+        found = []
+        for n in (100, 1000):
+            x = unit_rows(n, 8, 3)
+            other = moved(x, 1e-3, 1)
+            lift = 0.5 * torch.eye(n).double()
+            found.append(
+                ntk.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
+            )
+        assert max(found) <= kernel_distance.lifted(1e-3, 0.5)
+        assert found[1] < 1.1 * found[0]
+        printed = [ntk.paper_distance(n, 1e-3, 0.5) for n in (100, 1000)]
+        assert printed[1] == pytest.approx(10 * printed[0])
+
+    def test_its_own_bound_is_thousands_of_times_too_large(self) -> None:
+        """At its own n, β and η_min: 1/7 where 5e-5 is proven; and ε = 10 is 0.003."""
+        printed = ntk.paper_distance(1_000, self.BETA, self.SMALLEST)
+        proven = kernel_distance.of_data(self.BETA, self.SMALLEST)
+        assert proven < printed / 2000
+        count = ntk.paper_samples(10.0, self.DELTA, printed)
+        assert wishart.epsilon(count, proven, self.DELTA) < 0.01
+
+    @pytest.mark.parametrize(("asked", "low", "high"), [(7.0, 2.4, 2.8), (10.0, 3.6, 4.0)])
+    def test_lemma_5_4_says_two_to_three_times_what_its_own_draws_cost(
+        self, asked: float, low: float, high: float
+    ) -> None:
+        """The exact accountant at the paper's own M = 1/7 and number of samples."""
+        distance = ntk.paper_distance(1_000, self.BETA, self.SMALLEST)
+        count = ntk.paper_samples(asked, self.DELTA, distance)
+        assert low < wishart.epsilon(count, distance, self.DELTA) < high
+
+    def test_its_neurons_are_too_few_for_its_lemma(self) -> None:
+        """Condition 5.5 asks for m of the order of n d B² / β², and the experiment has 256.
+
+        Not needed: at any m the kernel is smooth, with the largest eigenvalue of W'W / m for σ².
+        """
+        wanted = 1_000 * 512 / self.BETA**2
+        assert wanted > 1e15 * 256
+        weights = ntk.draw_weights(256, 30, 1.0, stream(0))
+        gain = float(torch.linalg.eigvalsh(weights.T @ weights / 256)[-1])
+        x = unit_rows(40, 30, 1)
+        other = moved(x, self.BETA, 2)
+        change = ntk.kernel(x, x, weights) - ntk.kernel(other, other, weights)
+        assert float(change.norm()) <= 2 * gain * self.BETA * math.sqrt(2 * 40 + 2)
+
+    def test_its_utility_bound_is_void_in_its_own_experiment(self) -> None:
+        """Lemma 5.4, part 3, needs ρ < 1, so k > n²: the experiment draws fewer than 10,000."""
+        most = ntk.paper_samples(100.0, self.DELTA, ntk.paper_distance(1_000, 1e-6, 7e-3))
+        for n in (1_000, 10_000):
+            rho = math.sqrt(n**2 / most) + n**2 / most
+            assert rho > 100
+
+    def test_the_fourth_moment_of_fact_a4(self) -> None:
+        """It says 3σ² for N(0, σ²); it is 3σ⁴."""
+        drawn = 2 * torch.randn(400_000, generator=stream(0), dtype=torch.float64)
+        fourth = float((drawn**4).mean())
+        assert fourth == pytest.approx(3 * 2**4, rel=0.03)
+        assert abs(fourth - 3 * 2**2) > 30
+
     def test_the_number_of_samples_tells_of_the_data(self) -> None:
         """η_min is the private data's own: two neighbours get different k, which K̃'s rank shows."""
         x = unit_rows(6, 12, 0)
@@ -258,7 +339,9 @@ class TestErrorsOfThePaper:
         """Every α̃ of at most a few samples says most labels as they are; without K, all of them."""
         images, classes = digits(300)
         labels = ntk.one_hot(classes, 10)
-        samples = ntk.gaussian_samples(ntk.square_root(ntk.kernel(images, images)), 20, stream(1))
+        samples = draws.gaussian_samples(
+            draws.square_root(ntk.kernel(images, images)), 20, stream(1)
+        )
         alpha = ntk.fit_sampled(samples, labels, 10.0)
         assert float((alpha.argmax(1) == classes).double().mean()) > 0.9
         bare = ntk.fit_without_kernel(labels, 10.0)
@@ -281,7 +364,7 @@ class TestErrorsOfThePaper:
         images, classes = digits(1400)
         train, test = slice(0, 1000), slice(1000, 1400)
         labels = ntk.one_hot(classes[train], 10)
-        root = ntk.square_root(ntk.kernel(images[train], images[train]))
+        root = draws.square_root(ntk.kernel(images[train], images[train]))
         count = ntk.paper_samples(8.0, self.DELTA, ntk.paper_distance(1_000, 1e-6, 7e-3))
 
         def accuracy(alpha: Tensor) -> float:
@@ -289,7 +372,7 @@ class TestErrorsOfThePaper:
             return float((values.argmax(1) == classes[test]).double().mean())
 
         private = [
-            accuracy(ntk.fit_sampled(ntk.gaussian_samples(root, count, stream(s)), labels, 10.0))
+            accuracy(ntk.fit_sampled(draws.gaussian_samples(root, count, stream(s)), labels, 10.0))
             for s in range(5)
         ]
         assert sum(private) / 5 < accuracy(ntk.fit_without_kernel(labels, 10.0))

@@ -115,6 +115,15 @@ def test_the_row_norm_of_15_is_taken_from_the_data() -> None:
     assert with_row / without == pytest.approx(5.0)
 
 
+def test_figure_14_releases_a_sketch_without_the_noise_that_it_computes() -> None:
+    """Its σ is for Π[B; σI], of n + d rows; its last line releases ΠB, of n, and that is private
+    only as far as the row's own leverage lets it be: not at all for a row that stands alone."""
+    sigma = sheffet.sigma(1.0, 40, 1.0, 1e-4)
+    regularized = 1 / (1 + sigma**2)
+    assert float(projection.epsilon(regularized, 40, 1e-4)) < 1
+    assert float(projection.delta(1.0, 40, 1.0)) == 1
+
+
 PRINTED = [
     ("M_RP, Cancer", 6.850, lambda: projection.sigma(*noise(CANCER), "paper")),
     ("[15], Cancer", 20.317, lambda: sheffet.sigma(*noise(CANCER))),

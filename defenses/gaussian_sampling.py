@@ -1,0 +1,131 @@
+"""Gaussian sampling: a kernel matrix is released as the covariance of a few draws from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, ClassVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedsim.defense import CurveMechanism, Release, StatisticDefense
+from fedsim.privacy import draws, kernel_distance, wishart
+from fedsim.types import FedsimError
+
+_Positive = Annotated[float, Field(gt=0, le=1e12)]
+_MOST = 100_000
+"""Draws beyond which nothing is gained: every entry is within 0.3% of its size."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sampled(CurveMechanism):
+    """So many draws of a covariance that is no farther than `distance` from any neighbour's."""
+
+    samples: int
+    distance: float
+    accountant: str = "exact Gaussian sampling"
+
+    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of no draw at all -∞: nothing is released."""
+        if self.samples == 0:
+            return np.full_like(epsilons, -np.inf)
+        return wishart.log_delta(self.samples, self.distance, epsilons)
+
+
+@final
+class GaussianSampling(StatisticDefense):
+    """Releases a kernel matrix K as K̃ = (1/k) Σ g g' of k draws g of N(0, K + γ I).
+
+    It hides by how much one example's features moved, if by no more than β in L2 norm; labels are
+    not hidden. The more draws, the better K̃ and the less private. They are private as far as the
+    matrices of neighbours are close, relative to their least eigenvalues. `lift` adds γ I, so that
+    the claim holds whatever the data are: it acts as a ridge of γ in the regression, on top of the
+    learner's. `least_eigenvalue` assumes one instead, as the paper does: then the claim is
+    *relative*, for it holds among such databases alone.
+    """
+
+    paper: ClassVar[str] = (
+        "Gu, Liang, Sha, Shi and Song, Differential Privacy Mechanisms in Neural Tangent Kernel "
+        "Regression, Algorithm 1 (after Alabi et al., Privately Estimating a Gaussian, STOC 2023); "
+        "the distance and the curve: fedsim.privacy.kernel_distance and fedsim.privacy.wishart"
+    )
+    statistic = "kernel"
+
+    beta: _Positive
+    """β: neighbours differ in one example, whose features are no farther apart in L2 norm."""
+    samples: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    """k. With 0 K̃ is zero, and nothing of K is released: the control α = Y / λ."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """ε of K̃ alone: k is the largest that keeps to it, but at most 100,000."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """δ of that ε."""
+    lift: _Positive | None = None
+    """γ."""
+    least_eigenvalue: _Positive | None = None
+    """η, which no eigenvalue of any K is taken to be below. Whoever computes it from the data
+    reveals something by it."""
+
+    @model_validator(mode="after")
+    def _one_of_each(self) -> GaussianSampling:
+        if (self.epsilon is None) != (self.delta is None) or (self.samples is None) == (
+            self.epsilon is None
+        ):
+            raise ValueError("gaussian_sampling takes samples, or else both epsilon and delta")
+        if (self.lift is None) == (self.least_eigenvalue is None):
+            raise ValueError("gaussian_sampling takes exactly one of lift and least_eigenvalue")
+        return self
+
+    def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
+        """K̃ of (n, n) K, positive semidefinite.
+
+        Raises:
+            FedsimError: not a single draw is private enough.
+        """
+        lifted = value + (self.lift or 0.0) * torch.eye(len(value), dtype=value.dtype)
+        samples = self.guarantee(release).samples
+        return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
+
+    def guarantee(self, release: Release) -> Sampled:
+        """As many draws as are made, at the distance that neighbours have at most.
+
+        Raises:
+            FedsimError: not a single draw is private enough.
+        """
+        gain, row_norm = release.gain, release.row_norm
+        if self.lift is not None:
+            distance = kernel_distance.lifted(self.beta, self.lift, gain=gain, row_norm=row_norm)
+        else:
+            assert self.least_eigenvalue is not None
+            distance = kernel_distance.assumed(
+                self.beta, self.least_eigenvalue, gain=gain, row_norm=row_norm
+            )
+        samples = self.samples
+        if samples is None:
+            assert self.epsilon is not None and self.delta is not None
+            samples = _most_draws(distance, self.epsilon, self.delta)
+        return Sampled(
+            unit="example",
+            relation="close" if self.lift is not None else "relative",
+            beta=self.beta,
+            samples=samples,
+            distance=distance,
+        )
+
+
+@cache
+def _most_draws(distance: float, epsilon: float, delta: float) -> int:
+    if wishart.epsilon(_MOST, distance, delta) <= epsilon:
+        return _MOST
+    found = wishart.max_draws(distance, epsilon, delta)
+    if found == 0:
+        raise FedsimError(
+            f"gaussian_sampling: not even one draw is ({epsilon:g}, {delta:g})-private where "
+            f"neighbours' kernel matrices are {distance:.3g} apart; raise lift (or the least "
+            "eigenvalue, if that is true), raise epsilon, or lower beta"
+        )
+    return found

@@ -1,0 +1,73 @@
+"""Truncated Laplace noise on features, for examples that move by little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.defense import CurveMechanism, Release, StatisticDefense
+from fedsim.privacy import draws, laplace_vector
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shaken(CurveMechanism):
+    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta`."""
+
+    scale: float
+    bound: float
+    dimension: int
+    accountant: str = "truncated Laplace noise"
+
+    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        """See `fedsim.privacy.laplace_vector`."""
+        return laplace_vector.log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
+
+
+@final
+class TruncatedLaplace(StatisticDefense):
+    """Adds noise of density ~ exp(-|x| / b) within ± B to every entry of the features.
+
+    It hides by how much one example's features moved, if by no more than β in L2 norm; labels are
+    not hidden. No entry is off by more than B.
+    """
+
+    paper: ClassVar[str] = (
+        "Geng, Ding, Guo and Kumar, Tight Analysis of Privacy and Utility Tradeoff in Approximate "
+        "Differential Privacy, AISTATS 2020; on features: Gu, Liang, Sha, Shi and Song, "
+        "Differential Privacy Mechanisms in Neural Tangent Kernel Regression, Lemma G.2"
+    )
+    statistic = "features"
+
+    beta: Annotated[float, Field(gt=0, le=1e12)]
+    """β: neighbours differ in one example, whose features are no farther apart in L2 norm."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    calibration: laplace_vector.Calibration = "tight"
+    """`paper`: b = sqrt(d) β / ε, that of one number with the features' L1 sensitivity. `tight`:
+    the least b that is proven to be enough, smaller by up to sqrt(d) / 1.25."""
+
+    def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
+        """Of (n, d) features."""
+        made = self.guarantee(release)
+        return draws.truncated_laplace(value, made.scale, made.bound, rng)
+
+    def guarantee(self, release: Release) -> Shaken:
+        """What is proven of the noise in use, whichever calibration chose it."""
+        scale, bound = laplace_vector.calibrated(
+            self.beta, release.features, self.epsilon, self.delta, self.calibration
+        )
+        return Shaken(
+            unit="example",
+            relation="close",
+            beta=self.beta,
+            scale=scale,
+            bound=bound,
+            dimension=release.features,
+        )

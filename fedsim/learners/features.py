@@ -1,0 +1,58 @@
+"""What a learner that trains no network computes from: unit features of images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.learners.base import Problem, model_spec
+from fedsim.models.base import build, normalize
+from fedsim.models.weights import read_weights
+from fedsim.types import Dataset
+
+_BATCH = 256
+
+
+class Features:
+    """Features of a frozen model, or pixels where the scenario names none; of L2 norm 1.
+
+    The model is public: it must not have been trained on the clients' data. A row of zeros, of
+    which there is no direction, stays as it is.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Read the model and its weights, if there are any.
+
+        Raises:
+            FedsimError: `training.weights` cannot be read, or are of another model.
+        """
+        scenario, dataset = problem.scenario, problem.dataset
+        assert isinstance(dataset, Dataset)
+        self._device = problem.device
+        self._spec = model_spec(problem) if scenario.model else None
+        if self._spec:
+            self._model = build(self._spec, rng.derive(scenario.seed, "model"))
+            if scenario.training.weights is not None:
+                path = Path(scenario.training.weights).expanduser()
+                parameters, buffers = read_weights(path, self._model)
+                self._model.load_state_dict({**parameters, **buffers}, strict=False)
+            self._model.to(self._device).eval()
+        self.dimension = self.of(torch.zeros(1, *dataset.input_shape)).shape[1]
+
+    def of(self, pixels: Tensor) -> Tensor:
+        """(n, C, H, W) pixels in [0, 1] -> (n, d) float64 on the CPU."""
+        if self._spec is None:
+            rows = pixels.flatten(1)
+        else:
+            with torch.no_grad():
+                rows = torch.cat(
+                    [
+                        self._model.features(normalize(part.to(self._device), self._spec)).cpu()
+                        for part in torch.split(pixels, _BATCH)
+                    ]
+                )
+        return F.normalize(rows.double(), dim=1)

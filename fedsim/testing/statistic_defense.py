@@ -1,0 +1,99 @@
+"""The contract suite of a defense that privatizes a statistic of a closed-form learner.
+
+class TestMyMechanism(StatisticDefenseContract):
+    def make(self) -> MyMechanism:
+        return MyMechanism(epsilon=1.0, delta=1e-5)
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.defense import Release, StatisticDefense, chain
+from fedsim.testing.plugin import PluginContract
+from fedsim.testing.updates import stream
+from fedsim.types import FedsimError, LocalTraining
+
+DELTA = 1e-2
+RELEASE = Release(
+    kind="kernel_regression",
+    row_norm=1.0,
+    columns=0,
+    features=6,
+    statistics=("features", "kernel"),
+    gain=1.5,
+)
+_DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
+
+
+class StatisticDefenseContract(PluginContract):
+    """What every `StatisticDefense` keeps to."""
+
+    @abstractmethod
+    def make(self) -> StatisticDefense:
+        """The defense under test."""
+
+    def test_shape_type_and_kind_are_kept(self) -> None:
+        """A kernel matrix stays symmetric and positive semidefinite; nothing is not finite."""
+        value = self._value()
+        found = self.make().apply(value, RELEASE, stream())
+        assert found.shape == value.shape
+        assert found.dtype == value.dtype
+        assert bool(found.isfinite().all())
+        if self.make().statistic == "kernel":
+            torch.testing.assert_close(found, found.T)
+            least = float(torch.linalg.eigvalsh((found + found.T) / 2)[0])
+            assert least > -1e-9 * (1 + float(found.abs().max()))
+
+    def test_arguments_are_not_changed(self) -> None:
+        """The client computes with them again."""
+        value = self._value()
+        before = value.clone()
+        self.make().apply(value, RELEASE, stream())
+        assert torch.equal(value, before)
+
+    def test_same_stream_same_result(self) -> None:
+        """The stream that is handed in is the only source of randomness, and it is used."""
+        value = self._value()
+        first = self.make().apply(value, RELEASE, stream())
+        torch.manual_seed(12345)
+        assert torch.equal(first, self.make().apply(value, RELEASE, stream()))
+        assert not torch.equal(first, self.make().apply(value, RELEASE, stream(2)))
+
+    def test_the_curve_is_one_of_privacy(self) -> None:
+        """Probabilities that fall with ε, and of which ε is the inverse."""
+        mechanism = self.make().guarantee(RELEASE)
+        epsilons = np.linspace(0.0, 4.0, 33)
+        deltas = np.exp(mechanism.log_delta(epsilons))
+        assert ((deltas >= 0) & (deltas <= 1)).all()
+        assert (np.diff(deltas) <= 1e-12).all()
+        epsilon = mechanism.epsilon(DELTA, 1)
+        assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= DELTA * (1 + 1e-9)
+
+    def test_more_is_never_more_private(self) -> None:
+        """Of releases, and of certainty."""
+        mechanism = self.make().guarantee(RELEASE)
+        once = mechanism.epsilon(DELTA, 1)
+        assert 0 <= once <= mechanism.epsilon(DELTA, 2)
+        assert mechanism.epsilon(10 * DELTA, 1) <= once <= mechanism.epsilon(DELTA / 2, 1)
+
+    def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
+        """Behind no update, beside none of its kind, and with a learner that uses the statistic."""
+        stack = chain(self.make())
+        stack.guarantees(_DECLARED, RELEASE)
+        for release in (None, replace(RELEASE, statistics=())):
+            with pytest.raises(FedsimError, match="learner"):
+                stack.guarantees(_DECLARED, release)
+        with pytest.raises(FedsimError, match="alone of its kind"):
+            chain(self.make(), self.make())
+
+    def _value(self) -> Tensor:
+        rows = torch.randn(9, RELEASE.features, generator=stream(), dtype=torch.float64)
+        rows /= rows.norm(dim=1, keepdim=True)
+        return (rows @ rows.T) ** 2 if self.make().statistic == "kernel" else rows

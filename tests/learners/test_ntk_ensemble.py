@@ -1,0 +1,277 @@
+"""The NTK learner in its federation: the ensemble, its defenses, and what the ledger says."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import refusal, rng
+from fedsim.defense import Composed, chain
+from fedsim.federation import federate
+from fedsim.federation.records import RoundRecord
+from fedsim.learners import ntk
+from fedsim.learners.ntk_ensemble import MODEL
+from fedsim.models.base import build, normalize
+from fedsim.privacy import draws
+from fedsim.privacy.ledger import claim
+from fedsim.recording import write_tensors
+from fedsim.rows import spent
+from fedsim.scenario import Scenario, ScenarioError
+from fedsim.scenario.resolve import resolve
+from fedsim.types import Dataset, FedsimError
+from fedsim.workload import Workload
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.gaussian_sampling import GaussianSampling
+from fedsim_defenses.truncated_laplace import TruncatedLaplace
+
+BASE: dict[str, Any] = {
+    "name": "ntk",
+    "seed": 5,
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
+    "learner": {"name": "ntk", "ridge": 1.0},
+    "training": {"rounds": 1},
+    "attacks": [],
+}
+KERNEL = {"name": "gaussian_sampling", "beta": 1e-3, "lift": 1.0, "samples": 50}
+INPUTS = {"name": "truncated_laplace", "beta": 1e-3, "epsilon": 0.5, "delta": 1e-4}
+
+
+def scenario(**changes: Any) -> Scenario:
+    return resolve({**BASE, **changes})
+
+
+def data(found: Workload) -> Dataset:
+    assert isinstance(found.dataset, Dataset)
+    return found.dataset
+
+
+def pixels(images: Tensor) -> Tensor:
+    rows = images.flatten(1).double() / 255
+    return rows / rows.norm(dim=1, keepdim=True)
+
+
+def by_hand(found: Workload, client: int) -> tuple[Tensor, Tensor]:
+    """(X, α) of a client, by the formulas: pixels, the discrete kernel, λ = 1."""
+    part = found.parts[client]
+    rows = pixels(data(found).train_images[part])
+    stream = rng.generator(5, "learner", "neurons")
+    weights = ntk.draw_weights(256, 64, 1.0, stream)
+    gram = ntk.kernel(rows, rows, weights)
+    labels = ntk.one_hot(data(found).train_labels[part], 10)
+    shifted = gram + torch.eye(len(gram), dtype=torch.float64)
+    return rows, torch.linalg.solve(shifted, labels)
+
+
+def test_the_ensemble_is_the_mean_of_the_clients_predictions(tmp_path: Path) -> None:
+    """Through Flower's messages: by the test loss and accuracy of predictions made by hand."""
+    wanted = scenario(defenses={"none": [], "sum": ["aggregate"]})
+    here = Workload(wanted, "none")
+    weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
+    test = pixels(data(here).test_images)
+    each = [ntk.predict(test, *by_hand(here, client), weights) for client in range(3)]
+    mean = torch.stack(each).mean(0)
+    labels = data(here).test_labels
+    accuracy = float((mean.argmax(1) == labels).double().mean())
+    loss = float((mean - ntk.one_hot(labels, 10)).square().sum(1).mean())
+    assert accuracy > 0.95
+    for stack in ("none", "sum"):
+        records: list[RoundRecord] = []
+        federate(wanted, stack, tmp_path, resume=False, on_round=records.append)
+        assert records[0].test_accuracy == pytest.approx(accuracy, abs=1e-9)
+        assert records[0].test_loss == pytest.approx(loss, rel=1e-6)
+        assert records[0].aggregated == 3 and records[0].train_loss is None
+
+
+def test_a_private_client_releases_what_follows_from_private_statistics() -> None:
+    """K̃ then X̃, drawn from the defenses' stream in this order, and nothing else of the data."""
+    wanted = scenario(defenses={"private": [KERNEL, INPUTS]})
+    here = Workload(wanted, "private")
+    result = here.client_update(1, 1, *here.initial(), {})
+    rows, _ = by_hand(here, 1)
+    weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
+    lifted = ntk.kernel(rows, rows, weights) + torch.eye(len(rows), dtype=torch.float64)
+    stream = rng.generator(5, "defense", 1, 1)
+    sampled = draws.sampled_covariance(draws.square_root(lifted), 50, stream)
+    made = TruncatedLaplace.model_validate({k: v for k, v in INPUTS.items() if k != "name"})
+    assert here.release is not None
+    noise = made.guarantee(here.release)
+    noisy = draws.truncated_laplace(rows, noise.scale, noise.bound, stream)
+    labels = ntk.one_hot(data(here).train_labels[here.parts[1]], 10)
+    alpha = torch.linalg.solve(sampled + torch.eye(len(rows), dtype=torch.float64), labels)
+    expected = ntk.quadratic_form(noisy, alpha, weights)
+    found = result.update.tensors[MODEL]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8 * float(expected.abs().max()))
+    assert result.update.num_examples == 1 and result.truth is None and result.loss is None
+
+
+def test_no_draw_at_all_is_the_control_without_the_kernel() -> None:
+    wanted = scenario(defenses={"labels": [{**KERNEL, "samples": 0}]})
+    here = Workload(wanted, "labels")
+    found = here.client_update(0, 1, *here.initial(), {}).update.tensors[MODEL]
+    rows, _ = by_hand(here, 0)
+    labels = ntk.one_hot(data(here).train_labels[here.parts[0]], 10)
+    weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
+    expected = ntk.quadratic_form(rows, ntk.fit_without_kernel(labels, 1.0), weights)
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_ledger_composes_both_statistics_and_misses_none() -> None:
+    both = scenario(
+        defenses={
+            "both": [KERNEL, INPUTS],
+            "turned": [INPUTS, KERNEL],
+            "kernel": [KERNEL],
+            "inputs": [INPUTS],
+            "free": [{**KERNEL, "samples": 0}, INPUTS],
+            "noise": [{"name": "clip", "norm": 1}, {"name": "gaussian_noise", "multiplier": 2}],
+        },
+        privacy={"delta": 1e-3},
+    )
+    claims = {name: spent(Workload(both, name), 1) for name in both.defenses}
+    here = Workload(both, "both")
+    assert here.release is not None
+    kernel, inputs = (d.guarantee(here.release) for d in here.stack.statistic_defenses)
+    alone = [kernel.epsilon(1e-3, 1), inputs.epsilon(1e-3, 1)]
+    halves = kernel.epsilon(5e-4, 1) + inputs.epsilon(5e-4, 1)
+    assert max(alone) < claims["both"].epsilon < halves
+    assert claims["turned"].epsilon == pytest.approx(claims["both"].epsilon, rel=1e-6)
+    assert claims["free"].epsilon == pytest.approx(alone[1], rel=0.01)
+    assert claims["both"].unit == "example" and claims["both"].relation == "close"
+    assert "β = 0.001" in str(claims["both"].accountant)
+    for name, missing in (("kernel", "features"), ("inputs", "kernel")):
+        assert claims[name].epsilon == math.inf and missing in str(claims[name].reason)
+    assert claims["noise"].unit == "client" and claims["noise"].epsilon < math.inf
+
+
+def test_different_neighbours_do_not_compose() -> None:
+    here = Workload(scenario(), "none")
+    stack = chain(
+        GaussianSampling(beta=1e-3, lift=1.0, samples=5),
+        TruncatedLaplace(beta=1e-2, epsilon=1.0, delta=1e-4),
+    )
+    with pytest.raises(FedsimError, match="the same beta"):
+        stack.guarantees(here.declared, here.release)
+
+
+def test_what_is_assumed_of_the_data_is_only_relative() -> None:
+    here = Workload(scenario(), "none")
+    stack = chain(
+        GaussianSampling(beta=1e-6, least_eigenvalue=1e-3, samples=5),
+        TruncatedLaplace(beta=1e-6, epsilon=1.0, delta=1e-4),
+    )
+    held = stack.guarantees(here.declared, here.release)[-1].mechanism
+    assert isinstance(held, Composed) and held.relation == "relative"
+
+
+def test_draws_are_the_most_that_are_private() -> None:
+    here = Workload(scenario(), "none")
+    assert here.release is not None
+    made = GaussianSampling(beta=0.02, lift=1.0, epsilon=1.0, delta=1e-3).guarantee(here.release)
+    more = GaussianSampling(beta=0.02, lift=1.0, samples=made.samples + 1).guarantee(here.release)
+    at = np.array([1.0])
+    assert made.samples > 1
+    assert made.log_delta(at)[0] <= math.log(1e-3) < more.log_delta(at)[0]
+    wide = GaussianSampling(beta=1.0, lift=0.01, epsilon=1.0, delta=1e-3)
+    with pytest.raises(FedsimError, match="not even one draw"):
+        wide.guarantee(here.release)
+    free = GaussianSampling(beta=1e-9, lift=1.0, epsilon=1.0, delta=1e-3)
+    assert free.guarantee(here.release).samples == 100_000
+
+
+def test_features_are_a_frozen_models(tmp_path: Path) -> None:
+    """As the weights' file has them, in eval mode, brought to unit length."""
+    model = {"name": "mlp"}
+    bare = scenario(learner={"name": "ntk", "kernel": "continuous"}, model=model)
+    start = Workload(bare, "none")
+    spec_model = start.computation._features._model  # type: ignore[attr-defined]
+    other = {k: v + 0.1 for k, v in spec_model.state_dict().items() if v.is_floating_point()}
+    write_tensors(tmp_path / "weights.safetensors", other)
+    wanted = scenario(
+        learner={"name": "ntk", "kernel": "continuous"},
+        model=model,
+        training={"rounds": 1, "weights": str(tmp_path / "weights.safetensors")},
+    )
+    here = Workload(wanted, "none")
+    features = here.computation._features  # type: ignore[attr-defined]
+    images = data(here).train_images[:5].float() / 255
+    fresh = build(features._spec, 0)
+    fresh.load_state_dict(other, strict=False)
+    fresh.eval()
+    with torch.no_grad():
+        rows = fresh.features(normalize(images, features._spec)).double()
+    torch.testing.assert_close(features.of(images), rows / rows.norm(dim=1, keepdim=True))
+    assert here.release is not None
+    assert here.release.features == rows.shape[1] and here.release.gain == 1.0
+    assert not torch.equal(features.of(images), start.computation._features.of(images))  # type: ignore[attr-defined]
+
+
+def test_gaussian_noise_is_calibrated_by_epsilon_and_delta() -> None:
+    """The analytic Gaussian mechanism: the ledger states what was asked, of one release."""
+    here = Workload(scenario(), "none")
+    stack = chain(Clip(norm=0.3), GaussianNoise(epsilon=1.5, delta=1e-4))
+    arguments: dict[str, Any] = {"num_examples": 9, "delta": 1e-4, "release": here.release}
+    once = claim(stack, here.declared, rounds=1, **arguments)
+    assert once.epsilon == pytest.approx(1.5, rel=1e-9) and once.unit == "client"
+    assert claim(stack, here.declared, rounds=2, **arguments).epsilon > 2
+    for wrong in ({"epsilon": 1.0}, {"delta": 0.1}, {"epsilon": 1.0, "delta": 0.1, "std": 1.0}):
+        with pytest.raises(ValueError, match="exactly one of"):
+            GaussianNoise(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"learner": {"name": "ntk", "kernel": "continuous", "neurons": 9}},
+            "none with continuous",
+        ),
+        ({"training": {"rounds": 2}}, "training.rounds: .* use `rounds: 1`"),
+        ({"training": {"rounds": 1, "weights": "x"}}, "training.weights: .* does not train"),
+        ({"attacks": ["idlg"]}, "attacks: no attack reads"),
+        ({"defenses": {"a": [{**KERNEL, "samples": None}]}}, "samples, or else both"),
+        ({"defenses": {"a": [{**KERNEL, "least_eigenvalue": 1.0}]}}, "exactly one of lift"),
+        ({"defenses": {"a": [KERNEL, KERNEL]}}, "alone of its kind"),
+        (
+            {"defenses": {"a": [{"name": "clip", "norm": 1.0}, INPUTS]}},
+            "before all defenses of upd",
+        ),
+        (
+            {"learner": "sgd", "model": "mlp", "defenses": {"a": [INPUTS]}, "training": {}},
+            "choose learner ntk",
+        ),
+    ],
+)
+def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ScenarioError, match=message):
+        resolve({**BASE, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": {"source": "breast_cancer"}}, "learner ntk computes from images"),
+        (
+            {"data": {"source": {"name": "digits", "size": 128}}},
+            "predictor of 10 classes and 16384",
+        ),
+        (
+            {"defenses": {"a": [{**KERNEL, "samples": 5}, {**INPUTS, "beta": 0.1}]}},
+            "defenses.a: .* the same beta",
+        ),
+        (
+            {"defenses": {"a": [{"name": "random_projection", "epsilon": 1, "delta": 0.1}]}},
+            "defenses.a: random_projection protects a sketch",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
+    wanted = scenario(**changes)
+    with pytest.raises(FedsimError, match=message):
+        refusal.check(Workload(wanted, next(iter(wanted.defenses))))

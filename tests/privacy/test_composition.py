@@ -1,0 +1,76 @@
+"""The composition of whole curves: against closed forms, and never below them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedsim.privacy import composition, gaussian
+from fedsim.privacy.composition import LogDelta
+from fedsim.privacy.numerics import Array
+
+
+def normal(multiplier: float) -> LogDelta:
+    return lambda epsilons: gaussian.log_delta(multiplier, epsilons)
+
+
+def response(epsilon: float, lost: float) -> LogDelta:
+    """Randomized response, which tells for sure with probability `lost`."""
+
+    def curve(epsilons: Array) -> Array:
+        rest = np.maximum(0.0, -np.expm1(np.minimum(epsilons - epsilon, 0)))
+        with np.errstate(divide="ignore"):
+            return np.log(lost + (1 - lost) * rest / (1 + math.exp(-epsilon)))
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "delta"),
+    [((1.0, 1.0), 1e-5), ((3.0, 0.7), 1e-3), ((20.0, 5.0), 1e-6), ((4.0, 4.0, 2.0), 1e-4)],
+)
+def test_gaussian_mechanisms_compose_to_one(multipliers: tuple[float, ...], delta: float) -> None:
+    together = 1 / math.sqrt(sum(m**-2 for m in multipliers))
+    expected = float(gaussian.epsilon(together, delta))
+    found = composition.epsilon([normal(m) for m in multipliers], delta)
+    assert expected <= found <= 1.001 * expected
+
+
+def test_a_single_curve_is_exact() -> None:
+    for delta in (1e-9, 1e-2):
+        expected = float(gaussian.epsilon(1.3, delta))
+        assert composition.epsilon([normal(1.3)], delta) == pytest.approx(expected, rel=1e-9)
+    assert composition.epsilon([normal(50.0)], 0.5) == 0.0
+    assert composition.epsilon([], 1e-5) == 0.0
+
+
+def test_randomized_responses_compose_as_they_must() -> None:
+    """Two of ε = 1: at δ below both being answered truly, ε is 2; at more it is that of the sum."""
+    both = (math.e / (1 + math.e)) ** 2
+    for epsilon in (0.5, 1.0, 1.7):
+        delta = both * -math.expm1(epsilon - 2)
+        found = composition.epsilon([response(1.0, 0.0)] * 2, delta)
+        assert epsilon <= found <= epsilon + 1e-6
+
+
+def test_what_is_lost_for_sure_is_lost() -> None:
+    """δ never falls below what the mechanisms give away: with less there is no ε."""
+    curves = [normal(1.0), response(0.1, 1e-4)]
+    assert composition.epsilon(curves, 0.9e-4) == math.inf
+    assert composition.epsilon(curves, 1.1e-4) < math.inf
+    with_it, without = (
+        composition.epsilon([normal(1.0), response(0.1, lost)], 1e-3) for lost in (5e-4, 0.0)
+    )
+    assert with_it > without
+
+
+def test_it_is_less_than_the_sum_and_nothing_costs_nothing() -> None:
+    alone = float(gaussian.epsilon(1.0, 5e-6))
+    together = composition.epsilon([normal(1.0), normal(1.0)], 1e-5)
+    assert together < 0.8 * 2 * alone
+    nothing: LogDelta = lambda epsilons: np.full_like(epsilons, -np.inf)  # noqa: E731
+    expected = float(gaussian.epsilon(1.0, 1e-5))
+    assert composition.epsilon([normal(1.0), nothing], 1e-5) == pytest.approx(expected, rel=1e-3)
+    assert composition.epsilon([nothing], 1e-5) == 0.0
