@@ -62,7 +62,7 @@ class Integrand:
     @cached_property
     def _present(self) -> list[tuple[bool, bool]]:
         """Of each term, whether any column has it as a power, and as a fraction."""
-        return list(zip(self.power.any(-1).tolist(), self.bulk.any(-1).tolist(), strict=True))
+        return [(bool(p.any()), bool(b.any())) for p, b in zip(self.power, self.bulk, strict=True)]
 
     def log(self, x: Array, y: Array, some: Columns) -> tuple[Array, Array]:
         """Real and imaginary part of E at x + i y, of shape (columns, nodes)."""

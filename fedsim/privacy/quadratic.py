@@ -66,7 +66,8 @@ def log_delta_and_slope(
     value, slope = np.full(form.eps.shape, -np.inf), np.full(form.eps.shape, -np.inf)
     live = form.most() > 0
     if live.any():
-        value[live], slope[live] = _log_delta(form.take(live))
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            value[live], slope[live] = _log_delta(form.take(live))
     return value.reshape(shape[:-1])[()], slope.reshape(shape[:-1])[()]
 
 
@@ -158,9 +159,8 @@ def _log_delta(form: _Form) -> tuple[Array, Array]:
     for some, sign in ((left, -1.0), (~left, 1.0)):
         if some.any():
             part = form.take(some)
-            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-                saddle = _saddle(part, sign)
-                log_integral, mean = saddle.log_integrand(part), saddle.s.copy()
+            saddle = _saddle(part, sign)
+            log_integral, mean = saddle.log_integrand(part), saddle.s.copy()
             # So far out the width of the saddle is below the rounding of its logarithm.
             near = log_integral > -_FAR
             if near.any():
