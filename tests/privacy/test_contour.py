@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from scipy.special import gammaln
@@ -11,7 +13,7 @@ from fedsim.privacy.contour import Integrand, integral
 POWERS = np.array([0.6, 1.0, 1.5, 2.0, 7.3, 40.0, 1e3, 1e6])
 
 
-def terms(*parts: tuple[object, object, object], slope: object = 0.0) -> Integrand:
+def terms(*parts: tuple[Any, Any, Any], slope: Any = 0.0) -> Integrand:
     """Of (reach, power, bulk)."""
     columns = np.broadcast_arrays(slope, *(np.asarray(x) for part in parts for x in part))
     rows = [np.array(x, dtype=float).reshape(-1) for x in columns]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -172,7 +173,7 @@ def test_a_replaced_example_reaches_twice_as_far() -> None:
 
 def mixture(means: list[float], weights: list[float], sigma: float, x: np.ndarray) -> np.ndarray:
     laws = [np.exp(-((x - mean) ** 2) / (2 * sigma**2)) for mean in means]
-    return np.einsum("i,i...->...", weights, laws) / (sigma * math.sqrt(2 * math.pi))
+    return np.asarray(np.tensordot(weights, laws, 1) / (sigma * math.sqrt(2 * math.pi)))
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0])
@@ -182,7 +183,8 @@ def test_one_fixed_size_batch_is_as_private_as_its_worst_case(epsilon: float, ra
     sigma, x = 1.3, np.linspace(-15, 15, 300_001)
     p, q = (mixture([to, -1.0], [rate, 1 - rate], sigma, x) for to in (1.0, -1.0))
     exact = np.maximum(p - math.exp(epsilon) * q, 0).sum() * (x[1] - x[0])
-    shape = {"steps": 1, "sampling_rate": rate, "noise": sigma, "relation": "replace_one"}
+    shape: dict[str, Any] = {"steps": 1, "sampling_rate": rate, "noise": sigma}
+    shape["relation"] = "replace_one"
     assert revealed(epsilon, **shape) == pytest.approx(float(exact), rel=1e-6)
     known = rate * gaussian_delta(2 / sigma, epsilon)
     assert revealed(epsilon, **shape) < known * (1 - 1e-3) or epsilon == 0
@@ -209,7 +211,8 @@ def test_no_two_fixed_size_batches_are_less_private_than_claimed(epsilon: float)
         float(np.maximum(one - math.exp(epsilon) * other, 0).sum() * area)
         for one, other in ((p, q), (q, p))
     )
-    shape = {"steps": 2, "sampling_rate": rate, "correlation": correlation, "noise": sigma}
+    shape: dict[str, Any] = {"steps": 2, "sampling_rate": rate, "noise": sigma}
+    shape["correlation"] = correlation
     claimed = revealed(epsilon, **shape, relation="replace_one")
     assert exact * (1 - 1e-6) <= claimed < 2 * exact
     twice = revealed(epsilon, **{**shape, "noise": sigma / 2})  # of known batches
