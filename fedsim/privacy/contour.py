@@ -39,8 +39,7 @@ _DENSITY = 9.0
 """Nodes per length at first: enough for nearly all integrands."""
 _MOST = 1 << 16
 _AGREEMENT = 1e-12
-"""Of all nodes with half of them, relative. That of 1e-9 came about by chance in one of 10^5, with an
-error of 7e-9."""
+"""Of all nodes with half of them, relative. At 1e-9 one of 10^5 agrees by chance, wrong by 7e-9."""
 _GROWTH = 1.0
 """The growth of E along a path beyond which another is looked for."""
 _CHUNK = 1 << 15
