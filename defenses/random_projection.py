@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 
 from fedsim.defense import DataDefense, ExactMechanism, Guarantee, Release
-from fedsim.privacy import projection
+from fedsim.privacy import mutual_information, projection, sheffet
 from fedsim.types import FedsimError
 from fedsim_defenses.leverage import bound, lowering
 
@@ -49,8 +49,11 @@ class RandomProjection(DataDefense):
 
     epsilon: Annotated[float, Field(gt=0, le=1e6)]
     delta: Annotated[float, Field(gt=0, lt=1)]
-    calibration: Literal["tight", "paper"] = "tight"
-    """`tight`: σ = l sqrt(1/s̄ - 1), which is least. `paper`: σ = l sqrt(1/s̄), more than needed."""
+    calibration: Literal["tight", "paper", "sheffet", "mutual_information"] = "tight"
+    """`tight`: σ = l sqrt(1/s̄ - 1), which is least. `paper`: σ = l sqrt(1/s̄), more than needed.
+    The other two are older and need far more: `sheffet` (ICML 2017) by the least singular value,
+    whatever the leverage; `mutual_information` by what a row shares with the release, after
+    Showkatbakhsh, Karakus and Diggavi (ISIT 2018)."""
     shared_among: Annotated[int, Field(ge=1, le=100_000)] = 1
     """How many clients share the noise."""
     leverage: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -91,11 +94,17 @@ class RandomProjection(DataDefense):
                 "random_projection protects a sketch, and the learner releases coefficients; use "
                 "the defense least_squares, or a method that releases sketches"
             )
-        allowed = _max_leverage(self.epsilon, self.delta, release.columns)
-        least = lowering(allowed, release.row_norm, self.leverage)
+        norm, columns = release.row_norm, release.columns
+        if self.calibration == "sheffet":
+            return sheffet.sigma(norm, columns, self.epsilon, self.delta)
+        if self.calibration == "mutual_information":
+            allowed = mutual_information.max_leverage(self.delta, columns)
+            return lowering(allowed, norm, self.leverage)
+        allowed = _max_leverage(self.epsilon, self.delta, columns)
+        least = lowering(allowed, norm, self.leverage)
         if self.calibration == "tight" or least == 0:
             return least
-        return release.row_norm * math.sqrt(1 / allowed)
+        return norm * math.sqrt(1 / allowed)
 
     def _projected(self, release: Release, sigma: float, leverage: float) -> Projected:
         return Projected(

@@ -133,7 +133,7 @@ class _Plan:
                 stack,
                 self.out,
                 resume=self.resume,
-                on_round=self._on_round(path, stack, workload, display),
+                on_round=self._on_round(path, workload, display),
                 workload=workload,
             )
         # A kill between a line and its checkpoint repeats the round: the last line of each counts.
@@ -241,11 +241,10 @@ class _Plan:
             )
 
     def _on_round(
-        self, path: Path, stack: str, workload: Workload, display: progress.Display
+        self, path: Path, workload: Workload, display: progress.Display
     ) -> Callable[[RoundRecord], None]:
         def on_round(result: RoundRecord) -> None:
-            epsilon = rows.spent_by(workload, result.round)
-            record.append_line(path, rows.round_row(stack, result, epsilon))
+            record.append_line(path, rows.round_row(workload, result))
             accuracy = result.test_accuracy
             display.advance("" if accuracy is None else f"test accuracy {accuracy:.1%}")
 

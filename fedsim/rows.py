@@ -90,10 +90,22 @@ def audited(workload: Workload) -> float | None:
     )
 
 
-def round_row(stack: str, result: RoundRecord, epsilon: float) -> Row:
-    """A line of `rounds.jsonl`."""
+def round_row(workload: Workload, result: RoundRecord) -> Row:
+    """A line of `rounds.jsonl`, accounted up to its round."""
     fields = asdict(result)
-    return {"defense": stack, "round": fields.pop("round"), **fields, "epsilon": number(epsilon)}
+    return {
+        "defense": workload.stack_name,
+        "round": fields.pop("round"),
+        **fields,
+        "epsilon": number(spent_by(workload, result.round)),
+        "sigma": row_noise(workload),
+    }
+
+
+def row_noise(workload: Workload) -> float | None:
+    """σ of the rows σ I that one client appends to its own; None where no defense acts on rows."""
+    defense, release = workload.stack.data_defense, workload.release
+    return defense.sigma(release) if defense and release else None
 
 
 @dataclass(frozen=True)

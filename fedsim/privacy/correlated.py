@@ -106,6 +106,39 @@ def _averaged(
     return min(0.0, math.log(total)) if total > 0 else -math.inf
 
 
+def log_delta_fixed_size(
+    noise_multiplier: float,
+    epsilon: float,
+    *,
+    steps: int,
+    sampling_rate: float,
+    correlation: float,
+    factor: float,
+) -> float:
+    """log of a bound on δ(ε) for batches of a fixed size, drawn without replacement in each step.
+
+    `log_delta_revealed`, and for a contribution that is exchanged for any other (`factor` 2) the
+    amplification by what happens with probability 1 - γ = (1 - q)^T: the example is never drawn.
+    Both neighbours then release the same; that law is as far from the release with the example in
+    steps z as the exchange is, for its batches become those by exchanging the example for a random
+    other one. By advanced joint convexity (Balle, Barthe and Gaboardi, Privacy Amplification by
+    Subsampling, NeurIPS 2018, Theorem 2) δ(ε) <= γ E_z[δ of the Gaussian mechanism at ε' | z ≠ 0],
+    exp(ε') = 1 + (exp(ε) - 1) / γ. For T = 1 that is attained. Exchanged for zero, the example is
+    nearer to nothing than to another one, and no more is known than `log_delta_revealed`.
+    """
+    if factor == 2 and sampling_rate < 1:
+        drawn = -math.expm1(steps * math.log1p(-sampling_rate))
+        epsilon += math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
+    return log_delta_revealed(
+        noise_multiplier,
+        epsilon,
+        steps=steps,
+        sampling_rate=sampling_rate,
+        correlation=correlation,
+        factor=factor,
+    )
+
+
 @lru_cache(maxsize=64)
 def _reached(
     steps: int, sampling_rate: float, correlation: float

@@ -25,6 +25,7 @@ Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_si
 
 _EXACT = "exact Gaussian"
 _REVEALED = "exact Gaussian, averaged over the batches, which may be known"
+_CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
 _PLD = "dp_accounting PLD"
 _LARGEST = 1e9
 """ε and noise multipliers are searched up to here."""
@@ -87,7 +88,7 @@ class _Keys(Keys):
             return lambda noise, eps: correlated.log_delta(noise, eps, reach), _EXACT
         if self.sampling == "fixed_size":
             return (
-                lambda noise, eps: correlated.log_delta_revealed(
+                lambda noise, eps: correlated.log_delta_fixed_size(
                     noise,
                     eps,
                     steps=self.steps,
@@ -95,7 +96,7 @@ class _Keys(Keys):
                     correlation=self.correlation,
                     factor=factor,
                 ),
-                _REVEALED,
+                _CONVEX if self.relation == "replace_one" else _REVEALED,
             )
         if self.sampling == "poisson" and self.correlation == 0:
             return self._pld_log_delta, _PLD
@@ -242,7 +243,7 @@ class CorrelatedCurve(_Keys, Curve):
             delta=delta,
             log_delta=log_delta,
             method=method,
-            direction="both" if method in (_EXACT, _REVEALED) else None,
+            direction="both" if method in (_EXACT, _REVEALED, _CONVEX) else None,
             noise_multiplier=self.noise_multiplier,
         )
 

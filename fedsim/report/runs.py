@@ -179,6 +179,7 @@ class RoundRow(_Part):
     test_loss: float | None = None
     test_accuracy: float | None = None
     epsilon: float | Literal["inf"] | None = None
+    sigma: float | None = None
     failures: dict[str, int] = {}
     """Reason -> how many updates were left out of the round."""
     details: list[str] = []

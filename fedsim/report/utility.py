@@ -6,7 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedsim.report.figures import describe_variant, format_epsilon, format_summary
+from fedsim.report.figures import (
+    describe_variant,
+    format_epsilon,
+    format_number,
+    format_summary,
+)
 from fedsim.report.runs import RoundRow, Run
 from fedsim.scoring import Summary, summarize
 
@@ -23,6 +28,8 @@ class UtilityRow:
     runs: int
     epsilon: float | None
     """The largest of the runs; inf if nothing is proven, None if it was not accounted."""
+    sigma: float | None
+    """The largest σ of the rows σ I that a client appended to its own; None without such noise."""
     test_loss: Summary | None
     test_accuracy: Summary | None
     """In percent."""
@@ -48,6 +55,7 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
             defense=defense,
             runs=len(rows),
             epsilon=_largest(rows),
+            sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
             test_accuracy=summarize(
                 [100 * r.test_accuracy for r in rows if r.test_accuracy is not None]
@@ -62,6 +70,8 @@ def describe(rows: Sequence[UtilityRow]) -> str:
     lines = []
     for row in rows:
         told = [f"ε {format_epsilon(row.epsilon)}"]
+        if row.sigma is not None:
+            told.append(f"σ {format_number(row.sigma, 3)}")
         if row.test_loss:
             told.append(f"test loss {format_summary(row.test_loss, 3)}")
         if row.test_accuracy:

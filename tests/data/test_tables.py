@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
 from fedsim.data.partition import partition
 from fedsim.data.rows import bounded
+from fedsim.data.synthetic_table import SyntheticTable
 from fedsim.data.table import TableFile
 from fedsim.scenario.model import Partition
 from fedsim.types import FedsimError, Table
@@ -201,3 +202,22 @@ def test_the_names_are_those_of_scikit_learn() -> None:
 
     assert list(BreastCancer().load().columns[:30]) == list(load_breast_cancer().feature_names)
     assert list(Diabetes().load().columns[:10]) == list(load_diabetes().feature_names)
+
+
+def test_a_synthetic_table_is_of_the_size_and_the_bound_that_was_asked_for() -> None:
+    source = SyntheticTable(rows=500, features=7, row_norm=0.9, intercept=False)
+    table, again = source.load(), source.load()
+    assert table.train_rows.shape == (400, 8) and table.test_rows.shape == (100, 8)
+    assert float(torch.linalg.vector_norm(table.train_rows, dim=1).max()) <= 0.9
+    assert torch.equal(table.train_rows, again.train_rows)
+    other = SyntheticTable(rows=500, features=7, row_norm=0.9, intercept=False, draw=1).load()
+    assert not torch.equal(table.train_rows, other.train_rows)
+
+
+def test_a_synthetic_target_is_as_much_signal_as_noise() -> None:
+    table = SyntheticTable(rows=20_000, features=5, intercept=False).load()
+    features, target = table.train_rows[:, :-1], table.train_rows[:, -1]
+    solution = torch.linalg.lstsq(features, target[:, None]).solution
+    left = (features @ solution).squeeze(1) - target
+    # about: a feature or a target beyond 1 is set to 1
+    assert float(left.var() / target.var()) == pytest.approx(0.5, abs=0.03)

@@ -65,6 +65,30 @@ def test_the_papers_noise_level() -> None:
     assert defense.sigma(release) == pytest.approx(6.850, abs=5e-4)
 
 
+def test_older_calibrations_are_private_too_and_need_more_noise() -> None:
+    settings = {"epsilon": 1.0, "delta": DELTA}
+    made = {
+        name: RandomProjection.model_validate({**settings, "calibration": name})
+        for name in ("tight", "paper", "sheffet", "mutual_information")
+    }
+    sigmas = [defense.sigma(RELEASE) for defense in made.values()]
+    assert all(one < next_ for one, next_ in pairwise(sigmas))
+    assert all(mechanism(defense).epsilon(DELTA, 1) <= 1 + 1e-9 for defense in made.values())
+    # At ε = 0, δ is the total variation, which the mutual information bounds.
+    least = mechanism(made["mutual_information"])
+    assert least.epsilon(DELTA, 1) == 0.0
+
+
+def test_what_is_known_of_leverage_saves_only_noise_that_leverage_determines() -> None:
+    known = {"epsilon": 1.0, "delta": DELTA, "leverage": 1e-6}
+    release = replace(RELEASE, columns=40)
+    made = {
+        name: RandomProjection.model_validate({**known, "calibration": name}).sigma(release)
+        for name in ("mutual_information", "sheffet")
+    }
+    assert made["mutual_information"] == 0.0 and made["sheffet"] > 0
+
+
 @pytest.mark.parametrize("known", [1.0, 0.3, 0.02])
 def test_no_database_exceeds_the_bound_on_leverage(known: float) -> None:
     """Against random databases, and one that attains it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -165,9 +166,57 @@ def test_more_noise_and_less_correlation_are_more_private(noise: float, correlat
 
 
 def test_a_replaced_example_reaches_twice_as_far() -> None:
-    for sampling in ("full", "single_epoch", "fixed_size"):
+    for sampling in ("full", "single_epoch"):
         twice = revealed(0.7, noise=6.0, correlation=0.5, sampling=sampling, relation="replace_one")
         assert twice == pytest.approx(revealed(0.7, correlation=0.5, sampling=sampling), rel=1e-9)
+
+
+def mixture(means: list[float], weights: list[float], sigma: float, x: np.ndarray) -> np.ndarray:
+    laws = [np.exp(-((x - mean) ** 2) / (2 * sigma**2)) for mean in means]
+    return np.asarray(np.tensordot(weights, laws, 1) / (sigma * math.sqrt(2 * math.pi)))
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("rate", [0.05, 0.4])
+def test_one_fixed_size_batch_is_as_private_as_its_worst_case(epsilon: float, rate: float) -> None:
+    """All others at -1, the example at +1 or at -1: what is claimed is attained."""
+    sigma, x = 1.3, np.linspace(-15, 15, 300_001)
+    p, q = (mixture([to, -1.0], [rate, 1 - rate], sigma, x) for to in (1.0, -1.0))
+    exact = np.maximum(p - math.exp(epsilon) * q, 0).sum() * (x[1] - x[0])
+    shape: dict[str, Any] = {"steps": 1, "sampling_rate": rate, "noise": sigma}
+    shape["relation"] = "replace_one"
+    assert revealed(epsilon, **shape) == pytest.approx(float(exact), rel=1e-6)
+    known = rate * gaussian_delta(2 / sigma, epsilon)
+    assert revealed(epsilon, **shape) < known * (1 - 1e-3) or epsilon == 0
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, 3.0])
+def test_no_two_fixed_size_batches_are_less_private_than_claimed(epsilon: float) -> None:
+    """Two correlated steps, the same worst case, integrated over both releases."""
+    rate, sigma, correlation = 0.3, 1.1, 0.5
+    x = np.linspace(-9, 14, 1201)
+    first, second = np.meshgrid(x, x, indexing="ij")
+
+    def law(reach: float) -> np.ndarray:
+        total = np.zeros_like(first)
+        for z in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            weight = math.prod(rate if each else 1 - rate for each in z)
+            at = encoder(2, correlation) @ (reach * np.array(z))
+            density = np.exp(-((first - at[0]) ** 2 + (second - at[1]) ** 2) / (2 * sigma**2))
+            total += weight * density / (2 * math.pi * sigma**2)
+        return total
+
+    p, q, area = law(2.0), law(0.0), (x[1] - x[0]) ** 2
+    exact = max(
+        float(np.maximum(one - math.exp(epsilon) * other, 0).sum() * area)
+        for one, other in ((p, q), (q, p))
+    )
+    shape: dict[str, Any] = {"steps": 2, "sampling_rate": rate, "noise": sigma}
+    shape["correlation"] = correlation
+    claimed = revealed(epsilon, **shape, relation="replace_one")
+    assert exact * (1 - 1e-6) <= claimed < 2 * exact
+    twice = revealed(epsilon, **{**shape, "noise": sigma / 2})  # of known batches
+    assert claimed < twice * (1 - 1e-3) or epsilon == 0
 
 
 def test_without_correlation_full_participation_is_composition() -> None:

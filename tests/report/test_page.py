@@ -212,17 +212,24 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
         lines = [
             {"defense": "none", "round": 1, "test_loss": 9.0, "epsilon": "inf"},
             {"defense": "none", "round": 2, "test_loss": loss, "epsilon": "inf"},
-            {"defense": "own", "round": 2, "test_accuracy": loss, "epsilon": float(seed)},
+            {
+                "defense": "own",
+                "round": 2,
+                "test_accuracy": loss,
+                "epsilon": float(seed),
+                "sigma": 4,
+            },
         ]
         (folder / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     page = Page(write_report(tmp_path).read_text())
     assert "Nothing is attacked in this run" in page.flat
     assert "INVALID" not in page.flat and "PSNR" not in page.flat
-    assert "learner.columns=1none2∞0.600 [0.500, 0.700]–" in page.flat
-    assert "learner.columns=1own22–60.0 [50.0, 70.0]" in page.flat
-    assert "learner.columns=10none2∞0.200 [0.200, 0.200]–" in page.flat
+    assert "learner.columns=1none2∞–0.600 [0.500, 0.700]–" in page.flat
+    assert "learner.columns=1own224.000–60.0 [50.0, 70.0]" in page.flat
+    assert "learner.columns=10none2∞–0.200 [0.200, 0.200]–" in page.flat
     lines = describe(utility(load_runs([tmp_path]))).splitlines()
     assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600 [0.500, 0.700]"
+    assert lines[1] == "learner.columns=1, own: ε 2, σ 4.000, accuracy 60.0 [50.0, 70.0]%"
     assert len(lines) == 4
 
 

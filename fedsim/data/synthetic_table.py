@@ -1,0 +1,45 @@
+"""Tables of any size that are drawn instead of read: for what depends on a table's size alone."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+
+from fedsim.data.rows import Column, TableSource
+from fedsim.types import Table
+
+_SPREAD = 1 / 3
+"""Standard deviation of a feature and of the noise on the target, before they are clamped."""
+
+
+@final
+class SyntheticTable(TableSource):
+    """Normal features and a linear target with as much noise as signal, all clamped to [-1, 1].
+
+    The draw is a function of the size and `draw` alone, so every run sees the same table.
+    """
+
+    paper: ClassVar[str] = ""
+
+    rows: Annotated[int, Field(ge=10, le=10_000_000)]
+    """n, training and test rows together."""
+    features: Annotated[int, Field(ge=1, le=10_000)]
+    """d without the intercept."""
+    draw: Annotated[int, Field(ge=0)] = 0
+    """Which of the tables of that size."""
+
+    def load(self) -> Table:
+        """See the class."""
+        stream = torch.Generator().manual_seed(self.draw)
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=stream, dtype=torch.float64)
+
+        weights = normal(self.features)
+        x = normal(self.rows, self.features) * _SPREAD
+        noise = normal(self.rows) * _SPREAD
+        target = x.clamp_(-1, 1) @ (weights / torch.linalg.vector_norm(weights)) + noise
+        columns = tuple(Column(name=f"x{i}", low=-1, high=1) for i in range(self.features))
+        return self.table("synthetic_table", x, columns, target.clamp(-1, 1), "y", None)
