@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from fedsim.types import (
     FedsimError,
     LocalTraining,
     Relation,
+    ReleaseKind,
     Sampling,
     Tensors,
     Unit,
@@ -75,9 +75,6 @@ class ExactMechanism(ABC):
     def epsilon(self, delta: float, releases: int) -> float:
         """The least proven ε of so many independent releases of the same data; inf if there is
         none."""
-
-
-ReleaseKind = Literal["sketch", "coefficients", "sketched_coefficients", "normal_coefficients"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """Contract suites that the author of an attack or a defense inherits. They need pytest."""
 
-from fedsim.testing.attack import AttackContract
+from fedsim.testing.attack import AttackContract, RowAttackContract
 from fedsim.testing.data_defense import DataDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,
@@ -8,12 +8,15 @@ from fedsim.testing.defense import (
     UpdateDefenseContract,
 )
 from fedsim.testing.observation import make_observation
+from fedsim.testing.release import make_release
 
 __all__ = [
     "AggregationDefenseContract",
     "AttackContract",
     "DataDefenseContract",
+    "RowAttackContract",
     "TrainingDefenseContract",
     "UpdateDefenseContract",
     "make_observation",
+    "make_release",
 ]
