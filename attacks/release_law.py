@@ -27,8 +27,8 @@ from fedsim.adversary import AttackFailed
 from fedsim.types import Knowledge, Observation, ReleaseKind
 
 _RIDGE = 1e-10
-"""Share of the mean eigenvalue of K that is added to it: K is singular with fewer rows than
-columns, and then a sketch tells the missing row's direction exactly."""
+"""Share of K's mean eigenvalue, with one row of the largest norm more, that is added to it: K is
+singular with fewer rows than columns, and a sketch then tells the missing direction exactly."""
 
 _EXACT = 1e-6
 """Standard deviation at which a release without randomness is compared with what it should be."""
@@ -118,15 +118,15 @@ def law(observation: Observation, knowledge: Knowledge) -> Law:
             kind=spec.kind,
             columns=spec.columns,
             seen=clients * seen,
-            gram=_regular(total),
+            gram=_regular(total, spec.row_norm),
             scale=scales[knowledge.target_client],
             variance=None,
         )
     features = clients * variance * torch.eye(size - 1, dtype=torch.float64)
     others = torch.zeros_like(seen)
-    own = _regular(grams.pop(knowledge.target_client))
+    own = _regular(grams.pop(knowledge.target_client), spec.row_norm)
     for gram in grams:
-        factor = torch.linalg.cholesky(_regular(gram))
+        factor = torch.linalg.cholesky(_regular(gram, spec.row_norm))
         best = _solution(factor)
         scale = _scale(bound, float(best.square().sum()))
         others += scale * best
@@ -163,9 +163,9 @@ def _spread(kind: ReleaseKind, columns: int, features: Tensor, residual: Tensor)
     return residual.square()[..., None, None] / divisor * torch.cholesky_inverse(features)
 
 
-def _regular(gram: Tensor) -> Tensor:
+def _regular(gram: Tensor, row_norm: float) -> Tensor:
     size = len(gram)
-    level = _RIDGE * float(gram.trace()) / size + 1e-300
+    level = _RIDGE * (float(gram.trace()) + row_norm**2) / size
     return gram + level * torch.eye(size, dtype=gram.dtype)
 
 
