@@ -24,13 +24,7 @@ NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
 SCENARIO: dict[str, Any] = {
     "name": "rows",
     "seed": 5,
-    "data": {
-        "source": {
-            "name": "breast_cancer",
-            "features": ["mean radius", "mean texture", "mean concavity"],
-        },
-        "clients": 3,
-    },
+    "data": {"source": "breast_cancer", "clients": 3},
     "learner": {"name": "least_squares", "columns": 60},
     "training": {"rounds": 1},
     "defenses": {
@@ -39,7 +33,7 @@ SCENARIO: dict[str, Any] = {
         "sum": [{**NOISE, "shared_among": 3}, "aggregate"],
     },
     "attacks": [
-        {"name": "row_reconstruction", "iterations": 20, "starts": 1},
+        {"name": "row_reconstruction", "iterations": 20, "starts": 1, "samples": 50},
         "membership_inference",
     ],
     "observe": {"batch_sizes": [8], "trials": 2},
@@ -50,7 +44,21 @@ SCENARIO: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
+    """On a table of 60 patients, 48 of them for training."""
+    folder = tmp_path_factory.mktemp("run")
+    stream = torch.Generator().manual_seed(0)
+    values = torch.rand(60, 3, generator=stream).round(decimals=3)
+    lines = ["age,dose,response", *(",".join(map(str, row)) for row in values.tolist())]
+    (folder / "patients.csv").write_text("\n".join(lines) + "\n")
+    column = {"low": 0, "high": 1}
+    source = {
+        "name": "table",
+        "path": str(folder / "patients.csv"),
+        "features": [{"name": "age", **column}, {"name": "dose", **column}],
+        "target": {"name": "response", **column},
+    }
+    wanted = {**SCENARIO, "data": {"source": source, "clients": 3}}
+    return fedsim.run(wanted, out=folder / "out", workers=1)
 
 
 def rows_of(run: Run, stack: str, attack: str) -> list[Row]:
@@ -105,7 +113,7 @@ def test_the_truth_says_who_took_part(finished: Run) -> None:
     assert isinstance(truth, RowTruth) and isinstance(both, RowTruth)
     assert 0 < int(truth.members.sum()) < len(truth.members)
     assert both.clients.unique().tolist() == [0, 1, 2]
-    assert truth.scored.tolist() == [True, True, True, False, True]
+    assert truth.scored.tolist() == [True, True, False, True]
     # The same rows take part whatever the defense, and others in another trial.
     assert torch.equal(both.members[both.clients == 0], truth.members)
     again = load_truth(finished.out, "none/round-0001/client-0000-b8-t1")
@@ -118,7 +126,7 @@ def test_no_row_is_in_what_the_server_saw(finished: Run) -> None:
     assert len(paths) == 3 * 2
     for path in paths:
         seen = fedsim.load_observation(path)
-        assert set(seen.update) == {"release"} and seen.update["release"].shape == (5, 60)
+        assert set(seen.update) == {"release"} and seen.update["release"].shape == (4, 60)
         text = path.read_text()
         assert '"model": null' in text and '"sigma"' in text and "members" not in text
         assert (seen.release.sigma > 0) == ("/none/" not in str(path))
@@ -126,10 +134,14 @@ def test_no_row_is_in_what_the_server_saw(finished: Run) -> None:
             _ = seen.model
 
 
-def test_the_same_scenario_gives_the_same_bytes(finished: Run, tmp_path: Path) -> None:
-    again = fedsim.run(fedsim.load(finished.out / "scenario.yaml"), out=tmp_path / "b", workers=1)
+def test_a_stack_alone_gives_the_same_rows(finished: Run, tmp_path: Path) -> None:
+    """To the last digit, whatever other defenses there are."""
+    wanted = fedsim.load(finished.out / "scenario.yaml")
+    wanted = wanted.model_copy(update={"defenses": {"none": []}})
+    again = fedsim.run(wanted, out=tmp_path / "b", workers=1)
     kept = [{k: v for k, v in row.items() if k != "cost"} for row in again.rows()]
-    assert kept == [{k: v for k, v in row.items() if k != "cost"} for row in finished.rows()]
+    expected = [row for row in finished.rows() if row["defense"]["name"] == "none"]
+    assert kept == [{k: v for k, v in row.items() if k != "cost"} for row in expected]
 
 
 def test_control_leaderboard_and_report(finished: Run) -> None:
@@ -148,7 +160,7 @@ def test_control_leaderboard_and_report(finished: Run) -> None:
         row["control"]["other_update"]["membership_auc"]
         for row in rows_of(finished, "none", "membership_inference")
     ]
-    assert all(abs(value - 0.5) < 0.25 for value in others)
+    assert all(abs(value - 0.5) < 0.35 for value in others)
 
 
 def test_a_recording_is_replayed(finished: Run) -> None:
