@@ -23,6 +23,7 @@ OTHERS = Granted(rows="others")
 def released(
     count: int = 24, *, columns: int = 4, **arguments: object
 ) -> tuple[Observation, RowTruth]:
+    arguments.setdefault("parameters", {"columns": 50})
     return make_release(*example_rows(count, columns), **arguments)  # type: ignore[arg-type]
 
 
