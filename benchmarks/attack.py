@@ -96,7 +96,7 @@ def victim(
         buffers_update={},
         parameters=weights,
         buffers=buffers,
-        model=spec,
+        spec=spec,
         training=training,
         defense=(),
         vantage="server",

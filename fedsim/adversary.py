@@ -28,6 +28,8 @@ from fedsim.types import (
     Labels,
     Observation,
     Reconstruction,
+    Released,
+    RowKnowledge,
 )
 
 
@@ -42,9 +44,14 @@ class Needs:
     labels: Labels = "none"
     bn: BatchNormKnowledge = "none"
     features: FeatureKnowledge = "none"
+    rows: RowKnowledge = "none"
 
     def unmet(
-        self, labels: Labels, bn: BatchNormKnowledge, features: FeatureKnowledge = "none"
+        self,
+        labels: Labels,
+        bn: BatchNormKnowledge,
+        features: FeatureKnowledge = "none",
+        rows: RowKnowledge = "none",
     ) -> str | None:
         """What is missing from such a grant, as advice; None if nothing is."""
         label_order: Sequence[Labels] = ("none", "inferred", "known")
@@ -55,6 +62,8 @@ class Needs:
             return f"needs knowledge.bn: {self.bn}, the scenario grants {bn}"
         if self.features == "known" and features == "none":
             return "needs knowledge.features: known, the scenario grants none"
+        if self.rows == "others" and rows == "none":
+            return "needs knowledge.rows: others, the scenario grants none"
         return None
 
 
@@ -74,6 +83,10 @@ class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
     needs: ClassVar[Needs] = Needs()
+    reads: ClassVar[tuple[Released, ...]] = ("update",)
+    """What of clients it can read. Of rows it is asked about one at a time, on its own."""
+    asked_of_candidates: ClassVar[bool] = False
+    """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
 
@@ -205,6 +218,16 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
     if not issubclass(cls, Attack):
         raise plugins.PluginError(f"attack plugin {name!r} does not derive from Attack")
     return cls.model_validate(dict(parameters or {}))
+
+
+def unreadable(attack: str, reads: Sequence[Released], released: Released | None) -> str | None:
+    """Why an attack that `reads` so cannot be run on what is `released`; None if it can."""
+    if released in reads:
+        return None
+    what = {"update": "updates of a model", None: "what no attack reads"}
+    here = what.get(released) or f"releases of kind {released}"
+    readable = " and ".join(what.get(kind) or kind for kind in reads)
+    return f"{attack} reads {readable}, and clients send {here}"
 
 
 def _refuse_unusable(observation: Observation) -> None:

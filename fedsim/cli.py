@@ -79,6 +79,13 @@ class FeatureGrant(StrEnum):
     known = "known"
 
 
+class RowGrant(StrEnum):
+    """`knowledge.rows`."""
+
+    none = "none"
+    others = "others"
+
+
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
 Settings = Annotated[
     list[str] | None,
@@ -133,6 +140,9 @@ def attack(
     features: Annotated[
         FeatureGrant, typer.Option(help="What the attacker knows of the features; for oracles.")
     ] = FeatureGrant.none,
+    rows: Annotated[
+        RowGrant, typer.Option(help="Which rows the attacker of a closed-form release knows.")
+    ] = RowGrant.none,
     truth: Annotated[
         Path | None,
         typer.Option(help="Run folder with truth/; found by itself beside the recording."),
@@ -163,6 +173,7 @@ def attack(
                 labels=labels.value,
                 bn=bn.value,
                 features=features.value,
+                rows=rows.value,
                 seed=seed,
                 device=device,
                 truth=truth,
@@ -282,7 +293,13 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
 def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:
     from fedsim.recording import write_json, write_tensors
 
-    recovered = {"images": found.images, "labels": found.labels, "features": found.features}
+    recovered = {
+        "images": found.images,
+        "labels": found.labels,
+        "features": found.features,
+        "rows": found.rows,
+        "membership": found.membership,
+    }
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)

@@ -26,6 +26,7 @@ from fedsim.types import (
     FedsimError,
     LocalTraining,
     Relation,
+    ReleaseKind,
     Sampling,
     Tensors,
     Unit,
@@ -140,10 +141,6 @@ def _composed_epsilon(parts: tuple[CurveMechanism, ...], delta: float) -> float:
 def _listed(parts: tuple[CurveMechanism, ...]) -> str:
     return " and ".join(part.accountant for part in parts)
 
-
-ReleaseKind = Literal[
-    "sketch", "coefficients", "sketched_coefficients", "normal_coefficients", "kernel_regression"
-]
 
 Statistic = Literal["features", "kernel"]
 """What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""

@@ -21,20 +21,18 @@ import torch
 from torch import Tensor
 
 from fedsim import rng, scoring
-from fedsim.adversary import Progress, Solution, create, solve
-from fedsim.knowledge import grant
+from fedsim.adversary import Progress, Solution, create
 from fedsim.privacy.recovery import observed_rate
 from fedsim.recording import load_observation, load_truth, write_tensors
 from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
     FedsimError,
-    GroundTruth,
-    Labels,
     Observation,
     Reconstruction,
+    RowTruth,
     RunFailed,
+    Truth,
 )
+from fedsim.victims import Granted, question
 
 OnProgress = Callable[[Progress], None]
 
@@ -46,13 +44,10 @@ class Setting:
     root: Path
     """The run's folder."""
     device: str
-    labels: Labels
-    bn: BatchNormKnowledge
-    features: FeatureKnowledge
-    mean_image: Tensor
-    """(C, H, W) pixels: the zero-information guess of an image."""
-    majority_label: int
-    """The zero-information guess of a label."""
+    granted: Granted
+    guess: scoring.Guess | None
+    """The zero-information guess of an image and its label; None where the data are rows, which
+    are guessed from the others."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     threads: int
@@ -172,9 +167,7 @@ def run_job(
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id)
     seed = seed_of(observation, job.label)
-    baseline = scoring.baseline(
-        setting.mean_image, truth, label=setting.majority_label, lpips=lpips
-    )
+    baseline = _baseline(truth, setting, lpips)
     started = time.perf_counter()
     solution: Solution | None = None
     metrics: dict[str, float | None] = dict.fromkeys(baseline)
@@ -182,22 +175,22 @@ def run_job(
     reason = None
     rate = None
     try:
-        seen, knowledge = grant(observation, truth, setting.labels, setting.bn, setting.features)
         attack = create(job.attack, job.parameters)
         rate = observed_rate(observation) if attack.follows_tensor_rate else None
-        solution = solve(
+        solution = question(
             attack,
-            seen,
-            knowledge,
+            observation,
+            truth,
+            setting.granted,
             seed,
             restarts=job.restarts,
             progress=progress,
         )
         found = on_cpu(solution.reconstruction)
-        scores = scoring.score(found, truth, lpips=lpips, guess=setting.mean_image)
+        scores = _score(found, truth, setting, lpips)
         metrics, per_image = scores.metrics(), scores.per_image
         path = reconstruction_path(setting.root, job.label, observation.id)
-        _save(path, found, truth, scores.assignment, setting.mean_image)
+        _save(path, found, truth, scores.assignment, setting.guess)
     except FedsimError as error:
         reason = str(error)
     except Exception as error:  # a third party's attack may raise anything: the row says what
@@ -232,22 +225,62 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
         images=None if found.images is None else found.images.detach().float().cpu(),
         labels=None if found.labels is None else found.labels.cpu(),
         features=None if found.features is None else found.features.detach().float().cpu(),
+        rows=None if found.rows is None else found.rows.detach().cpu(),
+        membership=None if found.membership is None else found.membership.detach().cpu(),
     )
 
 
+def _baseline(
+    truth: Truth, setting: Setting, lpips: scoring.LpipsMetric | scoring.Unavailable
+) -> dict[str, float | None]:
+    if isinstance(truth, RowTruth):
+        return scoring.row_baseline(truth)
+    assert setting.guess is not None
+    return scoring.baseline(setting.guess.image, truth, label=setting.guess.label, lpips=lpips)
+
+
+def _score(
+    found: Reconstruction,
+    truth: Truth,
+    setting: Setting,
+    lpips: scoring.LpipsMetric | scoring.Unavailable,
+) -> scoring.Scores:
+    if isinstance(truth, RowTruth):
+        return scoring.score_rows(found, truth)
+    assert setting.guess is not None
+    return scoring.score(found, truth, lpips=lpips, guess=setting.guess.image)
+
+
 def _save(
-    path: Path, found: Reconstruction, truth: GroundTruth, assignment: list[int], guess: Tensor
+    path: Path,
+    found: Reconstruction,
+    truth: Truth,
+    assignment: list[int],
+    guess: scoring.Guess | None,
 ) -> None:
     """Write the truth and, in the order of the truth, exactly what was scored against it."""
+    if isinstance(truth, RowTruth):
+        _save_rows(path, found, truth)
+        return
+    assert guess is not None
     tensors = {"truth": truth.images, "truth_labels": truth.labels}
     if found.images is not None:
-        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guess)
+        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guess.image)
     if found.labels is not None:
         tensors["labels"] = found.labels
     if found.features is not None and truth.features is not None:
         nothing = torch.zeros_like(truth.features[0])
         tensors["features"] = scoring.align(found.features, assignment, nothing)
         tensors["truth_features"] = truth.features
+    write_tensors(path, tensors)
+
+
+def _save_rows(path: Path, found: Reconstruction, truth: RowTruth) -> None:
+    tensors: dict[str, Tensor] = {"members": truth.members, "scored": truth.scored}
+    if found.rows is not None:
+        tensors |= {"truth_rows": truth.rows[truth.members], "rows": found.rows}
+    if found.membership is not None:
+        tensors["membership"] = found.membership
     write_tensors(path, tensors)
 
 
@@ -276,6 +309,8 @@ def _without_tensors(observation: Observation) -> Observation:
 
 
 def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
+    if setting.guess is None:
+        return scoring.Unavailable("the data are no images")
     return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
 
 

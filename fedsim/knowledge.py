@@ -17,6 +17,8 @@ from fedsim.types import (
     Knowledge,
     Labels,
     Observation,
+    RowKnowledge,
+    RowTruth,
 )
 
 
@@ -54,9 +56,33 @@ def grant(
     )
 
 
-def from_truth(labels: Labels, bn: BatchNormKnowledge, features: FeatureKnowledge) -> bool:
+def grant_of_row(truth: RowTruth, target: int, rows: RowKnowledge, asked: bool) -> Knowledge:
+    """What is handed over about the row `target`: the others that took part, if granted.
+
+    And the row itself, if it is `asked` whether it took part.
+    """
+    others: tuple[Tensor, ...] = ()
+    if rows == "others":
+        kept = truth.members.clone()
+        kept[target] = False
+        clients = range(int(truth.clients.max()) + 1)
+        others = tuple(truth.rows[kept & (truth.clients == client)] for client in clients)
+    return Knowledge(
+        rows=rows,
+        other_rows=others,
+        target_client=int(truth.clients[target]),
+        candidate=truth.rows[target].clone() if asked else None,
+    )
+
+
+def from_truth(
+    labels: Labels,
+    bn: BatchNormKnowledge,
+    features: FeatureKnowledge,
+    rows: RowKnowledge = "none",
+) -> bool:
     """Whether such a grant holds anything that only the victim knows."""
-    return "known" in (labels, features) or bn == "exact"
+    return "known" in (labels, features) or bn == "exact" or rows != "none"
 
 
 def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from fedsim.report import save_grids, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.types import Dataset, FedsimError, RunFailed, Table
+from fedsim.victims import Granted
 from fedsim.workload import Workload, load_dataset
 
 
@@ -251,15 +252,17 @@ class _Plan:
         return on_round
 
     def _setting(self) -> Setting:
-        assert isinstance(self.dataset, Dataset)
+        guess = None
+        if isinstance(self.dataset, Dataset):
+            guess = scoring.Guess(
+                scoring.mean_image(self.dataset.test_images),
+                scoring.majority_label(self.dataset.test_labels),
+            )
         return Setting(
             root=self.out,
             device=self.device,
-            labels=self.scenario.knowledge.labels,
-            bn=self.scenario.knowledge.bn,
-            features=self.scenario.knowledge.features,
-            mean_image=scoring.mean_image(self.dataset.test_images),
-            majority_label=scoring.majority_label(self.dataset.test_labels),
+            granted=Granted(**self.scenario.knowledge.model_dump()),
+            guess=guess,
             lpips_backbone=self.scenario.scoring.lpips_backbone,
             lpips_weights=self.scenario.scoring.lpips_weights,
             threads=self.threads,
@@ -298,6 +301,8 @@ def _summary(job: Job, result: Result) -> str:
     psnr, guess = result.metrics["psnr"], result.baseline["psnr"]
     if result.reason:
         return f"{job.title}: failed"
+    if (auc := result.metrics["membership_auc"]) is not None:
+        return f"{job.title}: AUC {auc:.2f} of membership (guess 0.50)"
     if psnr is None or guess is None:
         return job.title
     return f"{job.title}: {psnr:.1f} dB (guess {guess:.1f})"

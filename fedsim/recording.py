@@ -33,7 +33,10 @@ from fedsim.types import (
     LocalTraining,
     ModelSpec,
     Observation,
+    ReleaseSpec,
+    RowTruth,
     Tensors,
+    Truth,
     Vantage,
 )
 
@@ -50,7 +53,9 @@ class _Sidecar(BaseModel):
 
     format: Literal[1] = 1
     id: str
-    model: ModelSpec
+    model: ModelSpec | None
+    release: ReleaseSpec | None = None
+    """Of a closed-form release, which has no model."""
     training: LocalTraining
     defense: tuple[dict[str, Any], ...]
     vantage: Vantage
@@ -97,7 +102,8 @@ def save_observation(observation: Observation, root: Path) -> Path:
     update_digest = write_tensors(base.with_name(base.name + ".safetensors"), seen)
     sidecar = _Sidecar(
         id=observation.id,
-        model=observation.model,
+        model=observation.spec if isinstance(observation.spec, ModelSpec) else None,
+        release=observation.spec if isinstance(observation.spec, ReleaseSpec) else None,
         training=observation.training,
         defense=tuple(dict(defense) for defense in observation.defense),
         vantage=observation.vantage,
@@ -133,6 +139,9 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise FedsimError(f"{path}: not a recording of fedsim: {error}") from error
     _checked_id(sidecar.id)
+    spec = sidecar.model or sidecar.release
+    if spec is None:
+        raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
     seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
     state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
     return Observation(
@@ -141,7 +150,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         buffers_update=_under("buffer.", seen, sidecar.buffers),
         parameters=_under("parameter.", state, sidecar.parameters),
         buffers=_under("buffer.", state, sidecar.buffers),
-        model=sidecar.model,
+        spec=spec,
         training=sidecar.training,
         defense=sidecar.defense,
         vantage=sidecar.vantage,
@@ -154,15 +163,18 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     )
 
 
-def save_truth(truth: GroundTruth, root: Path, id: str, client: int) -> None:
+def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
     """Write what `client` really used for the observation `id` (several clients may share one)."""
-    tensors = {"images": truth.images, "labels": truth.labels}
-    if truth.features is not None:
-        tensors["features"] = truth.features
+    if isinstance(truth, RowTruth):
+        tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
+    else:
+        tensors = {"images": truth.images, "labels": truth.labels}
+        if truth.features is not None:
+            tensors["features"] = truth.features
     write_tensors(root / "truth" / _checked_id(id) / f"client-{client:04d}.safetensors", tensors)
 
 
-def load_truth(root: Path, id: str) -> GroundTruth:
+def load_truth(root: Path, id: str) -> Truth:
     """The ground truth of the observation `id`, of all its clients in order of client.
 
     Raises:
@@ -172,6 +184,15 @@ def load_truth(root: Path, id: str) -> GroundTruth:
     parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
     if not parts:
         raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+    if "rows" in parts[0]:
+        return RowTruth(
+            rows=torch.cat([part["rows"] for part in parts]),
+            members=torch.cat([part["members"] for part in parts]),
+            scored=parts[0]["scored"],
+            clients=torch.cat(
+                [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
+            ),
+        )
     features = [part["features"] for part in parts if "features" in part]
     return GroundTruth(
         images=torch.cat([part["images"] for part in parts]),

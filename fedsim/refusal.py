@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedsim.models.planting import plants
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Table
 from fedsim.workload import Workload, blaming
 
 
@@ -17,8 +17,7 @@ def check(workload: Workload) -> None:
     """
     _planted(workload)
     _observed(workload)
-    if workload.trains:
-        _batches(workload)
+    _batches(workload)
     _enough(workload)
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
@@ -50,7 +49,7 @@ def _enough(workload: Workload) -> None:
 
 def _observed(workload: Workload) -> None:
     scenario = workload.scenario
-    if not workload.trains:
+    if not workload.trains and not scenario.observe.batch_sizes:
         return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
         if not workload.observed(round):
@@ -63,8 +62,11 @@ def _observed(workload: Workload) -> None:
 
 def _batches(workload: Workload) -> None:
     observe, parts = workload.scenario.observe, workload.parts
+    of = "rows" if isinstance(workload.dataset, Table) else "images"
     everyone = list(range(len(parts)))
-    sizes = [("training.local.batch_size", workload.training.batch_size, everyone)]
+    sizes = []
+    if workload.trains:
+        sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
     if observe.batch_sizes:
         named = [] if observe.clients == "all" else observe.clients
         seen = everyone if workload.stack.aggregation else named or everyone
@@ -74,6 +76,6 @@ def _batches(workload: Workload) -> None:
         if size > len(parts[smallest]):
             raise FedsimError(
                 f"{key}: a batch of {size} is larger than the data of client {smallest} "
-                f"({len(parts[smallest])} images); use a smaller batch, fewer clients, "
+                f"({len(parts[smallest])} {of}); use a smaller batch, fewer clients, "
                 "or a more even partition"
             )

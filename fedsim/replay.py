@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from fedsim import jobs, recording, scoring
-from fedsim.adversary import create, solve
+from fedsim.adversary import create
 from fedsim.device import resolve_device
-from fedsim.knowledge import from_truth, grant
+from fedsim.knowledge import from_truth
 from fedsim.record import Row
 from fedsim.types import (
     BatchNormKnowledge,
@@ -17,7 +17,11 @@ from fedsim.types import (
     Labels,
     Observation,
     Reconstruction,
+    RowKnowledge,
+    RowTruth,
+    Truth,
 )
+from fedsim.victims import Granted, question
 
 
 def attack(
@@ -29,6 +33,7 @@ def attack(
     labels: Labels = "inferred",
     bn: BatchNormKnowledge = "none",
     features: FeatureKnowledge = "none",
+    rows: RowKnowledge = "none",
     seed: int | None = None,
     device: str = "cpu",
     truth: str | Path | None = None,
@@ -40,7 +45,7 @@ def attack(
         observation: A recording, or the path of its JSON file.
         name: The attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
-        labels, bn, features: What the threat model grants.
+        labels, bn, features, rows: What the threat model grants.
         seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         truth: The run's folder that holds `truth/`. For a recording given by path it is found by
@@ -61,19 +66,19 @@ def attack(
         root = root or recording.root_of(path)
     known = root is not None and recording.has_truth(root, observation.id)
     victim = recording.load_truth(root, observation.id) if root and known else None
-    if victim is None and from_truth(labels, bn, features):
+    if victim is None and from_truth(labels, bn, features, rows):
         raise FedsimError(
-            "known labels or features and exact statistics come from the ground truth, and none "
-            "was found: name the run's folder (--truth), or grant less"
+            "known labels or features, exact statistics and other rows come from the ground truth, "
+            "and none was found: name the run's folder (--truth), or grant less"
         )
     chosen = create(name, parameters)
-    if unmet := chosen.required().unmet(labels, bn, features):
+    if unmet := chosen.required().unmet(labels, bn, features, rows):
         raise FedsimError(f"attack {name} {unmet}")
-    seen, knowledge = grant(observation, victim, labels, bn, features)
-    solution = solve(
+    solution = question(
         chosen,
-        seen,
-        knowledge,
+        observation,
+        victim,
+        Granted(labels=labels, bn=bn, features=features, rows=rows),
         jobs.seed_of(observation, name) if seed is None else seed,
         restarts=restarts,
         progress=on_progress,
@@ -86,7 +91,15 @@ def attack(
             "restarts": restarts,
             "parameters": chosen.model_dump(mode="json"),
         },
-        "knowledge": {"labels": labels, "bn": bn, "features": features},
-        "metrics": scoring.score(found, victim).metrics() if victim else None,
+        "knowledge": {"labels": labels, "bn": bn, "features": features, "rows": rows},
+        "metrics": _metrics(found, victim),
         "cost": jobs.cost(solution),
     }
+
+
+def _metrics(found: Reconstruction, truth: Truth | None) -> dict[str, float | None] | None:
+    if truth is None:
+        return None
+    if isinstance(truth, RowTruth):
+        return scoring.score_rows(found, truth).metrics()
+    return scoring.score(found, truth).metrics()

@@ -12,16 +12,27 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedsim import scoring
 from fedsim.canaries import audited_epsilon
 from fedsim.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
+from fedsim.privacy import membership
 from fedsim.privacy.ledger import claim, worst_off
 from fedsim.record import Row
 from fedsim.recording import read_tensors
 from fedsim.scenario import Scenario
-from fedsim.types import GroundTruth, PrivacyClaim, Reconstruction
+from fedsim.types import (
+    GroundTruth,
+    ModelSpec,
+    Observation,
+    PrivacyClaim,
+    Reconstruction,
+    RowTruth,
+)
 from fedsim.workload import Workload
 
 Key = tuple[str, str, str]
@@ -131,8 +142,9 @@ class Context:
             "scenario": self.scenario.name,
             "variant": dict(self.variant),
             "dataset": self.scenario.data.source.name,
-            "model": {"name": seen.model.name, "parameters": dict(seen.model.parameters)},
+            "model": _model(seen),
             "learner": self.scenario.learner.name,
+            "release": _release(seen),
             "training": asdict(seen.training),
             "defense": {"name": stack, "stack": [dict(defense) for defense in seen.defense]},
             "attack": {
@@ -154,11 +166,15 @@ class Context:
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
-            "baseline": {"name": "mean_image", **result.baseline},
+            "baseline": {"name": _guess(seen), **result.baseline},
             "control": {"other_update": None},
-            "theory": {"tensor_rate": result.tensor_rate},
+            "theory": {
+                "tensor_rate": result.tensor_rate,
+                **_membership_limits(guarantee),
+            },
             "utility": {
                 "train_loss": last["train_loss"],
+                "test_loss": last["test_loss"],
                 "test_accuracy": last["test_accuracy"],
             },
             "privacy": {
@@ -213,6 +229,9 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
         for row, other in zip(members, members[1:] + members[:1], strict=True):
             own = read_tensors(_reconstruction(row, root))
             foreign = read_tensors(_reconstruction(other, root))
+            if "members" in own:
+                row["control"]["other_update"] = _other_rows(own, foreign)
+                continue
             row["control"]["other_update"] = scoring.score(
                 Reconstruction(
                     images=foreign.get("reconstruction"),
@@ -227,6 +246,51 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
                     features=own.get("truth_features"),
                 ),
             ).metrics()
+
+
+def _other_rows(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row:
+    """One release's answers scored against another's truth, over again where there are fewer."""
+    members = own["members"]
+    found = {
+        name: foreign[name][torch.arange(count) % len(foreign[name])]
+        for name, count in (("rows", int(members.sum())), ("membership", len(members)))
+        if name in foreign
+    }
+    rows = torch.zeros(len(members), len(own["scored"]), dtype=torch.float64)
+    if "truth_rows" in own:
+        rows[members] = own["truth_rows"]
+    truth = RowTruth(rows=rows, members=members, clients=members.long() * 0, scored=own["scored"])
+    answer = Reconstruction(
+        rows=found.get("rows"), membership=found.get("membership"), loss=math.nan, iterations=0
+    )
+    return scoring.score_rows(answer, truth).metrics()
+
+
+def _model(seen: Observation) -> Row | None:
+    if not isinstance(seen.spec, ModelSpec):
+        return None
+    return {"name": seen.spec.name, "parameters": dict(seen.spec.parameters)}
+
+
+def _release(seen: Observation) -> Row | None:
+    if isinstance(seen.spec, ModelSpec):
+        return None
+    return {"kind": seen.spec.kind, "parameters": dict(seen.spec.parameters)}
+
+
+def _guess(seen: Observation) -> str:
+    return "mean_image" if isinstance(seen.spec, ModelSpec) else "mean_of_others"
+
+
+def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
+    """The most that the claim allows an attack to tell of one row's presence, if it claims that."""
+    epsilon, delta = guarantee.epsilon, guarantee.delta
+    if guarantee.relation != "add_or_remove" or delta is None:
+        return {"membership_auc": None, "membership_tpr": None}
+    return {
+        "membership_auc": membership.auc_limit(epsilon, delta),
+        "membership_tpr": membership.tpr_limit(epsilon, delta, scoring.FALSE_POSITIVES),
+    }
 
 
 def number(value: float) -> float | str:

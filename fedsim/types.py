@@ -25,8 +25,14 @@ Vantage = Literal["server", "aggregate"]
 Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
+RowKnowledge = Literal["none", "others"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
+ReleaseKind = Literal[
+    "sketch", "coefficients", "sketched_coefficients", "normal_coefficients", "kernel_regression"
+]
+Released = Literal["update"] | ReleaseKind
+"""What a client sends: the update of a model, or what it computed from its rows in closed form."""
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
@@ -107,10 +113,36 @@ class ModelSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReleaseSpec:
+    """Says how a closed-form release comes from rows, as everybody knows it.
+
+    It does not say how many rows there are: that would tell whether one of them is there.
+    """
+
+    learner: str
+    parameters: Mapping[str, Any]
+    kind: ReleaseKind
+    columns: int
+    """r, the columns of the random matrix G; 0 where none is drawn."""
+    sigma: float
+    """σ of the σ I that each client has appended to its rows; 0 without a data defense."""
+    row_norm: float
+    """l, the bound on the L2 norm of a row: longer ones were scaled down to it."""
+    names: tuple[str, ...]
+    """Of the d features and, last, of the target. Each was mapped from its declared range to
+    [-1, 1]."""
+    intercept: bool
+    """Whether the last feature is the constant 1 (before a row is scaled down)."""
+    classes: tuple[str, ...] | None
+    """Of a target of two classes, which are -1 and +1 (before a row is scaled down)."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """What an attacker at a vantage point saw of one update, decoded from the wire.
 
-    It holds no label, no pixel and no client state: only what crossed the wire and what is public.
+    It holds no label, no pixel, no row and no client state: only what crossed the wire and what is
+    public.
     """
 
     id: str
@@ -123,8 +155,10 @@ class Observation:
     """The global weights that the client started from."""
     buffers: Tensors
     """The global model's buffers that the client started from."""
-    model: ModelSpec
+    spec: ModelSpec | ReleaseSpec
+    """What the update is of: a model that was trained, or rows that a closed-form learner read."""
     training: LocalTraining
+    """Of rows its `batch_size` is how many took part on average, each with the same chance."""
     defense: tuple[Mapping[str, Any], ...]
     """The declared defense stack, `name` and parameters of each, in order of application."""
     vantage: Vantage
@@ -137,6 +171,39 @@ class Observation:
     seed: int
     releases: int = 1
     """How many releases of the same images at the same weights `update` is the mean of."""
+
+    @property
+    def model(self) -> ModelSpec:
+        """The model that was trained.
+
+        Raises:
+            FedsimError: none was.
+        """
+        if not isinstance(self.spec, ModelSpec):
+            raise FedsimError(
+                f"{self.id} is what learner {self.spec.learner} released, and of no model; use an "
+                "attack that reads such releases (`fedsim list attacks`)"
+            )
+        return self.spec
+
+    @property
+    def release(self) -> ReleaseSpec:
+        """How the release comes from rows.
+
+        Raises:
+            FedsimError: it is the update of a model.
+        """
+        if not isinstance(self.spec, ReleaseSpec):
+            raise FedsimError(
+                f"{self.id} is an update of model {self.spec.name}, and not what a closed-form "
+                "learner released; use an attack on updates (`fedsim list attacks`)"
+            )
+        return self.spec
+
+    @property
+    def released(self) -> Released:
+        """The kind of what was sent, which an attack has to be able to read."""
+        return self.spec.kind if isinstance(self.spec, ReleaseSpec) else "update"
 
     @property
     def num_images(self) -> int:
@@ -157,6 +224,28 @@ class GroundTruth:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowTruth:
+    """The rows that a release may have been computed from, and whether each one was.
+
+    Each took part with the same chance and independently of all others: so whatever an attacker
+    knows of the others tells it nothing of a row, and the worlds with and without it differ in
+    nothing else.
+    """
+
+    rows: Tensor
+    """(N, d + 1) float64: features and target."""
+    members: Tensor
+    """(N,) bool: whether the row took part."""
+    clients: Tensor
+    """(N,) int64: whose row it is, counted from 0 among the clients that the release is of."""
+    scored: Tensor
+    """(d + 1,) bool: the entries that are data, and not the constant feature."""
+
+
+Truth = GroundTruth | RowTruth
+
+
+@dataclass(frozen=True, kw_only=True)
 class Knowledge:
     """What the threat model grants an attack beyond the observation."""
 
@@ -169,6 +258,14 @@ class Knowledge:
     features: FeatureKnowledge = "none"
     true_features: Tensor | None = None
     """(N, d) inputs of the head, set only if `features == "known"`."""
+    rows: RowKnowledge = "none"
+    other_rows: tuple[Tensor, ...] = ()
+    """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
+    the target. Set only if `rows == "others"`."""
+    target_client: int = 0
+    """Whose row the target is, counted in `other_rows`."""
+    candidate: Tensor | None = None
+    """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,6 +278,10 @@ class Reconstruction:
     """(N,) int64."""
     features: Tensor | None = None
     """(N, d)."""
+    rows: Tensor | None = None
+    """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
+    membership: Tensor | None = None
+    """(N,) the log-likelihood ratio of having taken part over not: the higher, the likelier."""
     loss: float
     """The attack's own objective at the returned point: the only thing selection may use."""
     iterations: int
@@ -232,6 +333,8 @@ class Table:
     classes: tuple[str, ...] | None
     """Of a target of two classes, which are then -1 and +1 (before rows are scaled down to the
     bound); None if the target is a quantity."""
+    intercept: bool = False
+    """Whether the last feature is the constant 1 (before rows are scaled down to the bound)."""
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
 

@@ -31,12 +31,13 @@ from fedsim.scenario.build import build_learner, build_stack, declared_training,
 from fedsim.types import (
     Dataset,
     FedsimError,
-    GroundTruth,
     LocalTraining,
     ModelSpec,
     Observation,
+    RowTruth,
     Table,
     Tensors,
+    Truth,
     Update,
 )
 
@@ -46,7 +47,8 @@ class Probe:
     """An update that is asked for only to be recorded: it is never aggregated.
 
     It is what the same client would have released in this round, had its batch been another one of
-    `batch_size` images; so leakage can be compared across batch sizes and over many trials.
+    `batch_size` images; so leakage can be compared across batch sizes and over many trials. Of a
+    table, each of the client's rows takes part with the same chance, so many on average.
     """
 
     batch_size: int
@@ -60,7 +62,7 @@ class ClientResult:
     """What a client computed in a round. Only `update` (and `loss`, if reported) leaves it."""
 
     update: Update
-    truth: GroundTruth | None
+    truth: Truth | None
     """With features in a round that is observed; None where nothing is recorded."""
     state: Tensors
     """The client's defense state for its next round (unchanged by a probe)."""
@@ -122,7 +124,7 @@ class Workload:
 
     @property
     def spec(self) -> ModelSpec | None:
-        """What an observation declares of the model."""
+        """Of the network, if the learner trains one."""
         return self.computation.spec
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -174,7 +176,7 @@ class Workload:
 
     def is_observed(self, round: int) -> bool:
         """Whether anything is recorded in `round` (1-based)."""
-        if not self.trains:  # no attack reads what a closed-form learner releases
+        if not self.trains and self.scenario.observe.batch_sizes is None:
             return False
         last = self.scenario.training.rounds
         return round in {last if r == "last" else r for r in self.scenario.observe.rounds}
@@ -252,8 +254,14 @@ class Workload:
         training = self._training(probe)
         taken = int(state.get(_STEPS, 0))
         path = (round, client) if probe is None else (round, client, probe.batch_size, probe.trial)
+        truth: Truth | None = None
+        if isinstance(self.dataset, Table):
+            truth = self._row_truth(self.dataset, client, probe, path)
+            drawn = self._row_batch(self.dataset, client, truth)
+        else:
+            drawn = self._batches(self.dataset, client, training, path, taken)
         request = Request(
-            batches=self._batches(client, training, path, taken),
+            batches=drawn,
             parameters=parameters,
             buffers=buffers,
             training=training,
@@ -276,7 +284,7 @@ class Workload:
                 num_examples=computed.num_examples,
                 buffers={name: value.cpu() for name, value in computed.buffers.items()},
             ),
-            truth=computed.truth,
+            truth=truth or computed.truth,
             state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
         )
@@ -325,14 +333,15 @@ class Workload:
 
         Of several `releases` it is their mean.
         """
-        assert self.spec is not None
+        spec = self.computation.describe()
+        assert spec is not None
         return Observation(
             id=self.observation_id(round, client, probe),
             update=update.tensors,
             buffers_update=update.buffers,
             parameters=parameters,
             buffers=buffers,
-            model=self.spec,
+            spec=spec,
             training=self._training(probe),
             defense=tuple(
                 {"name": ref.name, **ref.parameters}
@@ -365,25 +374,50 @@ class Workload:
             return self.declared
         return replace(self.declared, batch_size=probe.batch_size, sampling="without_replacement")
 
+    def _row_truth(
+        self, table: Table, client: int, probe: Probe | None, path: tuple[int, ...]
+    ) -> RowTruth | None:
+        """Which of the client's rows a probe is computed from; None of a training release."""
+        if probe is None:
+            return None
+        own = self.parts[client]
+        stream = rng.generator(self.scenario.seed, "batch", *path)
+        scored = torch.ones(table.train_rows.shape[1], dtype=torch.bool)
+        scored[-2] = not table.intercept
+        chances = torch.rand(len(own), generator=stream, dtype=torch.float64)
+        return RowTruth(
+            rows=table.train_rows[own],
+            members=chances < probe.batch_size / len(own),
+            clients=torch.zeros(len(own), dtype=torch.int64),
+            scored=scored,
+        )
+
+    def _row_batch(self, table: Table, client: int, truth: RowTruth | None) -> Batches:
+        """All of the client's rows, or those that take part in a probe."""
+        own = self.parts[client] if truth is None else self.parts[client][truth.members]
+        return [(table.train_rows[own], table.train_labels[own])]
+
     def _batches(
-        self, client: int, training: LocalTraining, path: tuple[int, ...], taken: int
+        self,
+        dataset: Dataset,
+        client: int,
+        training: LocalTraining,
+        path: tuple[int, ...],
+        taken: int,
     ) -> Batches:
         """Pixels and labels of every local step; without training, all that the client holds.
 
         `taken` is how many steps the client has taken in earlier rounds.
         """
-        own = self.parts[client]
-        if isinstance(self.dataset, Table):
-            return [(self.dataset.train_rows[own], self.dataset.train_labels[own])]
         if not self.trains:
-            pixels = as_pixels(self.dataset.train_images[own])
-            return [(pixels, self.dataset.train_labels[own])]
+            own = self.parts[client]
+            return [(as_pixels(dataset.train_images[own]), dataset.train_labels[own])]
         found = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):
             chosen = self._chosen(client, training, (*path, step), taken + step)
-            pixels = as_pixels(self.dataset.train_images[chosen])
-            found.append((pixels, self.dataset.train_labels[chosen]))
+            pixels = as_pixels(dataset.train_images[chosen])
+            found.append((pixels, dataset.train_labels[chosen]))
         return found * (training.steps // distinct)
 
     def _chosen(

@@ -94,6 +94,7 @@ class TableSource(DataSource):
             columns=(*names, target_name),
             row_norm=bound,
             classes=classes,
+            intercept=self.intercept,
             client_of=None if client_of is None else client_of[train],
         )
 

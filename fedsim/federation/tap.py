@@ -131,8 +131,11 @@ class TapGrid(Grid):
         kind = f"train.{PROBE}"
         asked = [Message(content, self._nodes[client], kind) for client in observed]
         with Spool(self._scratch / "probe") as spool:
-            self._collect(asked, probe, observed, timeout, spool)
-            self._combine(spool, probe, record=True)
+            accepted = self._collect(asked, probe, observed, timeout, spool)
+            if self._too_few(accepted):
+                self.tally.probe_failures += 1
+            else:
+                self._combine(spool, probe, record=True)
 
     def _collect(
         self,
@@ -170,11 +173,7 @@ class TapGrid(Grid):
         tally.train_loss = spool.mean_loss()
         if not accepted:
             return []
-        if len(accepted) < self._workload.stack.least_clients:
-            tally.say(
-                f"{len(accepted)} clients answered; their shared noise is enough for no fewer than "
-                f"{self._workload.stack.least_clients}, so that nothing is combined"
-            )
+        if self._too_few(accepted):
             tally.accepted = ()
             return []
         combined = self._combine(spool, None, record=record)
@@ -189,6 +188,17 @@ class TapGrid(Grid):
             arrays = lazy_record(self._parameters, partial(self._weight, client))
             reply.content = _result(arrays, spool.num_examples(client), spool.loss(client))
         return [accepted[client] for client in sorted(accepted)]
+
+    def _too_few(self, accepted: Collection[int]) -> bool:
+        """Whether the clients that answered have too little noise among them; says so if so."""
+        least = self._workload.stack.least_clients
+        if not accepted or len(accepted) >= least:
+            return False
+        self.tally.say(
+            f"{len(accepted)} clients answered; their shared noise is enough for no fewer than "
+            f"{least}, so that nothing is combined"
+        )
+        return True
 
     def _weight(self, client: int, name: str) -> Tensor:
         return self._moved(name, self._spool.update(client, name))

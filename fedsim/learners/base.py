@@ -16,7 +16,16 @@ from torch import Tensor
 
 from fedsim.defense import Release, Stack
 from fedsim.plugins import Plugin
-from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Table, Tensors
+from fedsim.types import (
+    Dataset,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Released,
+    ReleaseSpec,
+    Table,
+    Tensors,
+)
 
 if TYPE_CHECKING:
     from fedsim.models.base import Classifier
@@ -63,7 +72,7 @@ class Computed:
     num_examples: int
     """The weight in the mean over the clients. The server gets to see it."""
     truth: GroundTruth | None
-    """What was used, for scores; None where nothing is recorded."""
+    """What was used of images, for scores; None where nothing is recorded, and of rows."""
     loss: float | None
     """Under the global model, before this round's work; None where there is none."""
 
@@ -80,13 +89,17 @@ class Computation(ABC):
     """A learner at work on one stack's federation."""
 
     spec: ModelSpec | None = None
-    """What an observation declares of the model."""
+    """Of the model, of a learner that trains one."""
     model: Classifier | None = None
     """The network, of a learner that trains one."""
     release: Release | None = None
     """What a closed-form learner releases of its rows, as far as privacy depends on it."""
     releases_statistics: bool = False
     """Whether clients also release batch-norm statistics of their data."""
+
+    def describe(self) -> ModelSpec | ReleaseSpec | None:
+        """What an observation declares of what clients release; None of what is never observed."""
+        return self.spec
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -139,6 +152,10 @@ class Learner(Plugin):
     reads_features: ClassVar[bool] = False
     """Of one that trains nothing: whether it computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
+
+    def released(self) -> Released | None:
+        """What an attack has to be able to read; None if no attack reads what clients send."""
+        return "update" if self.trains else None
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:

@@ -11,9 +11,9 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fedsim.defense import Release, ReleaseKind
+from fedsim.defense import Release
 from fedsim.learners.base import Computation, Computed, Problem, Request
-from fedsim.types import LocalTraining, Table, Tensors
+from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, Table, Tensors
 
 VALUE = "release"
 """Name of the only tensor that crosses the wire."""
@@ -32,6 +32,7 @@ class ClosedForm(Computation):
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         self._stack = problem.stack
+        self._learner = problem.scenario.learner
         features = problem.dataset.train_rows.shape[1] - 1
         self._shape = (features + 1, columns) if kind == "sketch" else (features,)
         self.release = Release(
@@ -41,6 +42,20 @@ class ClosedForm(Computation):
     @abstractmethod
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         """What is released of (n, d + 1) rows; `rng` is the client's own, kept from everybody."""
+
+    def describe(self) -> ReleaseSpec:
+        """How the release comes from rows. (Not an attribute, since σ may not exist.)"""
+        return ReleaseSpec(
+            learner=self._learner.name,
+            parameters=self._learner.parameters,
+            kind=self.release.kind,
+            columns=self.release.columns,
+            sigma=self._stack.sigma(self.release),
+            row_norm=self.table.row_norm,
+            names=self.table.columns,
+            intercept=self.table.intercept,
+            classes=self.table.classes,
+        )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Zeros: there is no model before the first release."""

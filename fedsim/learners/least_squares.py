@@ -8,10 +8,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.defense import ReleaseKind
 from fedsim.learners.base import Computation, Evaluation, Learner, Problem
 from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
-from fedsim.types import FedsimError, Table, Tensors
+from fedsim.types import FedsimError, ReleaseKind, Table, Tensors
 
 Method = Literal["sketch", "als", "ls", "ols"]
 
@@ -54,6 +53,10 @@ class LeastSquares(Learner):
                 "least_squares takes columns with the methods sketch, als and ls, and none with ols"
             )
         return self
+
+    def released(self) -> ReleaseKind:
+        """By the method."""
+        return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
         """See Learner.

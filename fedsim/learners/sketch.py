@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.learners.base import Computation, Evaluation, Learner, Problem
 from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
-from fedsim.types import Table, Tensors
+from fedsim.types import ReleaseKind, Table, Tensors
 
 
 @final
@@ -32,6 +32,10 @@ class Sketch(Learner):
 
     columns: Annotated[int, Field(ge=1, le=1_000_000)]
     """r. Estimates err by 1/sqrt(r); privacy costs more the more columns there are."""
+
+    def released(self) -> ReleaseKind:
+        """A sketch."""
+        return "sketch"
 
     def start(self, problem: Problem) -> Computation:
         """See Learner."""

@@ -8,11 +8,15 @@ from typing import Literal
 
 from fedsim.report.figures import format_number
 from fedsim.report.leaderboard import LeaderboardRow
+from fedsim.scoring import Summary
 
 REQUIRED_GAIN = 3.0
 """dB above the zero-information guess that the undefended stack must leak."""
 REQUIRED_SPAN = 0.5
 """Where only features are attacked: the span error that the undefended stack may leave at most."""
+REQUIRED_AUC = 0.75
+"""Where only membership is attacked: the area under the curve that the undefended stack must
+reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +79,20 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
         ]
         if spans:
             return _feature_control(comparison, *min(spans), size)
+        told = [
+            (area, row.attack)
+            for row in undefended
+            if row.batch_size == size and (area := row.metrics["membership_auc"])
+        ]
+        if told:
+            return _membership_control(
+                comparison, *max(told, key=lambda entry: entry[0].mean), size
+            )
         return Control(
             comparison=comparison,
             status="failed",
-            reason=f"no attack recovered images of the undefended stack at batch size {size}, "
-            "so there is no gain over guessing to show that the attacks work",
+            reason=f"no attack recovered {rows[0].subject} of the undefended stack at batch size "
+            f"{size}, so there is no gain over guessing to show that the attacks work",
         )
     best = max(attacked, key=lambda row: row.strength)
     gain = best.strength[0]
@@ -110,4 +123,22 @@ def _feature_control(
         if passed
         else f"{measured}, where at most {REQUIRED_SPAN:g} is required: attacks that fail without "
         "a defense say nothing about defenses",
+    )
+
+
+def _membership_control(
+    comparison: tuple[str, str, str, str], area: Summary, attack: str, size: int
+) -> Control:
+    measured = (
+        f"undefended, at batch size {size}, {attack} tells members from others with an AUC of "
+        f"{area.mean:.2f}"
+    )
+    passed = area.mean >= REQUIRED_AUC
+    return Control(
+        comparison=comparison,
+        status="passed" if passed else "failed",
+        reason=measured
+        if passed
+        else f"{measured}, where {REQUIRED_AUC:g} is required: attacks that fail without a defense "
+        "say nothing about defenses",
     )

@@ -29,15 +29,25 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     failed = sum(not row.ok for row in rows)
     sizes = sorted({row.batch_size for row in rows})
     updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
+    data = _listed(row.dataset for row in rows)
+    did = f"{_listed(row.computed for row in rows)} was trained on {data}{by}{over}"
+    made = f"{_count(len(updates), 'recorded update')}, in batches of"
+    if rows[0].subject == "rows":
+        did = f"{_listed(row.learner for row in rows)} was computed from {data}{by}"
+        made = f"{_count(len(updates), 'recorded release')}, of a mean number of rows of"
     return (
-        f"{_listed(row.model.name for row in rows)} was trained on "
-        f"{_listed(row.dataset for row in rows)}{by}{over}, "
+        f"{did}, "
         f"{' and '.join(part for part in (bare, behind) if part)}; then "
         f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
-        f"{_count(len(updates), 'recorded update')}, "
-        f"in batches of {_listed(sizes)} {'image' if sizes == [1] else 'images'}: "
+        f"{made} {_listed(sizes)}{_images(rows[0], sizes)}: "
         f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
     )
+
+
+def _images(row: ResultRow, sizes: Sequence[int]) -> str:
+    if row.subject == "rows":
+        return ""
+    return " image" if sizes == [1] else " images"
 
 
 def failures(rows: Sequence[ResultRow]) -> list[tuple[str, str, str, int]]:

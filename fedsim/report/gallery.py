@@ -71,7 +71,7 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
     found: list[Plate] = []
     omitted, pixels = 0, 0
     for line in lines:
-        if line.round != last[(line.defense, line.attack)]:
+        if line.round != last[(line.defense, line.attack)] or line.subject != "images":
             continue
         plate = _plate(line, trials[line.cell])
         if plate is None:

@@ -17,6 +17,7 @@ from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.runs import (
     Metrics,
     ResultRow,
+    Subject,
     load_runs,
     measurements,
 )
@@ -32,10 +33,22 @@ Aggregated = Literal[
     "feature_cosine",
     "subspace_error",
     "principal_angle",
+    "row_error",
+    "row_cosine",
+    "rows_recovered",
+    "membership_auc",
+    "membership_tpr",
 ]
 AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
 
-_LESS_IS_WORSE = ("rmse", "lpips", "feature_error", "subspace_error", "principal_angle")
+_LESS_IS_WORSE = (
+    "rmse",
+    "lpips",
+    "feature_error",
+    "subspace_error",
+    "principal_angle",
+    "row_error",
+)
 """For the client: a small error is a large leak."""
 
 _GUESSED_FEATURES = {
@@ -57,6 +70,9 @@ class LeaderboardRow:
     variant: str
     dataset: str
     model: str
+    """Or the learner, of one that trains no model."""
+    subject: Subject
+    """What the attack is after."""
     defense: str
     stack: str
     undefended: bool
@@ -65,6 +81,7 @@ class LeaderboardRow:
     labels: str
     bn: str
     features: str
+    rows: str
     batch_size: int
     round: int
     n: int
@@ -80,11 +97,14 @@ class LeaderboardRow:
     """PSNR above the zero-information guess, dB."""
     label_gain: Summary | None
     """Label accuracy above guessing the majority label."""
+    membership_gain: Summary | None
+    """Area under the membership curve above 0.5, a coin's."""
     other_update: Summary | None
     """PSNR of the same attack's reconstruction of another update, against this truth."""
     over_other: Summary | None
     """PSNR above `other_update`, dB: what of the gain is due to this update."""
     train_loss: float | None
+    test_loss: float | None
     test_accuracy: float | None
     epsilon: float | None
     """inf: no guarantee. None: not accounted."""
@@ -96,6 +116,9 @@ class LeaderboardRow:
     audited_epsilon: float | None
     tensor_rate: float | None
     """Mean of what theory predicts of the attack's error, up to a constant; None for most."""
+    membership_auc_limit: float | None
+    """The most that the privacy claim allows; None if it says nothing of one row's presence."""
+    membership_tpr_limit: float | None
     seconds: float | None
     """Mean per trial."""
     strongest: bool = False
@@ -107,14 +130,15 @@ class LeaderboardRow:
         return (self.scenario, self.variant, self.dataset, self.model)
 
     @property
-    def strength(self) -> tuple[float, float, float]:
+    def strength(self) -> tuple[float, float, float, float]:
         """By what attacks are ranked: gain in dB, then share of the features' span recovered, then
-        label accuracy above guessing."""
+        label accuracy above guessing, then membership told better than by a coin."""
         span = self.metrics["subspace_error"]
         return (
             self.gain.mean if self.gain else -math.inf,
             1 - span.mean if span else -math.inf,
             self.label_gain.mean if self.label_gain else -math.inf,
+            self.membership_gain.mean if self.membership_gain else -math.inf,
         )
 
 
@@ -208,7 +232,8 @@ def _aggregate(
         scenario=first.scenario,
         variant=describe_variant(first.variant),
         dataset=first.dataset,
-        model=first.model.name,
+        model=first.computed,
+        subject=first.subject,
         defense=first.defense.name,
         stack=describe_stack(first.defense.stack),
         undefended=not first.defense.stack,
@@ -217,6 +242,7 @@ def _aggregate(
         labels=first.knowledge.labels,
         bn=first.knowledge.bn,
         features=first.knowledge.features,
+        rows=first.knowledge.rows,
         batch_size=first.batch_size,
         round=first.round,
         n=len(rows),
@@ -229,9 +255,13 @@ def _aggregate(
         label_gain=summary(
             _paired(rows, "label_accuracy", values["label_accuracy"], lambda row: row.baseline)
         ),
+        membership_gain=summary(
+            _paired(rows, "membership_auc", values["membership_auc"], lambda row: row.baseline)
+        ),
         other_update=summary(_present(rows, lambda row: _of(_other(row), "psnr"))),
         over_other=summary(_over_other(rows)),
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
+        test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
         epsilon=weakest.epsilon,
         delta=privacy.delta if privacy else None,
@@ -244,6 +274,12 @@ def _aggregate(
             default=None,
         ),
         tensor_rate=_mean(rows, lambda row: row.theory.tensor_rate if row.theory else None),
+        membership_auc_limit=_mean(
+            rows, lambda row: row.theory.membership_auc if row.theory else None
+        ),
+        membership_tpr_limit=_mean(
+            rows, lambda row: row.theory.membership_tpr if row.theory else None
+        ),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
     )
 

@@ -20,6 +20,7 @@ from fedsim.report.figures import (
 )
 from fedsim.report.gallery import Plate, gallery
 from fedsim.report.leaderboard import LeaderboardRow, aggregate
+from fedsim.report.recovered import accused, clouds
 from fedsim.report.runs import ResultRow, Run, load_runs, measurements
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
@@ -62,6 +63,12 @@ class Section:
     """(CSS class, SVG) by width; empty if test accuracy or gains were not measured."""
     features: list[tuple[str, Markup]]
     """Errors of recovered features, if any were."""
+    recovered: list[tuple[str, Markup]]
+    """Recovered against true values of rows, if any were."""
+    membership: list[tuple[str, Markup]]
+    """Who was taken for a member, if an attack tried."""
+    accused: list[tuple[str, str]]
+    """(defense, color) of what `membership` draws."""
     predicted: bool
     """Whether theory's predictions are drawn among them."""
     attacks: list[tuple[str, str]]
@@ -120,6 +127,8 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
         "show_lpips": any(row.metrics["lpips"] for row in rows),
+        "of_rows": any(row.subject == "rows" for row in rows),
+        "of_images": any(row.subject == "images" for row in rows),
         "show_features": any(row.metrics["feature_cosine"] for row in rows),
         "failures": facts.failures(results),
         "client_failures": facts.client_failures(runs),
@@ -171,6 +180,8 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         )
     }
     errors = _errors(own, painted)
+    rows_found = clouds(own, members, series)
+    rates = accused(own, members, series)
     return Section(
         title=describe_comparison(control.comparison),
         control=control,
@@ -199,6 +210,19 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
         ]
         if errors
         else [],
+        recovered=[
+            ("wide", plots.recovered_rows(rows_found, width=_WIDE)),
+            ("narrow", plots.recovered_rows(rows_found, width=_NARROW)),
+        ]
+        if rows_found
+        else [],
+        membership=[
+            ("wide", plots.membership_rates(rates, width=_WIDE, height=400)),
+            ("narrow", plots.membership_rates(rates, width=_NARROW, height=360)),
+        ]
+        if rates
+        else [],
+        accused=[(line.label, plots.series_color(line.series)) for line in rates],
         predicted=any(line.predicted for line in errors),
         attacks=[(attack, plots.series_color(number)) for attack, number in painted.items()],
         curves=[

@@ -62,6 +62,28 @@ class Errors:
     """(series of the attack, what theory predicts)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cloud:
+    """What an attack on one defense made of the entries of rows."""
+
+    label: str
+    series: int
+    points: list[tuple[float, float]]
+    """(true, recovered), each in [-1, 1]."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accused:
+    """Whom an attack on one defense takes for members, from the first to the last."""
+
+    label: str
+    series: int
+    rates: list[tuple[float, float]]
+    """(false, true positive rate)."""
+    limit: tuple[float, float] | None
+    """The most that the privacy claim allows at one false positive rate."""
+
+
 def series_color(series: int) -> str:
     """The CSS variable of a series' color; colors repeat, dashes then tell them apart."""
     return f"--c{_color_index(series)}"
@@ -169,6 +191,75 @@ def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
         axes.set_xlabel("error of the features' span; 1 is guessing  ←  worse", parse_math=False)
 
     return _svg(draw, width, height, "Error of recovered features, a line per defense")
+
+
+def recovered_rows(clouds: Sequence[Cloud], *, width: int) -> str:
+    """Recovered against true entries, a panel per defense."""
+    across = max(1, min(len(clouds), width // 185))
+    down = -(-len(clouds) // across)
+
+    def draw(figure: Figure) -> None:
+        panels = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+        for ax in panels.flat[len(clouds) :]:
+            ax.set_visible(False)
+        for cloud, ax in zip(clouds, panels.flat, strict=False):
+            _style(ax)
+            ax.set_title(cloud.label, parse_math=False, fontsize=10.5)
+            ax.plot([-1, 1], [-1, 1], color=_MUTED, linewidth=1, dashes=(4, 3), zorder=1)
+            ax.scatter(
+                [truth for truth, _ in cloud.points],
+                [found for _, found in cloud.points],
+                s=9,
+                linewidths=0,
+                alpha=0.55,
+                color=_color(cloud.series),
+                zorder=2,
+            )
+            ax.set_xlim(-1.08, 1.08)
+            ax.set_ylim(-1.08, 1.08)
+            ax.set_xticks([-1, 0, 1])
+            ax.set_yticks([-1, 0, 1])
+            ax.set_aspect("equal")
+        figure.supxlabel("true value, on its column’s range", color=_MUTED, fontsize=11)
+        figure.supylabel("recovered value", color=_MUTED, fontsize=11)
+
+    height = 46 + down * (width // across + 4)
+    return _svg(draw, width, height, "Recovered against true values, a panel per defense")
+
+
+def membership_rates(lines: Sequence[Accused], *, width: int, height: int) -> str:
+    """True against false positive rate, a line per defense; a ring is what its claim allows."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _style(axes)
+        axes.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, dashes=(4, 3))
+        for line in lines:
+            color = _color(line.series)
+            dash = _DASHES[line.series // COLORS % len(_DASHES)]
+            axes.step(
+                *zip(*line.rates, strict=True),
+                where="post",
+                color=color,
+                linewidth=1.8,
+                linestyle=dash,
+            )
+            if line.limit:
+                axes.plot(
+                    *[[value] for value in line.limit],
+                    marker="o",
+                    markersize=9,
+                    markeredgewidth=1.6,
+                    markerfacecolor="none",
+                    markeredgecolor=color,
+                    zorder=4,
+                )
+        axes.set_xlim(-0.01, 1.01)
+        axes.set_ylim(-0.01, 1.02)
+        axes.set_xlabel("share of other rows that are accused", parse_math=False)
+        axes.set_ylabel("share of members found  →  worse", parse_math=False)
+
+    return _svg(draw, width, height, "True against false positive rate, a line per defense")
 
 
 def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:

@@ -89,6 +89,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "labels": row.labels,
         "bn": row.bn,
         "features": row.features,
+        "rows": row.rows,
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,
@@ -99,9 +100,12 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         flat[f"{name}_worst"] = row.worst[name]
         flat[f"{name}_baseline"] = row.baseline[name]
     flat |= _columns("gain", row.gain) | _columns("label_gain", row.label_gain)
+    flat["membership_auc_limit"] = row.membership_auc_limit
+    flat["membership_tpr_limit"] = row.membership_tpr_limit
     flat |= _columns("other_update_psnr", row.other_update) | _columns("over_other", row.over_other)
     return flat | {
         "train_loss": row.train_loss,
+        "test_loss": row.test_loss,
         "test_accuracy": row.test_accuracy,
         "epsilon": _epsilon(row.epsilon),
         "delta": row.delta,
@@ -133,13 +137,21 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("LPIPS", lambda row: _mean(row.metrics["lpips"], 2)),
     ("feat", lambda row: _mean(row.metrics["feature_cosine"], 2)),
     ("span", lambda row: _mean(row.metrics["subspace_error"], 3)),
+    ("row err", lambda row: _mean(row.metrics["row_error"], 3)),
+    ("found", lambda row: _percent(row.metrics["rows_recovered"])),
+    ("AUC", lambda row: format_summary(row.metrics["membership_auc"], 2)),
+    ("≤", lambda row: _limit(row)),
+    ("TPR", lambda row: _percent(row.metrics["membership_tpr"])),
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
     ("acc", lambda row: format_percent(row.test_accuracy)),
     ("ε", lambda row: format_epsilon(row.epsilon)),
     ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
-_EXPENDABLE = ("sec", "max", "other", "LPIPS", "SSIM", "acc", "ε", "label", "gain", "feat", "span")
+_EXPENDABLE = (
+    *("sec", "max", "other", "LPIPS", "SSIM", "TPR", "found", "acc", "ε", "label", "gain", "feat"),
+    *("span", "row err", "≤"),
+)
 """Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
 
 _LEGEND = (
@@ -148,6 +160,16 @@ _LEGEND = (
     "or image; gain: dB above the mean-image guess; other: PSNR of the same attack on another "
     "update. acc: test accuracy."
 )
+
+_LEGEND_OF_ROWS = (
+    "▸ strongest attack on a defense (undefended first). B rows in a release, on average; ok "
+    "trials that succeeded of all; failed ones count as guessing. PSNR mean and its bootstrap "
+    "interval, of entries on their declared range; gain: dB above guessing the mean of the other "
+    "rows; row err: squared error over squared length; found: rows with every entry within 5% of "
+    "its range. AUC of membership, and ≤ the most that ε and δ allow of it; TPR at 5% false "
+    "positives."
+)
+_LEGENDS = {"images": _LEGEND, "rows": _LEGEND_OF_ROWS}
 
 
 def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
@@ -173,8 +195,8 @@ def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
         console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
         console.print(Text(_printable(_common(members)), "dim"))
         console.print(_grid(members, width))
-    if rows:
-        console.print(Text(_LEGEND, "dim"))
+    for subject in dict.fromkeys(row.subject for row in rows):
+        console.print(Text(_LEGENDS[subject], "dim"))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
 
 
@@ -224,15 +246,20 @@ def _width(columns: list[list[str]]) -> int:
 
 
 _CASES = ("vantage", "labels", "bn", "features", "round")
+_CASES_OF_ROWS = ("vantage", "rows", "round")
 
 
 def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:
-    return [name for name in _CASES if len({getattr(row, name) for row in rows}) > 1]
+    return [name for name in _cases_of(rows) if len({getattr(row, name) for row in rows}) > 1]
+
+
+def _cases_of(rows: Sequence[LeaderboardRow]) -> tuple[str, ...]:
+    return _CASES if rows[0].subject == "images" else _CASES_OF_ROWS
 
 
 def _common(rows: Sequence[LeaderboardRow]) -> str:
     """What all rows share, so that it needs no column."""
-    same = [name for name in _CASES if name not in _varying(rows)]
+    same = [name for name in _cases_of(rows) if name not in _varying(rows)]
     return ", ".join(_cases(rows[0], same)).replace("=", " ")
 
 
@@ -252,6 +279,11 @@ def _signed(summary: Summary | None) -> str:
 
 def _mean(summary: Summary | None, digits: int) -> str:
     return "–" if summary is None else f"{summary.mean:.{digits}f}"
+
+
+def _limit(row: LeaderboardRow) -> str:
+    """The most that the privacy claim allows of the area under the membership curve."""
+    return format_number(row.membership_auc_limit if row.metrics["membership_auc"] else None, 2)
 
 
 def _percent(summary: Summary | None) -> str:

@@ -16,6 +16,8 @@ from fedsim.types import FedsimError
 
 RESULTS = "results.jsonl"
 
+Subject = Literal["images", "rows"]
+
 
 class ReportError(FedsimError):
     """A run folder cannot be read."""
@@ -38,6 +40,11 @@ class Metrics(_Part):
     subspace_error: float | None = None
     principal_angle: float | None = None
     label_accuracy: float | None = None
+    row_error: float | None = None
+    row_cosine: float | None = None
+    rows_recovered: float | None = None
+    membership_auc: float | None = None
+    membership_tpr: float | None = None
 
 
 class DefenseOf(_Part):
@@ -69,6 +76,7 @@ class KnowledgeOf(_Part):
     labels: str
     bn: str
     features: str = "none"
+    rows: str = "none"
 
 
 class ControlOf(_Part):
@@ -81,6 +89,7 @@ class UtilityOf(_Part):
     """What the defense left of the model."""
 
     train_loss: float | None = None
+    test_loss: float | None = None
     test_accuracy: float | None = None
 
 
@@ -109,6 +118,9 @@ class TheoryOf(_Part):
 
     tensor_rate: float | None = None
     """How its error grows, up to a constant; None if theory says nothing of it."""
+    membership_auc: float | None = None
+    """The most that the privacy claim allows; None if it says nothing of one row's presence."""
+    membership_tpr: float | None = None
 
 
 class ResultRow(_Part):
@@ -117,8 +129,11 @@ class ResultRow(_Part):
     scenario: str
     variant: dict[str, Any] = {}
     dataset: str
-    model: ModelOf
+    model: ModelOf | None = None
+    """None of a learner that trains none."""
     learner: str = "sgd"
+    release: dict[str, Any] | None = None
+    """What a closed-form learner released, its kind and the learner's parameters; else None."""
     training: dict[str, Any] = {}
     defense: DefenseOf
     attack: AttackOf
@@ -150,6 +165,16 @@ class ResultRow(_Part):
         return self.status == "ok"
 
     @property
+    def subject(self) -> Subject:
+        """What the attack is after."""
+        return "images" if self.release is None else "rows"
+
+    @property
+    def computed(self) -> str:
+        """The model that was trained, or the learner that trains none."""
+        return self.model.name if self.model else self.learner
+
+    @property
     def epsilon(self) -> float | None:
         """As a number; None if not accounted."""
         claimed = self.privacy.epsilon if self.privacy else None
@@ -159,6 +184,7 @@ class ResultRow(_Part):
     def cell(self) -> str:
         """What the trials of one leaderboard line share."""
         kept = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
+        kept |= {"release"} if self.release else set()
         kept |= {"attack", "vantage", "knowledge", "batch_size", "round", "releases"}
         return canonical(self.model_dump(include=kept))
 

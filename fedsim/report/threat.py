@@ -22,6 +22,20 @@ _MODE = {
     "eval": "clients compute it in evaluation mode, which real clients seldom do and which makes "
     "attacks easier",
 }
+_RELEASES = {
+    "sketch": "a release is the product of the client’s rows with a random matrix that nobody else "
+    "knows",
+    "coefficients": "a release is the coefficients of a regression on the client’s rows",
+    "sketched_coefficients": "a release is the coefficients of a regression on a random sketch of "
+    "the client’s rows",
+    "normal_coefficients": "a release is the coefficients of a regression on the client’s rows, "
+    "with the normal randomness of a sketch",
+}
+_ROWS = {
+    "none": "no row",
+    "others": "every row that took part but the one that it is after, as the informed adversary of "
+    "differential privacy: read these figures as an upper bound",
+}
 _LABELS = {
     "none": "nothing of the labels",
     "inferred": "no labels, but may infer them from the update",
@@ -45,6 +59,8 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     """What the attacker sees, knows, is granted and is refused: (verb, in plain words)."""
     if not rows:
         return []
+    if rows[0].subject == "rows":
+        return _of_rows(rows)
     seen = [
         _each(rows, _VANTAGE, lambda row: row.vantage),
         _each(rows, _TRAINING, lambda row: row.training.get("algorithm")),
@@ -71,9 +87,32 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     ]
 
 
+def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
+    seen = [
+        _each(rows, _VANTAGE, lambda row: row.vantage),
+        _each(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
+    ]
+    return [
+        ("Sees", _sentence(seen)),
+        (
+            "Knows",
+            "The learner and its parameters, the columns with their declared ranges, the bound on "
+            "the norm of a row, and the declared defenses with their noise. It follows the "
+            "protocol.",
+        ),
+        ("Is granted", _sentence([_each(rows, _ROWS, lambda row: row.knowledge.rows)])),
+        (
+            "Never sees",
+            "The row that it is after, unless it is asked whether that row took part; how many "
+            "rows took part; the clients’ random matrices.",
+        ),
+    ]
+
+
 def _conduct(rows: Sequence[ResultRow]) -> str:
     heads, imprints = (
-        [row.model.parameters.get(part) or {} for row in rows] for part in ("head", "imprint")
+        [row.model.parameters.get(part) or {} for row in rows if row.model]
+        for part in ("head", "imprint")
     )
     planted = max(int(head.get("planted") or 0) for head in heads)
     bins = max(int(imprint.get("bins") or 0) for imprint in imprints)

@@ -8,19 +8,22 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.control import REQUIRED_GAIN, REQUIRED_SPAN, Control
-from fedsim.report.figures import format_epsilon, format_signed
+from fedsim.report.figures import format_epsilon, format_signed, format_summary
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.scoring import Summary
 
-Level = Literal["leak", "partial", "features", "labels", "unseen", "unknown", "invalid"]
+Level = Literal[
+    "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "invalid"
+]
 
 HEADLINES: dict[Level, str] = {
-    "leak": "Images leak",
+    "leak": "{Subject} leak",
     "partial": "Some leakage",
     "features": "Features leak",
     "labels": "Labels leak",
+    "membership": "Membership leaks",
     "unseen": "No gain measured",
-    "unknown": "Images not attacked",
+    "unknown": "{Subject} not attacked",
     "invalid": "No conclusion",
 }
 
@@ -30,6 +33,9 @@ _WEAK_EPSILON = 10.0
 
 _LABEL_GAIN = 0.1
 """Share of labels above guessing from which on labels are said to leak."""
+
+_MEMBERSHIP_GAIN = 0.05
+"""Area under the curve above a coin's from which on membership is said to leak."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +47,8 @@ class Verdict:
     sentence: str
     labels: str | None
     """What the labels leak; None if no attack inferred them."""
+    membership: str | None
+    """How well members are told from others; None if no attack tried."""
     accuracy: str
     privacy: str
     cautions: list[str]
@@ -48,7 +56,7 @@ class Verdict:
     @property
     def headline(self) -> str:
         """The level in two or three words."""
-        return HEADLINES[self.level]
+        return HEADLINES[self.level].format(Subject=self.strongest.subject.capitalize())
 
 
 def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
@@ -69,11 +77,14 @@ def _verdict(
     level = "invalid" if doubtful else _level(strongest)
     if level in ("unseen", "unknown") and any(_leaks_labels(row) for row in rows):
         level = "labels"
+    if level in ("unseen", "unknown") and any(_tells_members(row) for row in rows):
+        level = "membership"
     return Verdict(
         strongest=strongest,
         level=level,
         sentence=_sentence(strongest, level),
         labels=_labels(rows),
+        membership=_membership(rows),
         accuracy=_accuracy(strongest, undefended_accuracy),
         privacy=privacy_claim(strongest),
         cautions=_cautions(rows, strongest),
@@ -108,6 +119,26 @@ def _leaks_labels(row: LeaderboardRow) -> bool:
     return _certain(row.label_gain) >= _LABEL_GAIN
 
 
+def _tells_members(row: LeaderboardRow) -> bool:
+    return row.membership_gain is not None and _certain(row.membership_gain) >= _MEMBERSHIP_GAIN
+
+
+def _membership(rows: Sequence[LeaderboardRow]) -> str | None:
+    """The attack that told members from others best, beside what the claim allows."""
+    tried = [row for row in rows if row.metrics["membership_auc"]]
+    if not tried:
+        return None
+    best = max(tried, key=lambda row: row.strength[-1])
+    area = format_summary(best.metrics["membership_auc"], 2)
+    text = (
+        f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack}, batch size "
+        f"{best.batch_size}"
+    )
+    if best.membership_auc_limit is not None:
+        text += f"; the privacy claim allows at most {best.membership_auc_limit:.2f}"
+    return text
+
+
 def _sentence(row: LeaderboardRow, level: Level) -> str:
     if level == "invalid":
         return "The positive control did not pass, so what these attacks achieve here says nothing."
@@ -115,12 +146,12 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
     if row.gain is None:
         span = row.metrics["subspace_error"]
         if span is None:
-            return "No attack on images was run against this defense."
+            return f"No attack on {row.subject} was run against this defense."
         return (
             f"{row.attack} leaves a span error of {span.mean:.3f} of the features {where} (0: all "
             "of their span is recovered; 1: nothing is)."
         )
-    if level in ("unseen", "labels"):
+    if level in ("unseen", "labels", "membership"):
         finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
         if row.gain.low is not None and row.gain.low > 0:
             finding = "beats guessing, but as much so with another client’s update"
@@ -131,7 +162,8 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
     worst = row.worst["psnr"]
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
     return (
-        f"{row.attack} reconstructs images better than guessing by {_gain(row.gain)} {where}.{tail}"
+        f"{row.attack} reconstructs {row.subject} better than guessing by {_gain(row.gain)} "
+        f"{where}.{tail}"
     )
 
 
@@ -161,6 +193,8 @@ def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
 
 
 def _accuracy(row: LeaderboardRow, undefended: float | None) -> str:
+    if row.test_accuracy is None and row.subject == "rows" and row.test_loss is not None:
+        return f"test loss {row.test_loss:.3g}"
     if row.test_accuracy is None:
         return "test accuracy not measured"
     text = f"{row.test_accuracy:.1%} test accuracy"
@@ -202,6 +236,7 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     if failed:
         total = sum(row.n for row in rows)
         found.append(f"{failed} of {total} attack runs failed; each counts as guessing.")
+    made = "pictures" if strongest.subject == "images" else "rows"
     if strongest.gain is not None and strongest.gain.mean > 0:
         other = strongest.over_other
         if other is None:
@@ -211,7 +246,7 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
         elif _certain(other) <= 0:
             found.append(
                 f"Against another client’s update the same attack scores as well "
-                f"({format_signed(other.mean)} dB): its pictures may be what it knew beforehand."
+                f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."
             )
     if strongest.epsilon is not None and _WEAK_EPSILON <= strongest.epsilon < math.inf:
         found.append(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fedsim.adversary import Attack
+from fedsim.adversary import Attack, unreadable
+from fedsim.learners.base import Learner
+from fedsim.plugins import installed
 from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
@@ -16,7 +18,7 @@ from fedsim.scenario.model import (
     PluginRef,
     Training,
 )
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Released
 
 Finding = tuple[KeyPath, str]
 
@@ -35,8 +37,9 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     if sound(("learner",)):
         learner = build_learner(sections["learner"])
         trains = learner.trains
+        yield from _readable(attacks or [], sound, learner.released())
         yield from (
-            _model(sections, sound) if trains else _closed_form(sections, learner.reads_features)
+            _model(sections, sound) if trains else _closed_form(sections, learner)
         )
     trainable: Training | None = None
     if training:
@@ -66,15 +69,26 @@ def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Ite
         yield ("model",), "missing; add `model: ...`"
 
 
-def _closed_form(sections: Mapping[str, Any], reads_features: bool) -> Iterator[Finding]:
+def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Finding]:
     """What has no meaning for a learner that releases once, from all of a client's data."""
     learner = sections["learner"].name
     training, observe = sections.get("training"), sections.get("observe")
-    frozen = reads_features and "model" in sections
+    frozen = plugin.reads_features and "model" in sections
     if "model" in sections and not frozen:
         yield ("model",), f"learner {learner} trains no model; remove it"
-    if sections.get("attacks"):
-        yield ("attacks",), f"no attack reads what learner {learner} releases; use `attacks: []`"
+    if plugin.released() is None:
+        if observe and observe.batch_sizes is not None:
+            yield (
+                ("observe", "batch_sizes"),
+                f"no attack reads what learner {learner} releases, and nothing is recorded; remove "
+                "it",
+            )
+    elif sections.get("attacks") and observe and observe.batch_sizes is None:
+        yield (
+            ("observe", "batch_sizes"),
+            f"missing: what learner {learner} releases is attacked in probes, of so many of a "
+            "client's rows on average; add `observe.batch_sizes: [...]`, or use `attacks: []`",
+        )
     if training and training.rounds != 1:
         yield (
             ("training", "rounds"),
@@ -85,9 +99,37 @@ def _closed_form(sections: Mapping[str, Any], reads_features: bool) -> Iterator[
     for key in unused:
         if training and getattr(training, key) != Training.model_fields[key].get_default():
             yield ("training", key), f"learner {learner} does not train; remove it"
-    for key in ("batch_sizes", "plant"):
-        if observe and getattr(observe, key) != Observe.model_fields[key].get_default():
-            yield ("observe", key), f"learner {learner} is sent no probes; remove it"
+    if observe and observe.plant:
+        yield ("observe", "plant"), f"learner {learner} has no model to plant in; remove it"
+    if observe and observe.releases > 1:
+        yield (
+            ("observe", "releases"),
+            f"what learner {learner} releases again it has drawn anew, so that a mean is not all "
+            "that a server has of it; use 1, and more columns in the learner",
+        )
+
+
+def _readable(
+    entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Released | None
+) -> Iterator[Finding]:
+    """Attacks that read something else than what the learner's clients send."""
+    for index, entry in enumerate(entries):
+        if not sound(("attacks", index)):
+            continue
+        cls = plugin_class("fedsim.attacks", entry.name)
+        assert issubclass(cls, Attack)
+        if reason := unreadable(entry.name, cls.reads, released):
+            fitting = ", ".join(_that_read(released)) or "none is installed"
+            yield (
+                ("attacks", index),
+                f"{reason}; drop it, or use one that does ({fitting})",
+            )
+
+
+def _that_read(released: Released | None) -> Iterator[str]:
+    for plugin in installed("fedsim.attacks"):
+        if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads:
+            yield plugin.name
 
 
 def _sampling(training: Training, observe: Observe) -> Iterator[Finding]:
@@ -210,7 +252,9 @@ def _needs(
         if not issubclass(cls, Attack):
             continue
         required = cls.model_validate(dict(entry.parameters)).required()
-        if unmet := required.unmet(knowledge.labels, knowledge.bn, knowledge.features):
+        if unmet := required.unmet(
+            knowledge.labels, knowledge.bn, knowledge.features, knowledge.rows
+        ):
             yield ("attacks", index), f"{entry.name} {unmet}; grant it, or drop the attack"
 
 

@@ -24,6 +24,7 @@ from fedsim.types import (
     FeatureKnowledge,
     Labels,
     Mode,
+    RowKnowledge,
     Sampling,
 )
 
@@ -146,7 +147,8 @@ class Observe(Section):
     """Counted from 0."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Probe each observed client once per size and trial, besides its training update, so that
-    leakage can be compared across batch sizes. None: record the training update itself."""
+    leakage can be compared across batch sizes. None: record the training update itself. Of a table,
+    a probe of size b has each of the client's n rows with probability b / n, independently."""
     trials: Annotated[int, Field(ge=1, le=10_000)] = 1
     """Independent batches per (round, client, batch size)."""
     releases: Annotated[int, Field(ge=1, le=10_000)] = 1
@@ -165,6 +167,9 @@ class KnowledgeGrant(Section):
     bn: BatchNormKnowledge = "none"
     features: FeatureKnowledge = "none"
     """`known` is for oracles alone: no attacker has the features that it is after."""
+    rows: RowKnowledge = "none"
+    """Of a closed-form release. `others`: the attacker knows every row that took part but the one
+    that it is after, as the informed adversary of differential privacy does."""
 
 
 class Privacy(Section):

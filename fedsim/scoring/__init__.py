@@ -1,18 +1,21 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
-from fedsim.scoring.guess import baseline, majority_label, mean_image
+from fedsim.scoring.guess import Guess, baseline, majority_label, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
+from fedsim.scoring.rows import FALSE_POSITIVES, row_baseline, score_rows
 from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
 from fedsim.scoring.statistics import Summary, bootstrap_interval, summarize
 
 __all__ = [
+    "FALSE_POSITIVES",
     "METRICS",
     "MISSING",
     "PSNR_CAP",
     "Backbone",
+    "Guess",
     "LpipsMetric",
     "Metric",
     "Scores",
@@ -29,6 +32,8 @@ __all__ = [
     "matched_images",
     "mean_image",
     "psnr",
+    "row_baseline",
     "score",
+    "score_rows",
     "summarize",
 ]

@@ -7,6 +7,7 @@ it is made from images other than the victim's. An attack leaks only what it gai
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,6 +18,15 @@ from fedsim.scoring.score import score
 from fedsim.types import GroundTruth, Reconstruction
 
 _CHUNK = 4096
+
+
+@dataclass(frozen=True)
+class Guess:
+    """The zero-information guess of an image."""
+
+    image: Tensor
+    """(C, H, W) pixels."""
+    label: int
 
 
 def mean_image(images: Tensor, victims: Tensor | None = None) -> Tensor:

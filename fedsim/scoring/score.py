@@ -34,6 +34,11 @@ Metric = Literal[
     "subspace_error",
     "principal_angle",
     "label_accuracy",
+    "row_error",
+    "row_cosine",
+    "rows_recovered",
+    "membership_auc",
+    "membership_tpr",
     "attack_loss",
 ]
 METRICS: tuple[Metric, ...] = get_args(Metric)
@@ -63,10 +68,19 @@ class Scores:
     principal_angle: float | None = None
     """Degrees."""
     label_accuracy: float | None = None
+    row_error: float | None = None
+    """Squared distance of a row over its squared length."""
+    row_cosine: float | None = None
+    rows_recovered: float | None = None
+    """Share of the targets all of whose entries came near."""
+    membership_auc: float | None = None
+    membership_tpr: float | None = None
+    """True positive rate where few are falsely accused (`rows.FALSE_POSITIVES`)."""
     attack_loss: float | None = None
     """The attack's own objective; of no meaning across attacks."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per true image, in the order of the truth; principal angles ascending."""
+    """Metric -> one value per true image or row, in the order of the truth; principal angles
+    ascending."""
     assignment: list[int]
     """Which reconstruction was scored against each truth; -1: none. Empty for labels alone."""
     notes: dict[str, str]

@@ -1,6 +1,6 @@
 """Contract suites that the author of an attack or a defense inherits. They need pytest."""
 
-from fedsim.testing.attack import AttackContract
+from fedsim.testing.attack import AttackContract, RowAttackContract
 from fedsim.testing.data_defense import DataDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,
@@ -8,14 +8,17 @@ from fedsim.testing.defense import (
     UpdateDefenseContract,
 )
 from fedsim.testing.observation import make_observation
+from fedsim.testing.release import make_release
 from fedsim.testing.statistic_defense import StatisticDefenseContract
 
 __all__ = [
     "AggregationDefenseContract",
     "AttackContract",
     "DataDefenseContract",
+    "RowAttackContract",
     "StatisticDefenseContract",
     "TrainingDefenseContract",
     "UpdateDefenseContract",
     "make_observation",
+    "make_release",
 ]

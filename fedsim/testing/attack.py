@@ -24,9 +24,10 @@ import torch
 
 from fedsim import rng
 from fedsim.adversary import Attack, AttackFailed, solve
-from fedsim.knowledge import grant
+from fedsim.knowledge import grant, grant_of_row
 from fedsim.testing.observation import example_batch, make_observation
 from fedsim.testing.plugin import PluginContract
+from fedsim.testing.release import example_rows, make_release
 from fedsim.testing.updates import copy, same
 from fedsim.types import Knowledge, Observation, Reconstruction, Tensors
 
@@ -38,34 +39,39 @@ over_sizes = pytest.mark.parametrize("size", _SIZES)
 over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
 
 
-class AttackContract(PluginContract):
-    """What every `Attack` keeps to, on images of 1x16x16 pixels in 10 classes."""
+class AnyAttackContract(PluginContract):
+    """What every `Attack` keeps to, whatever it reads."""
 
-    model: ClassVar[str] = "lenet"
-    """A registered model that the method works on."""
-    model_parameters: ClassVar[Mapping[str, Any]] = {}
     batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
-    """The method works on these, of 1 and 3 images; by `AttackFailed` it refuses the other one."""
+    """The method works on these of 1 and 3; by `AttackFailed` it refuses the other one."""
 
     @abstractmethod
     def make(self) -> Attack[Any]:
         """The attack under test, with few iterations."""
 
+    @abstractmethod
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """An honest observation of that size, with the least knowledge or with all there is."""
+
+    @abstractmethod
+    def check(self, found: Reconstruction, observation: Observation) -> None:
+        """Assert that what was found is in shape and range."""
+
     @over_knowledge
     @over_sizes
     def test_what_is_returned_is_in_shape_and_range(self, size: int, most: bool) -> None:
         """With the least knowledge that the attack declares to need, and with all there is."""
-        observation, knowledge = self._case(size, most)
+        observation, knowledge = self.case(size, most)
         if size not in self.batch_sizes:
             with pytest.raises(AttackFailed):
                 self._solve(observation, knowledge)
         else:
-            _check(self._solve(observation, knowledge), observation)
+            self.check(self._solve(observation, knowledge), observation)
 
     def test_same_seed_same_result(self) -> None:
         """Bit for bit: the generator that is handed in is the only source of randomness."""
         for size in self.batch_sizes:
-            observation, knowledge = self._case(size)
+            observation, knowledge = self.case(size)
             first = self._solve(observation, knowledge)
             torch.manual_seed(12345)
             second = self._solve(observation, knowledge)
@@ -76,7 +82,7 @@ class AttackContract(PluginContract):
     def test_inputs_are_not_changed(self) -> None:
         """No tensor of the observation nor of the knowledge."""
         for size in self.batch_sizes:
-            observation, knowledge = self._case(size, most=True)
+            observation, knowledge = self.case(size, most=True)
             before = copy(_tensors(observation)), copy(_tensors(knowledge))
             self._solve(observation, knowledge)
             assert same(_tensors(observation), before[0])
@@ -85,7 +91,7 @@ class AttackContract(PluginContract):
     def test_it_stops(self) -> None:
         """Within what `total` promises; the iteration of the state counts up to it."""
         attack = self.make()
-        observation, knowledge = self._case(self.batch_sizes[0])
+        observation, knowledge = self.case(self.batch_sizes[0])
         state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
         promised = attack.total()
         for _ in range(_LIMIT if promised is None else promised + 1):
@@ -99,7 +105,7 @@ class AttackContract(PluginContract):
 
     def test_global_random_streams_are_left_alone(self) -> None:
         """Torch's and Python's: another attack of the same run would draw other numbers."""
-        observation, knowledge = self._case(self.batch_sizes[0])
+        observation, knowledge = self.case(self.batch_sizes[0])
         before = torch.get_rng_state(), random.getstate()
         self._solve(observation, knowledge)
         assert torch.equal(torch.get_rng_state(), before[0])
@@ -107,7 +113,7 @@ class AttackContract(PluginContract):
 
     def test_an_update_of_mere_noise_is_survived(self) -> None:
         """As behind a strong defense: a result in shape and range, or a stated failure."""
-        observation, knowledge = self._case(self.batch_sizes[-1])
+        observation, knowledge = self.case(self.batch_sizes[-1])
         stream = rng.generator(_SEED, "noise")
         noise = {n: torch.randn(t.shape, generator=stream) for n, t in observation.update.items()}
         observation = replace(observation, update=noise)
@@ -115,12 +121,12 @@ class AttackContract(PluginContract):
             found = self._solve(observation, knowledge)
         except AttackFailed:
             return
-        _check(found, observation)
+        self.check(found, observation)
 
     @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
     def test_an_unusable_update_is_a_stated_failure(self, value: float) -> None:
         """Zero everywhere, or not finite in one entry."""
-        observation, knowledge = self._case(self.batch_sizes[0])
+        observation, knowledge = self.case(self.batch_sizes[0])
         update = copy(observation.update)
         for tensor in update.values():
             if value == 0:
@@ -129,7 +135,19 @@ class AttackContract(PluginContract):
         with pytest.raises(AttackFailed, match="zero" if value == 0 else "non-finite"):
             self._solve(replace(observation, update=update), knowledge)
 
-    def _case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+    def _solve(self, observation: Observation, knowledge: Knowledge) -> Reconstruction:
+        return solve(self.make(), observation, knowledge, _SEED).reconstruction
+
+
+class AttackContract(AnyAttackContract):
+    """What every `Attack` on images keeps to, on those of 1x16x16 pixels in 10 classes."""
+
+    model: ClassVar[str] = "lenet"
+    """A registered model that the method works on."""
+    model_parameters: ClassVar[Mapping[str, Any]] = {}
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """Batches of so many images."""
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
@@ -142,30 +160,66 @@ class AttackContract(PluginContract):
             "known" if most else needs.features,
         )
 
-    def _solve(self, observation: Observation, knowledge: Knowledge) -> Reconstruction:
-        return solve(self.make(), observation, knowledge, _SEED).reconstruction
+    def check(self, found: Reconstruction, observation: Observation) -> None:
+        """As many as there are of each, images in [0, 1], labels among the classes."""
+        count, model = observation.num_images, observation.model
+        assert _tensors(found), "nothing is recovered"
+        assert math.isfinite(found.loss)
+        assert found.iterations >= 0
+        for tensor in _tensors(found).values():
+            assert tensor.device == next(iter(observation.parameters.values())).device
+            assert not tensor.requires_grad
+        if found.images is not None:
+            assert found.images.shape == (count, *model.input_shape)
+            assert found.images.dtype == torch.float32
+            assert bool(((found.images >= 0) & (found.images <= 1)).all())
+        if found.labels is not None:
+            assert found.labels.shape == (count,)
+            assert found.labels.dtype == torch.int64
+            assert bool(((found.labels >= 0) & (found.labels < model.num_classes)).all())
+        if found.features is not None:
+            assert found.features.ndim == 2
+            assert len(found.features) == count
+            assert bool(found.features.isfinite().all())
 
 
-def _check(found: Reconstruction, observation: Observation) -> None:
-    count, model = observation.num_images, observation.model
-    assert _tensors(found), "nothing is recovered"
-    assert math.isfinite(found.loss)
-    assert found.iterations >= 0
-    for tensor in _tensors(found).values():
-        assert tensor.device == next(iter(observation.parameters.values())).device
-        assert not tensor.requires_grad
-    if found.images is not None:
-        assert found.images.shape == (count, *model.input_shape)
-        assert found.images.dtype == torch.float32
-        assert bool(((found.images >= 0) & (found.images <= 1)).all())
-    if found.labels is not None:
-        assert found.labels.shape == (count,)
-        assert found.labels.dtype == torch.int64
-        assert bool(((found.labels >= 0) & (found.labels < model.num_classes)).all())
-    if found.features is not None:
-        assert found.features.ndim == 2
-        assert len(found.features) == count
-        assert bool(found.features.isfinite().all())
+class RowAttackContract(AnyAttackContract):
+    """What every `Attack` on rows keeps to, on releases of about 20 rows of 4 columns.
+
+    Its sizes are numbers of clients: of one, and the sum of three.
+    """
+
+    learner: ClassVar[str] = "sketch"
+    """A registered closed-form learner whose releases the method reads."""
+    learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """The releases of so many clients, summed."""
+        observation, truth = make_release(
+            *example_rows(20 * size),
+            learner=self.learner,
+            parameters=self.learner_parameters,
+            defense=[{"name": "aggregate"}] if size > 1 else [],
+            num_clients=size,
+        )
+        attack = self.make()
+        rows = "others" if most else attack.required().rows
+        target = int(truth.members.nonzero()[0])
+        return observation, grant_of_row(truth, target, rows, attack.asked_of_candidates)
+
+    def check(self, found: Reconstruction, observation: Observation) -> None:
+        """One row in [-1, 1], or one score."""
+        assert found.rows is not None or found.membership is not None, "nothing is recovered"
+        assert math.isfinite(found.loss)
+        assert found.iterations >= 0
+        for tensor in _tensors(found).values():
+            assert not tensor.requires_grad
+        if found.rows is not None:
+            assert found.rows.shape == (1, len(observation.release.names))
+            assert bool((found.rows.abs() <= 1).all())
+        if found.membership is not None:
+            assert found.membership.shape == (1,)
+            assert not bool(found.membership.isnan().any())
 
 
 def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
@@ -177,4 +231,6 @@ def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
             found[field.name] = member
         elif isinstance(member, Mapping):
             found |= {f"{field.name}.{name}": tensor for name, tensor in member.items()}
+        elif isinstance(member, tuple) and all(isinstance(t, torch.Tensor) for t in member):
+            found |= {f"{field.name}.{index}": tensor for index, tensor in enumerate(member)}
     return found

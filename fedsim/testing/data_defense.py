@@ -17,9 +17,9 @@ from typing import get_args
 
 import pytest
 
-from fedsim.defense import DataDefense, ExactMechanism, Release, ReleaseKind
+from fedsim.defense import DataDefense, ExactMechanism, Release
 from fedsim.testing.plugin import PluginContract
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, ReleaseKind
 
 DELTA = 1e-4
 

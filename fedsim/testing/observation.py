@@ -100,7 +100,7 @@ def make_observation(
         buffers_update=update.buffers,
         parameters=parameters,
         buffers=buffers,
-        model=spec,
+        spec=spec,
         training=training,
         defense=tuple(dict(reference) for reference in defense),
         vantage=stack.vantage,

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from fedsim.plugins import names
-from fedsim.testing import AttackContract
+from fedsim.testing import AttackContract, RowAttackContract
 from fedsim_attacks.activation_features import ActivationFeatures
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
@@ -22,7 +22,9 @@ from fedsim_attacks.idlg import IDLG
 from fedsim_attacks.imprint import ImprintAttack
 from fedsim_attacks.inverting_gradients import InvertingGradients
 from fedsim_attacks.label_inference import LabelInference
+from fedsim_attacks.membership_inference import MembershipInference
 from fedsim_attacks.prior_only import PriorOnly
+from fedsim_attacks.row_reconstruction import RowReconstruction
 from fedsim_attacks.spectral_features import SpectralFeatures
 from fedsim_attacks.tensor_features import TensorFeatures
 from fedsim_attacks.unrolled_features import UnrolledFeatures
@@ -160,6 +162,32 @@ class TestUnrolledFeatures(OfATwoLayerHead):
 class TestLabelInference(AttackContract):
     def make(self) -> LabelInference:
         return LabelInference()
+
+
+class TestRowReconstruction(RowAttackContract):
+    def make(self) -> RowReconstruction:
+        return RowReconstruction(iterations=20, starts=2)
+
+
+class TestRowReconstructionFromCoefficients(RowAttackContract):
+    learner = "least_squares"
+    learner_parameters: ClassVar[dict[str, Any]] = {"method": "als", "columns": 40}
+
+    def make(self) -> RowReconstruction:
+        return RowReconstruction(iterations=20, starts=2, prior="ranges")
+
+
+class TestMembershipInference(RowAttackContract):
+    def make(self) -> MembershipInference:
+        return MembershipInference()
+
+
+class TestMembershipInferenceFromCoefficients(RowAttackContract):
+    learner = "least_squares"
+    learner_parameters: ClassVar[dict[str, Any]] = {"method": "ls", "columns": 40}
+
+    def make(self) -> MembershipInference:
+        return MembershipInference()
 
 
 def test_no_bundled_attack_is_left_out() -> None:

@@ -1,0 +1,59 @@
+"""What (ε, δ) allows at most of a test whether one row is there.
+
+(ε, δ)-privacy is a bound on every test: with x its false and y its true positive rate,
+y <= e^ε x + δ, and as much with the worlds exchanged, 1 - x <= e^ε (1 - y) + δ (Wasserman and Zhou,
+A Statistical Framework for Differential Privacy, JASA 2010, Theorem 2.4; Kairouz, Oh and Viswanath,
+The Composition Theorem for Differential Privacy, ICML 2015, Theorem 2.1).
+"""
+
+from __future__ import annotations
+
+import math
+
+from fedsim.types import FedsimError
+
+
+def tpr_limit(epsilon: float, delta: float, fpr: float) -> float:
+    """The largest true positive rate at the false positive rate `fpr`.
+
+    Raises:
+        FedsimError: ε is negative or not a number, or δ or `fpr` not in [0, 1].
+
+    >>> tpr_limit(0.0, 0.0, 0.25), tpr_limit(math.inf, 0.0, 0.25)
+    (0.25, 1.0)
+    """
+    _check(epsilon, delta, fpr)
+    if math.isinf(epsilon) or epsilon > 700:
+        return 1.0
+    one_way = math.exp(epsilon) * fpr + delta
+    other = 1 - math.exp(-epsilon) * (1 - delta - fpr)
+    return min(1.0, one_way, other)
+
+
+def auc_limit(epsilon: float, delta: float) -> float:
+    """The largest area under the curve of true against false positive rates: that of `tpr_limit`.
+
+    Raises:
+        FedsimError: ε is negative or not a number, or δ not in [0, 1].
+
+    >>> auc_limit(0.0, 0.0), auc_limit(math.inf, 0.0)
+    (0.5, 1.0)
+    """
+    _check(epsilon, delta, 0.0)
+    if math.isinf(epsilon) or epsilon > 700:
+        return 1.0
+    # The two lines meet where both error rates are (1 - δ) / (1 + e^ε); the area above the curve,
+    # of which they are the sides, is symmetric about the diagonal through that point.
+    ratio = math.exp(epsilon)
+    meeting = (1 - delta) / (1 + ratio)
+    return 1 - (1 - delta) * meeting
+
+
+def _check(epsilon: float, delta: float, fpr: float) -> None:
+    if not epsilon >= 0:
+        raise FedsimError(
+            f"epsilon: {epsilon} is no privacy parameter; give a number of at least 0"
+        )
+    for name, value in (("delta", delta), ("fpr", fpr)):
+        if not 0 <= value <= 1:
+            raise FedsimError(f"{name}: {value} is not a probability; give a number in [0, 1]")

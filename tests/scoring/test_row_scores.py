@@ -1,0 +1,120 @@
+"""Scores of rows and of memberships: known answers, invariances, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.scoring import FALSE_POSITIVES, METRICS, ScoringError, row_baseline, score_rows
+from fedsim.scoring.rows import membership_auc, membership_tpr
+from fedsim.types import Reconstruction, RowTruth
+
+ROWS = torch.tensor(
+    [[0.5, 1.0, 1.0], [-0.5, 1.0, -1.0], [0.1, 1.0, 1.0], [0.9, 1.0, 0.2]], dtype=torch.float64
+)
+TRUTH = RowTruth(
+    rows=ROWS,
+    members=torch.tensor([True, True, False, True]),
+    clients=torch.zeros(4, dtype=torch.int64),
+    scored=torch.tensor([True, False, True]),
+)
+
+
+def found(rows: Tensor | None = None, membership: Tensor | None = None) -> Reconstruction:
+    return Reconstruction(rows=rows, membership=membership, loss=math.nan, iterations=0)
+
+
+def test_exact_rows_score_best() -> None:
+    scores = score_rows(found(ROWS[TRUTH.members]), TRUTH)
+    assert (scores.psnr, scores.rmse, scores.row_error) == (60, 0, 0)
+    assert scores.row_cosine == pytest.approx(1) and scores.rows_recovered == 1
+    assert scores.membership_auc is None and scores.attack_loss is None
+    assert len(scores.per_image["row_error"]) == 3
+
+
+def test_a_known_error() -> None:
+    """0.2 off in one of two entries: RMSE 0.1 / sqrt(2) on [0, 1]; the constant does not count."""
+    claimed = ROWS[TRUTH.members].clone()
+    claimed[:, 0] -= 0.2
+    claimed[:, 1] = -1.0
+    scores = score_rows(found(claimed), TRUTH)
+    assert scores.rmse == pytest.approx(0.1 / math.sqrt(2))
+    assert scores.psnr == pytest.approx(20 * math.log10(math.sqrt(2) / 0.1))
+    expected = (0.04 / 1.25 + 0.04 / 1.25 + 0.04 / 0.85) / 3
+    assert scores.row_error == pytest.approx(expected)
+    assert scores.rows_recovered == 0
+    claimed[0, 0] += 0.1 + 1e-9  # now within a twentieth of the range of 2
+    assert score_rows(found(claimed), TRUTH).rows_recovered == pytest.approx(1 / 3)
+
+
+def test_rows_are_never_matched() -> None:
+    swapped = ROWS[TRUTH.members].flip(0)
+    assert (score_rows(found(swapped), TRUTH).row_error or 0) > 0.5
+
+
+def test_auc_of_ranks() -> None:
+    members = torch.tensor([True, False, True, False])
+    for values, expected in (
+        ([4.0, 1, 3, 2], 1.0),
+        ([1.0, 4, 2, 3], 0.0),
+        ([1.0, 1, 1, 1], 0.5),
+        ([3.0, 2, 1, 0], 0.75),
+        ([math.inf, -math.inf, 0, 0], 0.875),
+    ):
+        assert membership_auc(torch.tensor(values), members) == expected
+        lifted = torch.tensor(values, dtype=torch.float64).exp()
+        assert membership_auc(lifted, members) == pytest.approx(expected)
+
+
+def test_true_positives_where_few_are_falsely_accused() -> None:
+    members = torch.arange(140) < 40
+    scores = torch.arange(140, dtype=torch.float64).flip(0)  # every member above all others
+    assert membership_tpr(scores, members, 0.05) == 1
+    scores[40:46] = 1000.0  # six of 100 others above everybody: one more than may be
+    assert membership_tpr(scores, members, 0.05) == 0
+    assert membership_tpr(scores, members, 0.06) == 1
+    assert membership_tpr(torch.zeros(140), members, 0.05) == 0
+
+
+def test_membership_scores() -> None:
+    scores = score_rows(found(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
+    assert scores.membership_auc == pytest.approx(2 / 3)
+    assert scores.row_error is None
+    everybody = replace(TRUTH, members=torch.ones(4, dtype=torch.bool))
+    alone = score_rows(found(membership=torch.zeros(4)), everybody)
+    assert alone.membership_auc is None and "all candidates" in alone.notes["membership_auc"]
+
+
+def test_the_guess_knows_the_others_but_not_the_target() -> None:
+    guess = row_baseline(TRUTH)
+    assert list(guess) == list(METRICS)
+    members = ROWS[TRUTH.members]
+    others = torch.stack(
+        [members[[1, 2]].mean(0), members[[0, 2]].mean(0), members[[0, 1]].mean(0)]
+    )
+    assert guess["row_error"] == score_rows(found(others), TRUTH).row_error
+    assert guess["membership_auc"] == 0.5 and guess["membership_tpr"] == FALSE_POSITIVES
+    moved = replace(TRUTH, rows=torch.cat([ROWS[:2], ROWS[2:3] * 0.3, ROWS[3:]]))
+    assert row_baseline(moved) == guess, "a row that took no part is not known"
+    nobody = replace(TRUTH, members=torch.zeros(4, dtype=torch.bool))
+    assert row_baseline(nobody)["psnr"] is None
+
+
+@pytest.mark.parametrize(
+    ("claimed", "message"),
+    [
+        (found(), "no rows, no memberships"),
+        (found(ROWS), "those that took part"),
+        (found(2 * ROWS[:3]), "beyond"),
+        (found(ROWS[:3] * math.nan), "finite"),
+        (found(membership=torch.zeros(3)), "4 candidates"),
+        (found(membership=torch.full((4,), math.nan)), "NaN"),
+    ],
+)
+def test_what_is_no_answer_is_refused(claimed: Reconstruction, message: str) -> None:
+    with pytest.raises(ScoringError, match=message):
+        score_rows(claimed, TRUTH)
