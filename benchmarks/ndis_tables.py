@@ -33,7 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
-from fedsim.defense import Release
+from fedsim.guarantee import Release
 from fedsim.privacy import gaussian, projection, regression
 from fedsim.scoring import bootstrap_interval
 from fedsim_defenses.least_squares import LeastSquaresMechanism

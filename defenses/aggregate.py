@@ -9,7 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.defense import AggregationDefense, Guarantee, shapes
+from fedsim.defense import AggregationDefense, shapes
+from fedsim.guarantee import Guarantee
 from fedsim.types import FedsimError, Tensors, Update
 
 

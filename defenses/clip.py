@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import Guarantee, UpdateDefense, global_norm
+from fedsim.defense import UpdateDefense, global_norm
+from fedsim.guarantee import Guarantee
 from fedsim.types import Tensors
 
 

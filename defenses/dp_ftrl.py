@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import Guarantee, Mechanism, NoisyAggregation, ServerRound, add_gaussian
+from fedsim.defense import NoisyAggregation, ServerRound, add_gaussian
+from fedsim.guarantee import Guarantee, Mechanism
 from fedsim.types import FedsimError, Update
 from fedsim_defenses.aggregate import Mean
 

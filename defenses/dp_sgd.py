@@ -8,13 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import (
-    GradientFn,
-    Guarantee,
-    LossFn,
-    TrainingDefense,
-    add_gaussian,
-)
+from fedsim.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
+from fedsim.guarantee import Guarantee
 from fedsim.types import LocalTraining, Tensors
 from fedsim_defenses.per_example import clipped_mean, mechanism
 

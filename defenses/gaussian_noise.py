@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field, model_validator
 
-from fedsim.defense import Guarantee, Mechanism, UpdateDefense, add_gaussian
+from fedsim.defense import UpdateDefense, add_gaussian
+from fedsim.guarantee import Guarantee, Mechanism
 from fedsim.privacy import gaussian
 from fedsim.types import FedsimError, Tensors
 

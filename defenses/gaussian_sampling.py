@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.defense import CurveMechanism, Release, StatisticDefense
+from fedsim.defense import StatisticDefense
+from fedsim.guarantee import CurveMechanism, Release
 from fedsim.privacy import draws, kernel_distance, wishart
 from fedsim.types import FedsimError
 

@@ -8,7 +8,8 @@ from typing import Annotated, ClassVar, Literal, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import Guarantee, UpdateDefense
+from fedsim.defense import UpdateDefense
+from fedsim.guarantee import Guarantee
 from fedsim.types import Tensors
 from fedsim_defenses.selection import largest, share
 

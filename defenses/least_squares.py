@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
 
-from fedsim.defense import DataDefense, ExactMechanism, Guarantee, Release
+from fedsim.defense import DataDefense
+from fedsim.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.privacy import projection, regression
 from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import bound, lowering

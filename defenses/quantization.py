@@ -8,7 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import Guarantee, UpdateDefense
+from fedsim.defense import UpdateDefense
+from fedsim.guarantee import Guarantee
 from fedsim.types import Tensors
 
 

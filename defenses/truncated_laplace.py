@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import CurveMechanism, Release, StatisticDefense
+from fedsim.defense import StatisticDefense
+from fedsim.guarantee import CurveMechanism, Release
 from fedsim.privacy import draws, laplace_vector
 
 

@@ -12,9 +12,9 @@ import torch
 
 import fedsim
 from fedsim import canaries, rows
-from fedsim.defense import Stack
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.stack import Stack
 from fedsim.types import FedsimError, Tensors
 from fedsim.workload import Workload, load_dataset
 

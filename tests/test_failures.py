@@ -12,7 +12,8 @@ import torch
 
 import fedsim
 from fedsim import plugins
-from fedsim.defense import Guarantee, UpdateDefense
+from fedsim.defense import UpdateDefense
+from fedsim.guarantee import Guarantee
 from fedsim.record import Run
 from fedsim.types import Tensors
 

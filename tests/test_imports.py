@@ -75,7 +75,7 @@ def test_attacks_reach_neither_data_nor_truth() -> None:
 
 
 def test_defenses_see_only_their_contract() -> None:
-    allowed = ("types", "defense", "privacy", "plugins")
+    allowed = ("types", "defense", "guarantee", "privacy", "plugins")
     assert not offenders(
         DEFENSES, own_except("fedsim_defenses", *(f"fedsim.{name}" for name in allowed))
     )

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import fedsim
 from fedsim import rows
-from fedsim.defense import chain
 from fedsim.privacy import correlated, gaussian, ledger
 from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.ledger import claim, worst_off
 from fedsim.recording import read_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.stack import chain
 from fedsim.testing.updates import same
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim.workload import ClientResult, Probe, Workload

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from fedsim.defense import Release, Stack
+from fedsim.guarantee import Release
 from fedsim.plugins import Plugin
+from fedsim.stack import Stack
 from fedsim.types import (
     Dataset,
     GroundTruth,

@@ -11,7 +11,7 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from fedsim.defense import Release
+from fedsim.guarantee import Release
 from fedsim.learners.base import Computation, Computed, Problem, Request
 from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, Table, Tensors
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.defense import Release
+from fedsim.guarantee import Release
 from fedsim.learners import ntk
 from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners.features import Features

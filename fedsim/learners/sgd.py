@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
-from fedsim.defense import Stack, global_norm
+from fedsim.defense import global_norm
 from fedsim.learners.base import (
     Computation,
     Computed,
@@ -28,6 +28,7 @@ from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
+from fedsim.stack import Stack
 from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Tensors
 
 _EVALUATION_BATCH = 256

@@ -21,8 +21,9 @@ import math
 from collections.abc import Collection, Iterable
 from functools import cache, lru_cache
 
-from fedsim.defense import ExactMechanism, Mechanism, Release, Stack
+from fedsim.guarantee import ExactMechanism, Mechanism, Release
 from fedsim.privacy import gaussian
+from fedsim.stack import Stack
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 
 EXACT = "exact Gaussian"

@@ -11,16 +11,15 @@ from fedsim.defense import (
     AggregationDefense,
     DataDefense,
     Defense,
-    Stack,
     StatisticDefense,
     TrainingDefense,
     UpdateDefense,
-    chain,
 )
 from fedsim.learners.base import Learner
 from fedsim.models.base import ModelPlugin
 from fedsim.plugins import Plugin
 from fedsim.scenario.model import PluginRef, Scenario, Training
+from fedsim.stack import Stack, chain
 from fedsim.types import Algorithm, LocalTraining
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {

@@ -38,9 +38,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         learner = build_learner(sections["learner"])
         trains = learner.trains
         yield from _readable(attacks or [], sound, learner.released())
-        yield from (
-            _model(sections, sound) if trains else _closed_form(sections, learner)
-        )
+        yield from (_model(sections, sound) if trains else _closed_form(sections, learner))
     trainable: Training | None = None
     if training:
         faults = list(_algorithm(training))

@@ -20,14 +20,13 @@ from torch import Tensor
 from fedsim.defense import (
     AggregationDefense,
     Defense,
-    Guarantee,
-    Mechanism,
     TrainingDefense,
     UpdateDefense,
-    chain,
     global_norm,
     shapes,
 )
+from fedsim.guarantee import Guarantee, Mechanism
+from fedsim.stack import chain
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
 from fedsim.types import FedsimError, LocalTraining, Tensors, Update

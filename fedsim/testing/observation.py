@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.defense import AggregationDefense, TrainingDefense, UpdateDefense, chain
+from fedsim.defense import AggregationDefense, TrainingDefense, UpdateDefense
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.local import features_of
 from fedsim.plugins import load
 from fedsim.recording import observation_id
+from fedsim.stack import chain
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
 
 

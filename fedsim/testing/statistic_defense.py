@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import Release, StatisticDefense, chain
+from fedsim.defense import StatisticDefense
+from fedsim.guarantee import Release
+from fedsim.stack import chain
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import stream
 from fedsim.types import FedsimError, LocalTraining

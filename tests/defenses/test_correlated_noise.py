@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import Guarantee, Stack, chain
+from fedsim.guarantee import Guarantee
 from fedsim.models.local import local_update
 from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.resolve import resolve
+from fedsim.stack import Stack, chain
 from fedsim.testing.updates import same, stream
 from fedsim.types import LocalTraining, PrivacyClaim, Tensors
 from fedsim.workload import Probe, Workload

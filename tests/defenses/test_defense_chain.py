@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import Guarantee, Stack, add_gaussian, chain, global_norm
+from fedsim.defense import add_gaussian, global_norm
+from fedsim.guarantee import Guarantee
+from fedsim.stack import Stack, chain
 from fedsim.testing.updates import mixed, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedsim.defense import Defense, Release
+from fedsim.defense import Defense
+from fedsim.guarantee import Release
 from fedsim.plugins import names
 from fedsim.testing import DataDefenseContract, StatisticDefenseContract
 from fedsim.testing.defense import (

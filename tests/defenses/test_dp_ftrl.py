@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 import fedsim
-from fedsim.defense import Guarantee, NoisyAggregation, ServerRound, chain
+from fedsim.defense import NoisyAggregation, ServerRound
+from fedsim.guarantee import Guarantee
 from fedsim.privacy import correlated, gaussian
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.resolve import resolve
+from fedsim.stack import chain
 from fedsim.testing.updates import same, stream
 from fedsim.types import FedsimError, LocalTraining, Update
 from fedsim.workload import Probe, Workload

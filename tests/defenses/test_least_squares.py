@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedsim.defense import ExactMechanism, Release, chain
+from fedsim.guarantee import ExactMechanism, Release
 from fedsim.privacy import projection, regression
 from fedsim.privacy.ledger import claim
+from fedsim.stack import chain
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.leverage import bound

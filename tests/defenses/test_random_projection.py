@@ -11,10 +11,11 @@ import pytest
 import torch
 from scipy.stats import beta
 
-from fedsim.defense import ExactMechanism, Guarantee, Release, chain
+from fedsim.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.privacy import projection
 from fedsim.privacy.ledger import claim
+from fedsim.stack import chain
 from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.aggregate import Aggregate

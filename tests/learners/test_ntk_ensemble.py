@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fedsim import refusal, rng
-from fedsim.defense import Composed, chain
 from fedsim.federation import federate
 from fedsim.federation.records import RoundRecord
+from fedsim.guarantee import Composed
 from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
@@ -24,6 +24,7 @@ from fedsim.recording import write_tensors
 from fedsim.rows import spent
 from fedsim.scenario import Scenario, ScenarioError
 from fedsim.scenario.resolve import resolve
+from fedsim.stack import chain
 from fedsim.types import Dataset, FedsimError
 from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip

@@ -12,9 +12,9 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import norm
 
-from fedsim.defense import Stack, chain
 from fedsim.privacy import gaussian, ledger
 from fedsim.privacy.ledger import claim
+from fedsim.stack import Stack, chain
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip

@@ -16,7 +16,7 @@ import torch
 from scipy.stats import binom
 
 from fedsim.adversary import solve
-from fedsim.defense import Release
+from fedsim.guarantee import Release
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.membership import auc_limit, tpr_limit
