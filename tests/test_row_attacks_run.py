@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from fedsim import refusal
 from fedsim.privacy.membership import auc_limit
 from fedsim.record import Row, Run
 from fedsim.recording import load_truth
-from fedsim.report import leaderboard_rows, render
+from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.scenario import ScenarioError
 from fedsim.scenario.resolve import resolve
 from fedsim.types import FedsimError, RowTruth
@@ -67,6 +68,25 @@ def rows_of(run: Run, stack: str, attack: str) -> list[Row]:
         for row in run.rows()
         if (row["defense"]["name"], row["attack"]["name"]) == (stack, attack)
     ]
+
+
+def test_attacks_work_if_either_rows_or_members_are_told(finished: Run) -> None:
+    """A release that is random by itself may tell who is in it, and little else."""
+    rows = leaderboard_rows([finished.out])
+
+    def with_means(gain: float, area: float) -> str:
+        changed = []
+        for row in rows:
+            told = row.metrics["membership_auc"]
+            metrics = {**row.metrics, "membership_auc": told and replace(told, mean=area)}
+            won = row.gain and replace(row.gain, mean=gain)
+            changed.append(replace(row, gain=won, metrics=metrics))
+        (control,) = positive_controls(changed)
+        return f"{control.status}: {control.reason}"
+
+    assert "passed: undefended, at batch size 8, row_reconstruction" in with_means(5.0, 0.5)
+    assert "passed: undefended, at batch size 8, membership_inference" in with_means(1.0, 0.8)
+    assert "failed: undefended, at batch size 8, row_reconstruction" in with_means(1.0, 0.7)
 
 
 def test_every_cell_has_its_row(finished: Run) -> None:

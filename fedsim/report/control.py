@@ -71,6 +71,16 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
         )
     size = min(row.batch_size for row in undefended)
     attacked = [row for row in undefended if row.batch_size == size and row.gain]
+    told = [
+        (area, row.attack)
+        for row in undefended
+        if row.batch_size == size and (area := row.metrics["membership_auc"])
+    ]
+    of_membership = (
+        _membership_control(comparison, *max(told, key=lambda entry: entry[0].mean), size)
+        if told
+        else None
+    )
     if not attacked:
         spans = [
             (span.mean, row.attack)
@@ -79,15 +89,8 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
         ]
         if spans:
             return _feature_control(comparison, *min(spans), size)
-        told = [
-            (area, row.attack)
-            for row in undefended
-            if row.batch_size == size and (area := row.metrics["membership_auc"])
-        ]
-        if told:
-            return _membership_control(
-                comparison, *max(told, key=lambda entry: entry[0].mean), size
-            )
+        if of_membership:
+            return of_membership
         return Control(
             comparison=comparison,
             status="failed",
@@ -97,6 +100,8 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
     best = max(attacked, key=lambda row: row.strength)
     gain = best.strength[0]
     passed = gain >= REQUIRED_GAIN
+    if not passed and of_membership and of_membership.status == "passed":
+        return of_membership  # a release that is random by itself may tell who is in it and no more
     measured = (
         f"undefended, at batch size {size}, {best.attack} gains {format_number(gain, 1)} dB over "
         "guessing"
