@@ -19,7 +19,7 @@ from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.scenario import ScenarioError
 from fedsim.scenario.resolve import resolve
 from fedsim.types import FedsimError, RowTruth
-from fedsim.workload import Workload
+from fedsim.workload import Probe, Workload
 
 NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
 SCENARIO: dict[str, Any] = {
@@ -114,6 +114,25 @@ def test_undefended_rows_leak_and_noise_helps(finished: Run) -> None:
     assert mean("noise", "membership_inference", "membership_auc") < 0.75
     errors = [mean(s, "row_reconstruction", "row_error") for s in ("none", "noise")]
     assert errors[0] < 0.7 * errors[1]
+
+
+def test_each_row_takes_part_by_itself_with_the_declared_chance() -> None:
+    """Independently of the others: the number of rows varies as a binomial does."""
+    wanted = {**SCENARIO, "learner": {"name": "sketch", "columns": 2}, "defenses": {"none": []}}
+    workload = Workload(resolve(wanted), "none")
+    parameters, buffers = workload.computation.initial()
+    drawn = []
+    for trial in range(200):
+        probe = Probe(batch_size=40, trial=trial)
+        truth = workload.client_update(0, 1, parameters, buffers, {}, probe=probe).truth
+        assert isinstance(truth, RowTruth)
+        drawn.append(truth.members)
+    members = torch.stack(drawn).double()
+    chance = 40 / members.shape[1]
+    deviation = (chance * (1 - chance) / members.numel()) ** 0.5
+    assert float(members.mean()) == pytest.approx(chance, abs=4 * deviation)
+    spread = float(members.sum(1).var()) / (members.shape[1] * chance * (1 - chance))
+    assert 0.6 < spread < 1.5  # χ² of 199 degrees: 0.6 and 1.5 are 4 and 5 deviations away
 
 
 def test_membership_stands_beside_what_the_claim_allows(finished: Run) -> None:
