@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackFailed, AttackState, Needs
 from fedsim.types import Knowledge, Observation, Reconstruction, Released
-from fedsim_attacks.release_law import law
+from fedsim_attacks.release_law import KNOWN, law
 
 
 @dataclass(kw_only=True)
@@ -39,12 +39,7 @@ class MembershipInference(Attack[Compared]):
         "Reconstructing Training Data with Informed Adversaries, S&P 2022"
     )
     needs: ClassVar[Needs] = Needs(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (
-        "sketch",
-        "coefficients",
-        "sketched_coefficients",
-        "normal_coefficients",
-    )
+    reads: ClassVar[tuple[Released, ...]] = KNOWN
     asked_of_candidates: ClassVar[bool] = True
 
     def init(

@@ -26,6 +26,14 @@ from torch import Tensor
 from fedsim.adversary import AttackFailed
 from fedsim.types import Knowledge, Observation, ReleaseKind
 
+KNOWN: tuple[ReleaseKind, ...] = (
+    "sketch",
+    "coefficients",
+    "sketched_coefficients",
+    "normal_coefficients",
+)
+"""The kinds of release of which `law` is known."""
+
 _RIDGE = 1e-10
 """Share of K's mean eigenvalue, with one row of the largest norm more, that is added to it: K is
 singular with fewer rows than columns, and a sketch then tells the missing direction exactly."""

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState, Needs
 from fedsim.types import Knowledge, Observation, Reconstruction, Released
-from fedsim_attacks.release_law import Law, law
+from fedsim_attacks.release_law import KNOWN, Law, law
 from fedsim_attacks.row_posterior import Posterior
 from fedsim_attacks.row_prior import Prior, prior
 
@@ -53,12 +53,7 @@ class RowReconstruction(Attack[Searched]):
         "and Bishop, JRSS-B 1999"
     )
     needs: ClassVar[Needs] = Needs(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (
-        "sketch",
-        "coefficients",
-        "sketched_coefficients",
-        "normal_coefficients",
-    )
+    reads: ClassVar[tuple[Released, ...]] = KNOWN
 
     prior: Literal["others", "ranges"] = "others"
     """What a row is expected to be: like the others, or anything within the declared ranges."""
