@@ -142,6 +142,23 @@ class BodyGradient:
         return torch.where(target == 0, over, left)
 
 
+def noise_share(observation: Observation, seen: HeadGradient) -> float:
+    """Variance of the noise in an entry of the body's update, over |body's update|².
+
+    Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
+    a spacing of its own in each tensor. `seen` is the head's share of the same update.
+    """
+    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
+    energy = float(sum(tensor.double().square().sum() for tensor in body))
+    if not energy or not seen.noise:
+        return 0.0
+    if seen.noisy:
+        return seen.noise / seen.divisor**2 / energy
+    spacings = [(float(t[t != 0].abs().min()) if t.any() else 0.0, t.numel()) for t in body]
+    rounding = sum(count * spacing**2 / 6 for spacing, count in spacings)
+    return rounding / sum(count for _, count in spacings) / energy
+
+
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
     """For each tensor, what its removed entries are smaller than; None if none was removed."""
     names = {str(member["name"]): member for member in observation.defense}

@@ -5,27 +5,36 @@ are known, and what is left is `body_gradient`: a least-squares problem in the i
 them with features of its own to reproduce. It is descended with the slopes of ReLU and max pooling
 smoothed (`smooth_slopes`), without which every linear piece of the network has a local minimum of
 its own, and over images of several resolutions (`pyramid`).
+
+Where noise, pruning or rounding blurs the head's gradient, images come first: by the direction of
+the whole update, until their features tell where those of the head's gradient are
+(`image_features`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, final
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.adversary import Attack, AttackState, solve
+from fedsim.adversary import Attack, AttackState, rebuild, solve
+from fedsim.models.local import features_function
 from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, signals
+from fedsim_attacks.body_gradient import BodyGradient, Misfit, noise_share, signals
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.matching import Matching
 from fedsim_attacks.pyramid import Pyramid
 from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
 from fedsim_attacks.variation import chromatic_variation
+from fedsim_attacks.whole_gradient import WholeGradient
 
 _FINAL = 0.005
 """Step size at the end, over that of the beginning."""
@@ -38,6 +47,13 @@ _ROUGH_FEATURES, _ROUGH_VARIATION = 10.0, 0.1
 """Weights there: features are known better than that holds, and it leaves more to be smoothed."""
 _FINE_STEP = 0.3
 """Times the step size when the steps are then unrolled: from far they lead anywhere."""
+_FIRST = 0.25
+"""Share of the iterations before images' features are looked at, where the head is blurred."""
+_WHOLE_VARIATION = 0.1
+"""Least weight of the total variation against the cosine distance of the whole update."""
+_PRIOR = 0.7
+"""Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
+value: what the weight of the total variation then follows from."""
 
 
 @dataclass(frozen=True)
@@ -47,24 +63,26 @@ class Phase:
     misfit: Callable[[Tensor], Misfit]
     iterations: int
     step_size: float
-    feature_weight: float
     total_variation: float
+    labels: Tensor
+    feature_weight: float = 0.0
+    features: Tensor | None = None
+    """(N, d), that images are to have; None as long as nothing is known of them."""
 
 
 @dataclass(kw_only=True)
 class Descent(AttackState):
     """The candidate images and what they are compared with."""
 
-    phases: list[Phase]
-    """Those to come, and the present one first."""
+    phase: Phase
+    plans: list[Callable[[Descent], Phase]]
+    """Of the phases to come, what the images of those before make of each."""
     begun: int = 0
     """Iterations before the present one."""
     matching: Matching
     images: Tensor
     """(N, C, H, W), normalized."""
     pyramid: Pyramid
-    features: Tensor
-    labels: Tensor
     best: Tensor
     """Images of least own loss."""
     best_loss: Tensor
@@ -90,7 +108,7 @@ class FactoredInversion(Attack[Descent]):
     """In units of normalized pixels, falling as a cosine."""
     total_variation: Annotated[float, Field(ge=0)] = 0.02
     """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
-    it falls to 0.4 of it."""
+    it falls to 0.4 of it. Behind noise there is more, as the noise's variance demands."""
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
     """Of the relative squared distance of features."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
@@ -103,33 +121,30 @@ class FactoredInversion(Attack[Descent]):
             AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
-        assert found.features is not None
-        known = signals(observation, found.features)
+        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+        assert found is not None
+        phase, plans = self._plan(observation, found)
         matching = Matching(observation)
-        images = matching.random_candidate(known.labels, rng, std=0.3).images.detach()
-        phases = self._phases(observation, found.features, known)
+        images = matching.random_candidate(phase.labels, rng, std=0.3).images.detach()
         infinite = torch.full((), torch.inf, device=images.device)
         return Descent(
             loss=infinite,
-            phases=phases,
+            phase=phase,
+            plans=plans,
             matching=matching,
             images=images,
             pyramid=_pyramid(images),
-            features=found.features,
-            labels=known.labels,
             best=images.clone(),
             best_loss=infinite,
         )
 
     def step(self, state: Descent) -> Descent:
         """One step of Adam, projected onto valid pixels."""
-        while state.iteration - state.begun >= state.phases[0].iterations:
-            del state.phases[0]
-            state.begun = state.iteration
+        while state.plans and state.iteration - state.begun >= state.phase.iterations:
+            state.phase, state.begun = state.plans.pop(0)(state), state.iteration
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
             state.pyramid = _pyramid(state.images)
-        phase, images = state.phases[0], state.images
+        phase, images = state.phase, state.images
         misfit = phase.misfit(images)
         variation, slope = chromatic_variation(images)
         done = (state.iteration - state.begun) / phase.iterations
@@ -154,8 +169,8 @@ class FactoredInversion(Attack[Descent]):
         """The iterate of least own loss, and the labels and features that it was built on."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
-            labels=state.labels,
-            features=state.features,
+            labels=state.phase.labels,
+            features=state.phase.features,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
@@ -164,45 +179,71 @@ class FactoredInversion(Attack[Descent]):
         """`iterations`."""
         return self.iterations
 
-    def _phases(self, observation: Observation, features: Tensor, known: Signals) -> list[Phase]:
-        """One; of several local steps two: as if they were one gradient, and then unrolled."""
+    def _plan(
+        self, observation: Observation, found: Tensor
+    ) -> tuple[Phase, list[Callable[[Descent], Phase]]]:
+        """The first phase, and those to come, for features that were `found` (N, d).
 
-        def phase(
-            make: type[BodyGradient | UnrolledUpdate],
-            of: Observation,
-            iterations: int,
-            step_size: float,
-            weight: float,
-            variation: float,
-        ) -> Phase:
-            misfit = make(
-                of, features, known, weight=weight, width=self.jump_width, calls=iterations
+        One phase, for exact features of one gradient. Where they may be wrong, images lead to them
+        first. Several local steps are taken for one gradient, and in the end unrolled.
+        """
+        several = observation.training.steps > 1 or observation.num_clients > 1
+        one = as_one_gradient(observation) if several else observation
+        rough = int(_ROUGH * self.iterations) if several else self.iterations
+        seen = HeadGradient.of(one)
+
+        def factored(features: Tensor, iterations: int) -> Phase:
+            known = signals(observation, features)
+            weight, variation = self.feature_weight, self.total_variation
+            if several:
+                weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
+            values = len(features) * math.prod(observation.model.input_shape)
+            variation = max(variation, 2 * _PRIOR * values * noise_share(one, seen))
+            misfit = BodyGradient(
+                one, features, known, weight=weight, width=self.jump_width, calls=iterations
             )
-            return Phase(misfit, iterations, step_size, weight, variation)
+            return Phase(
+                misfit, iterations, self.step_size, variation, known.labels, weight, features
+            )
 
-        size, weight, variation = self.step_size, self.feature_weight, self.total_variation
-        if observation.training.steps == 1 and observation.num_clients == 1:
-            return [phase(BodyGradient, observation, self.iterations, size, weight, variation)]
-        rough = int(_ROUGH * self.iterations)
-        return [
-            phase(
-                BodyGradient,
-                as_one_gradient(observation),
-                rough,
-                size,
-                _ROUGH_FEATURES * weight,
-                max(_ROUGH_VARIATION, variation),
-            ),
-            phase(
-                UnrolledUpdate,
-                observation,
-                self.iterations - rough,
-                _FINE_STEP * size,
-                weight,
-                variation,
-            ),
-        ]
+        def from_images(state: Descent) -> Phase:
+            iterations = rough - state.phase.iterations
+            features = image_features.fitted(seen, _features(observation, state.best), found)
+            if features is None:
+                return replace(state.phase, iterations=iterations)
+            return factored(features, iterations)
+
+        def unrolled(state: Descent) -> Phase:
+            iterations = self.iterations - rough
+            features = state.phase.features
+            if features is None:
+                features = _features(observation, state.best)
+            known, weight = signals(observation, features), self.feature_weight
+            misfit = UnrolledUpdate(
+                observation, features, known, weight=weight, width=self.jump_width, calls=iterations
+            )
+            size, variation = _FINE_STEP * self.step_size, self.total_variation
+            return Phase(misfit, iterations, size, variation, known.labels, weight, features)
+
+        last = [unrolled] if several else []
+        if image_features.settled(seen, found):
+            return factored(found, rough), last
+        count = int(_FIRST * rough)
+        trusted = image_features.plausible(seen, found)
+        labels = signals(observation, found).labels if trusted else infer_labels(observation)
+        misfit = WholeGradient(one, labels, width=self.jump_width, calls=count)
+        variation = max(_WHOLE_VARIATION, self.total_variation)
+        return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
 
 
 def _pyramid(images: Tensor) -> Pyramid:
     return Pyramid(images, betas=(0.9, 0.99))
+
+
+def _features(observation: Observation, images: Tensor) -> Tensor:
+    """(N, d) of normalized `images`, as the client's model computes them."""
+    model = rebuild(observation)
+    buffers = {name: value.clone() for name, value in observation.buffers.items()}
+    function = features_function(model, buffers, observation.training)
+    with torch.no_grad():
+        return function(dict(observation.parameters), images)

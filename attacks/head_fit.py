@@ -321,6 +321,14 @@ def _try_splits(state: Fit, left: int) -> int:
     return spent
 
 
+def descended(seen: HeadGradient, features: Tensor, most: int) -> Tensor:
+    """Features (N, d) that explain ∂L/∂A best, within `most` iterations from `features`."""
+    fit = begin(seen, [features], splitting=False, whole=True)
+    while not finished(fit, most):
+        fit = improve(fit, most - fit.iteration)
+    return scaled(fit)
+
+
 def random_starts(seen: HeadGradient, count: int, rng: torch.Generator) -> Iterator[Tensor]:
     """`count` starts (N, d): the common direction plus a random one in the features' likely span.
 

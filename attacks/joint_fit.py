@@ -141,6 +141,20 @@ def begin(seen: HeadGradient, starts: int, rng: torch.Generator) -> Joint:
     )
 
 
+def descended(seen: HeadGradient, features: Tensor) -> Tensor:
+    """Features (N, d) that explain all of the head's gradient best, near `features`."""
+    descent = _Descent(seen, features)
+    while not descent.settled:
+        descent.run()
+    return descent.features
+
+
+def unexplained(seen: HeadGradient, features: Tensor) -> float:
+    """`WholeHead` at `features`, of the labels that they imply: 1 at the truth, but for chance."""
+    labels = labels_of(seen, features, Objective(seen)(features).errors)
+    return float(WholeHead(seen, labels)(features.detach()).detach())
+
+
 def improve(state: Joint, most: int) -> Joint:
     """20 iterations of the fit of ∂L/∂A, `most` in all, or of that of the whole gradient."""
     if not head_fit.finished(state.coarse, most):

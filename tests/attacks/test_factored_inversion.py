@@ -151,10 +151,10 @@ def test_several_steps_are_unrolled_in_the_end(defense: list[dict[str, Any]]) ->
     kinds = []
     while not attack.terminate(state):
         state = attack.step(state)
-        kinds.append(type(state.phases[0].misfit))
+        kinds.append(type(state.phase.misfit))
     several = bool(defense)
     assert kinds == [BodyGradient] * (7 if several else 10) + [UnrolledUpdate] * 3 * several
-    phase = state.phases[0]
+    phase = state.phase
     at = phase.misfit(state.best)
     variation, _ = chromatic_variation(state.best)
     final = 0.4 * phase.total_variation  # whatever the weight is by now

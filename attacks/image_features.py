@@ -1,0 +1,74 @@
+"""Features of candidate images, fitted from there to what a two-layer head's gradient shows.
+
+Where noise, pruning or rounding blurs the head's gradient, a fit of features alone ends in local
+minima: images of one label have nearly the same error signal, and what belongs to which of them is
+hard to tell. Images that reproduce the whole update roughly know it: natural images do not mix.
+Their features, a tenth off, lie where the fit goes down to the answer.
+"""
+
+from __future__ import annotations
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fedsim_attacks import head_fit, joint_fit
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.head_objective import Objective
+
+_ITERATIONS = 1500
+"""Of the fit behind pruning and rounding; it mostly ends earlier."""
+_ALL = 1e-5
+"""Share of ∂L/∂A that features may leave where nothing but pruning has touched it."""
+_CHANCE = 4.0
+"""Times what as many numbers fit of noise alone, up to which features tell nothing that others do
+not."""
+
+
+def settled(seen: HeadGradient, features: Tensor) -> bool:
+    """Whether the head's gradient leaves no doubt about `features` (N, d): they explain it all."""
+    blurred = seen.noisy or not (seen.exact or seen.pruned)
+    return not blurred and (seen.exact or _left(seen, features) < _ALL)
+
+
+def plausible(seen: HeadGradient, features: Tensor) -> bool:
+    """Whether they explain all but noise, and the labels that they imply can be trusted."""
+    return not seen.noise or _left(seen, features) < 1 + _CHANCE * _by_chance(seen, features)
+
+
+def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:
+    """What the head's gradient makes of images' `features` (N, d), or of `other` if that is better.
+
+    In the images' order. None where `features` explain it already, but for noise: fitted ones would
+    be noise.
+    """
+    if seen.noisy:
+        found = joint_fit.descended(seen, features)
+    else:
+        found = head_fit.descended(seen, features, _ITERATIONS)
+    before, after = _left(seen, features), _left(seen, found)
+    if seen.noise and before - after < _CHANCE * _by_chance(seen, features):
+        return None
+    return found if after <= _left(seen, other) else _in_order(other, features)
+
+
+def _left(seen: HeadGradient, features: Tensor) -> float:
+    """Mean squared residual over the variance of the noise; without any, over the gradient's."""
+    if seen.noisy:
+        return joint_fit.unexplained(seen, features)
+    value = Objective(seen)(features)
+    return float(value.residual.square().mean()) / seen.noise if seen.noise else float(value.loss)
+
+
+def _by_chance(seen: HeadGradient, features: Tensor) -> float:
+    """Part of the noise's mean square that fitting so many features takes away."""
+    parts = [seen.grad_output]
+    if seen.noisy:
+        parts += [seen.grad_hidden, seen.grad_bias]
+    return features.numel() / sum(part.numel() for part in parts)
+
+
+def _in_order(found: Tensor, of: Tensor) -> Tensor:
+    """The rows of `found` (N, d), each where `of` has what is nearest."""
+    _, nearest = linear_sum_assignment(torch.cdist(of, found).cpu().numpy())
+    return found[torch.from_numpy(nearest).to(found.device)]
