@@ -27,6 +27,8 @@ _NODES = 33
 """Of a pixel's posterior."""
 _REACH = 6.0
 """Half their range, in standard deviations."""
+_SETTLED = 1e-6
+"""No pixel moves farther in the last sweep."""
 _WIDEST = 1.0
 """Standard deviation of a pixel that nothing is known of: valid pixels are all as likely then."""
 _FAINTEST = 1e-12
@@ -87,6 +89,8 @@ class Posterior(AttackState):
     """(N, N) of the error signals of each hidden unit."""
     strength: Tensor
     """(N,) variance of an image's error signals under the prior."""
+    moved: Tensor
+    """How far the last sweep has moved a pixel at most (0-d)."""
 
 
 @final
@@ -107,7 +111,7 @@ class SplineInversion(Attack[Posterior]):
     )
 
     iterations: Annotated[int, Field(ge=1)] = 50
-    """Sweeps over images and error signals."""
+    """Sweeps over images and error signals at most; without noise one or two are enough."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -153,6 +157,7 @@ class SplineInversion(Attack[Posterior]):
             errors=mean.new_zeros(count, hidden),
             covariance=mean.new_zeros(count, count),
             strength=mean.new_full((count,), torch.inf),
+            moved=torch.full((), torch.inf).to(mean),
         )
         for image in range(count):
             _expect(state, image, None, 0.0)
@@ -162,6 +167,7 @@ class SplineInversion(Attack[Posterior]):
     def step(self, state: Posterior) -> Posterior:
         """Pixels of one image after the other given all else, and then the error signals."""
         seen = state.seen
+        before = state.mean.clone()
         second = state.errors @ state.errors.T + seen.hidden * state.covariance
         for image in range(len(state.mean)):
             others = second[image].clone()
@@ -173,12 +179,13 @@ class SplineInversion(Attack[Posterior]):
         _update_errors(state)
         bases = spline_basis(state.pixels.squashed(state.mean), seen.degree, seen.intervals)
         state.loss = seen.unexplained(bases)
+        state.moved = (state.mean - before).abs().max()
         state.iteration += 1
         return state
 
     def terminate(self, state: Posterior) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
+        """After `iterations`, or when pixels no longer move."""
+        return state.iteration >= self.iterations or bool(state.moved < _SETTLED)
 
     def postprocess(self, state: Posterior) -> Reconstruction:
         """Mean images, and the labels whose error signals point most nearly the way of theirs.
