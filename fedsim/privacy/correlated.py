@@ -128,7 +128,9 @@ def log_delta_fixed_size(
     """
     if factor == 2 and sampling_rate < 1:
         drawn = -math.expm1(steps * math.log1p(-sampling_rate))
-        epsilon += math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
+        # At ε = 0 the terms cancel, but for rounding.
+        gain = math.log1p(-(1 - drawn) * math.exp(-epsilon)) - math.log(drawn)
+        epsilon += max(0.0, gain)
     return log_delta_revealed(
         noise_multiplier,
         epsilon,

@@ -26,6 +26,7 @@ from fedsim_attacks.membership_inference import MembershipInference
 from fedsim_attacks.prior_only import PriorOnly
 from fedsim_attacks.row_reconstruction import RowReconstruction
 from fedsim_attacks.spectral_features import SpectralFeatures
+from fedsim_attacks.spline_inversion import SplineInversion
 from fedsim_attacks.tensor_features import TensorFeatures
 from fedsim_attacks.unrolled_features import UnrolledFeatures
 
@@ -63,6 +64,13 @@ class OfATwoLayerHead(AttackContract):
 class TestSpectralFeatures(OfATwoLayerHead):
     def make(self) -> SpectralFeatures:
         return SpectralFeatures()
+
+
+class TestSplineInversion(AttackContract):
+    model = "kan"
+
+    def make(self) -> SplineInversion:
+        return SplineInversion(iterations=3)
 
 
 class TestActivationFeatures(OfATwoLayerHead):

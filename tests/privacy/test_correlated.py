@@ -271,3 +271,12 @@ def test_what_is_not_known_is_refused(changes: dict[str, object], word: str) -> 
 def test_no_noise_that_is_enough_is_an_error() -> None:
     with pytest.raises(FedsimError, match="no noise"):
         CorrelatedCalibration(steps=10, sampling="full").calibrate(0.0, 1e-300)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_amplification_starts_at_zero_despite_rounding(steps: int) -> None:
+    """δ(0) is γ times that of the Gaussian given participation: no ε' below 0 is asked for."""
+    case: dict[str, Any] = {"steps": steps, "sampling_rate": 0.1, "correlation": 0.5, "factor": 2}
+    at_zero = correlated.log_delta_fixed_size(2.0, 0.0, **case)
+    assert -math.inf < at_zero < 0
+    assert at_zero == pytest.approx(correlated.log_delta_fixed_size(2.0, 1e-9, **case), abs=1e-6)
