@@ -185,7 +185,8 @@ class FactoredInversion(Attack[Descent]):
         """The first phase, and those to come, for features that were `found` (N, d).
 
         One phase, for exact features of one gradient. Where they may be wrong, images lead to them
-        first. Several local steps are taken for one gradient, and in the end unrolled.
+        first, in two goes if need be. Several local steps are taken for one gradient, and in the
+        end unrolled.
         """
         several = observation.training.steps > 1 or observation.num_clients > 1
         one = as_one_gradient(observation) if several else observation
@@ -207,10 +208,13 @@ class FactoredInversion(Attack[Descent]):
             )
 
         def from_images(state: Descent) -> Phase:
-            iterations = rough - state.phase.iterations
+            iterations = rough - state.iteration
             features = image_features.fitted(seen, _features(observation, state.best), found)
             if features is None:
                 return replace(state.phase, iterations=iterations)
+            if state.iteration == count and not image_features.explained(seen, features):
+                state.plans.insert(0, from_images)
+                return state.phase
             return factored(features, iterations)
 
         def unrolled(state: Descent) -> Phase:
@@ -229,7 +233,7 @@ class FactoredInversion(Attack[Descent]):
         if image_features.settled(seen, found):
             return factored(found, rough), last
         count = int(_FIRST * rough)
-        trusted = image_features.plausible(seen, found)
+        trusted = not seen.noise or image_features.explained(seen, found)
         labels = signals(observation, found).labels if trusted else infer_labels(observation)
         misfit = WholeGradient(one, labels, width=self.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self.total_variation)

@@ -19,21 +19,21 @@ from fedsim_attacks.head_objective import Objective
 _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
 _ALL = 1e-5
-"""Share of ∂L/∂A that features may leave where nothing but pruning has touched it."""
+"""Share of ∂L/∂A that features may leave where there is no noise."""
 _CHANCE = 4.0
 """Times what as many numbers fit of noise alone, up to which features tell nothing that others do
 not."""
 
 
+def explained(seen: HeadGradient, features: Tensor) -> bool:
+    """Whether `features` (N, d) leave nothing of the head's gradient but noise."""
+    most = 1 + _CHANCE * _by_chance(seen, features) if seen.noise else _ALL
+    return _left(seen, features) < most
+
+
 def settled(seen: HeadGradient, features: Tensor) -> bool:
-    """Whether the head's gradient leaves no doubt about `features` (N, d): they explain it all."""
-    blurred = seen.noisy or not (seen.exact or seen.pruned)
-    return not blurred and (seen.exact or _left(seen, features) < _ALL)
-
-
-def plausible(seen: HeadGradient, features: Tensor) -> bool:
-    """Whether they explain all but noise, and the labels that they imply can be trusted."""
-    return not seen.noise or _left(seen, features) < 1 + _CHANCE * _by_chance(seen, features)
+    """Whether the head's gradient leaves no doubt about them, as noise does."""
+    return seen.exact or (not seen.noise and explained(seen, features))
 
 
 def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:

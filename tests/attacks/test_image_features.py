@@ -1,0 +1,175 @@
+"""Features from images where the head is blurred: what is trusted, fitted, and left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim_attacks import image_features
+from fedsim_attacks.body_gradient import BodyGradient, noise_share
+from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.image_features import explained, fitted, settled
+from fedsim_attacks.whole_gradient import WholeGradient
+
+HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
+NOISE = [{"name": "gaussian_noise", "std": 1e-3}]
+PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
+ROUNDED = [{"name": "quantization", "bits": 8, "rounding": "stochastic"}]
+CONVNET: dict[str, Any] = {
+    "model": "convnet",
+    "model_parameters": {
+        "width": 8,
+        "head": {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1},
+    },
+}
+
+
+def see(defense: list[dict[str, Any]]) -> tuple[HeadGradient, Tensor]:
+    """Two images of each label, alike as those of a barely trained model, and their features."""
+    stream = rng.generator(0, "joint example")
+    images = (0.5 + 0.5 * torch.rand(1, 1, 6, 6, generator=stream)).repeat(4, 1, 1, 1)
+    images = (images + 0.2 * torch.randn(4, 1, 6, 6, generator=stream)).clamp(0, 1)
+    observation, truth = make_observation(
+        images,
+        torch.tensor([2, 2, 4, 4]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": HEAD},
+        defense=defense,
+    )
+    assert truth.features is not None
+    return HeadGradient.of(observation), truth.features
+
+
+def near(features: Tensor, by: float) -> Tensor:
+    noise = torch.randn(features.shape, generator=rng.generator(1, "near"))
+    return features + by * features.norm(dim=1, keepdim=True) * F.normalize(noise, dim=1)
+
+
+def error(found: Tensor, features: Tensor) -> float:
+    return float(((found - features).norm(dim=1) / features.norm(dim=1)).max())
+
+
+@pytest.mark.parametrize(
+    ("defense", "least"), [(NOISE, 0.01), (PRUNED, 0.01), (ROUNDED, 0.05)], ids=str
+)
+def test_from_images_features_the_fit_goes_to_the_truth(
+    defense: list[dict[str, Any]], least: float
+) -> None:
+    seen, features = see(defense)
+    start = near(features, 0.1)
+    found = fitted(seen, start, 10 * start)
+    assert found is not None
+    assert error(found, features) < least < 0.1
+
+
+def test_what_explains_more_is_taken_in_the_images_order() -> None:
+    seen, features = see(PRUNED)
+    order = torch.tensor([3, 0, 2, 1])
+    found = fitted(seen, near(features, 0.6), features[order])
+    assert found is not None
+    torch.testing.assert_close(found, features)
+
+
+def test_behind_much_noise_nothing_is_fitted_to_it() -> None:
+    seen, features = see([{"name": "gaussian_noise", "std": 0.05}])
+    assert fitted(seen, features, features) is None
+    assert fitted(seen, 3 * features, features) is not None
+
+
+@pytest.mark.parametrize("defense", [[], NOISE, PRUNED, ROUNDED, [*PRUNED, *NOISE]], ids=str)
+def test_only_features_that_leave_nothing_are_settled(defense: list[dict[str, Any]]) -> None:
+    seen, features = see(defense)
+    assert settled(seen, features) == (defense in ([], PRUNED))
+    # Of an exact gradient they are peeled, which needs no such check.
+    assert settled(seen, near(features, 0.3)) == (defense == [])
+
+
+@pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
+def test_noise_does_not_explain_wrong_features(defense: list[dict[str, Any]]) -> None:
+    seen, features = see(defense)
+    assert explained(seen, features)
+    assert not explained(seen, near(features, 0.3))
+
+
+def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=0.001)
+    return make_observation(*example_batch(3), **CONVNET, defense=defense, training=training)
+
+
+def body_energy(observation: Observation) -> float:
+    body = [value for name, value in observation.update.items() if name.startswith("body.")]
+    return float(sum(value.double().square().sum() for value in body))
+
+
+def test_the_share_of_noise_is_its_variance_over_the_bodys_energy() -> None:
+    for std in (1e-3, 1e-2):
+        observation, _ = observe([{"name": "gaussian_noise", "std": std}])
+        share = noise_share(observation, HeadGradient.of(observation))
+        assert share == pytest.approx(std**2 / body_energy(observation), rel=0.05)
+    for defense in ([], PRUNED, [{"name": "clip", "norm": 1e-3}]):
+        observation, _ = observe(defense)
+        assert noise_share(observation, HeadGradient.of(observation)) == 0
+
+
+def test_the_share_of_rounding_is_what_rounding_did() -> None:
+    """At most: d²/6 is that of entries which are as often anywhere between two levels."""
+    exact, _ = observe([])
+    observation, _ = observe([{"name": "quantization", "bits": 6, "rounding": "stochastic"}])
+    names = [name for name in exact.update if name.startswith("body.")]
+    added = [(observation.update[n] - exact.update[n]).double() for n in names]
+    variance = sum(float(a.square().sum()) for a in added) / sum(a.numel() for a in added)
+    share = noise_share(observation, HeadGradient.of(observation)) * body_energy(observation)
+    assert 0.4 * share < variance < 1.1 * share
+
+
+@pytest.mark.parametrize("defense", [[], [{"name": "clip", "norm": 1e-3}]], ids=str)
+def test_the_whole_gradient_is_zero_at_the_truth(defense: list[dict[str, Any]]) -> None:
+    observation, truth = observe(defense)
+    objective = WholeGradient(observation, truth.labels, width=1.0, calls=1)
+    at = objective(normalize(truth.images, observation.model))
+    assert float(at.update) < 1e-6
+    assert float(at.features) == 0
+    assert float(objective(normalize(1 - truth.images, observation.model)).update) > 1e-2
+
+
+@pytest.mark.parametrize("goes", [1, 2])
+@pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
+def test_images_come_first_where_the_head_is_blurred(
+    defense: list[dict[str, Any]], goes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And go on alone for as long again while the features that they lead to explain too little."""
+    observation, truth = observe(defense)
+    monkeypatch.setattr(image_features, "explained", lambda *_: goes == 1)
+    attack = FactoredInversion(iterations=40)
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    assert state.phase.features is None
+    kinds = []
+    while not attack.terminate(state):
+        state = attack.step(state)
+        kinds.append(type(state.phase.misfit))
+    assert kinds == [WholeGradient] * 10 * goes + [BodyGradient] * (40 - 10 * goes)
+    assert state.phase.iterations == 40 - 10 * goes
+    result = attack.postprocess(state)
+    assert result.features is not None
+    assert result.labels is not None
+    assert sorted(result.labels.tolist()) == sorted(truth.labels.tolist())
+
+
+def test_behind_much_noise_the_whole_gradient_is_all_there_is() -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": 0.3}])
+    attack = FactoredInversion(iterations=40)
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    while not attack.terminate(state):
+        state = attack.step(state)
+    assert isinstance(state.phase.misfit, WholeGradient)
+    assert attack.postprocess(state).features is None
