@@ -128,6 +128,7 @@ def told_labels(alpha: Tensor) -> Tensor:
     """(n, c) Y, one 1 a row, that makes Y'α symmetric, of (n, c) `alpha`, or nearly so.
 
     The search starts where a row's coefficient is largest, and changes the label that helps most.
+    Of two classes and many rows, where symmetry is a single equation, it may end elsewhere.
     """
     n, c = alpha.shape
     eye = torch.eye(c, dtype=alpha.dtype)
