@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -99,14 +100,14 @@ def read(observation: Observation, known: Tensor) -> Model:
         raise AttackFailed(f"what {foreign[0]} does to a kernel regression is not known here")
     noise = spec.statistics.get("features", {"scale": 0.0, "bound": math.inf})
     sampling = spec.statistics.get("kernel", {"samples": math.inf, "lift": 0.0})
-    kernel = observation.buffers["kernel"].double()
+    kernel = observation.buffers["kernel"].double().cpu()
     if spec.kind == "kernel_model":
-        rows, alpha = (observation.update[name].double() for name in ("features", "alpha"))
+        rows, alpha = (observation.update[name].double().cpu() for name in ("features", "alpha"))
         there = rows.any(1) | alpha.any(1)
         rows, alpha = rows[there], alpha[there]
     else:
-        form = observation.num_clients * observation.update["form"].double()
-        rows, alpha = decomposed(form, kernel, torch.Generator().manual_seed(0))
+        form = observation.num_clients * observation.update["form"].double().cpu()
+        rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), len(kernel))
         usual = known[:, : len(kernel)].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
     found = Model(
@@ -193,6 +194,18 @@ def others(knowledge: Knowledge) -> Tensor:
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
     return torch.cat(knowledge.other_rows)
+
+
+@lru_cache(maxsize=1)
+def _decomposed(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor, Tensor]:
+    # One release is asked about hundreds of candidates, and is the same for all of them.
+    parts = torch.frombuffer(bytearray(form), dtype=torch.float64)
+    smooth = torch.frombuffer(bytearray(kernel), dtype=torch.float64)
+    return decomposed(
+        parts.view(-1, dimension, dimension),
+        smooth.view(dimension, dimension),
+        torch.Generator().manual_seed(0),
+    )
 
 
 def _lengthened(model: Model) -> Model:

@@ -30,8 +30,8 @@ _RELEASES = {
     "the client’s rows",
     "normal_coefficients": "a release is the coefficients of a regression on the client’s rows, "
     "with the normal randomness of a sketch",
-    "kernel_regression": "a release is the predictor of a kernel regression of the client’s images; "
-    "of who took part it is asked if this row did, or another in its place",
+    "kernel_regression": "a release is the predictor of a kernel regression of the client’s "
+    "images; of who took part it is asked if this row did, or another in its place",
     "kernel_model": "a release is the features and coefficients of a kernel regression of the "
     "client’s images; of who took part it is asked if this row did, or another in its place",
 }
