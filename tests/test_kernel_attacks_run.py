@@ -24,10 +24,10 @@ FAR = [
 SCENARIO: dict[str, Any] = {
     "name": "kernels",
     "seed": 5,
-    "data": {"source": {"name": "digits", "size": 8}, "clients": 20},
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 8},
     "learner": {"name": "ntk", "ridge": 1.0},
     "training": {"rounds": 1},
-    "defenses": {"none": [], "far": FAR, "clipped": [{"name": "clip", "norm": 1.0}]},
+    "defenses": {"none": [], "far": FAR},
     "attacks": [{"name": "row_reconstruction", "samples": 20}, "membership_inference"],
     "observe": {"batch_sizes": [8], "trials": 2, "clients": [0]},
     "knowledge": {"rows": "others"},
@@ -49,7 +49,7 @@ def rows_of(run: Run, stack: str, attack: str) -> list[Row]:
 
 
 def test_every_row_says_what_was_released(finished: Run) -> None:
-    assert len(finished.rows()) == 3 * 2 * 2
+    assert len(finished.rows()) == 2 * 2 * 2
     for row in finished.rows():
         assert row["model"] is None and row["learner"] == "ntk"
         assert row["release"]["kind"] == "kernel_regression"
@@ -76,11 +76,6 @@ def test_a_claim_against_a_small_move_bounds_no_membership(finished: Run) -> Non
     for row in rows_of(finished, "far", "row_reconstruction"):
         assert 0.01 < row["metrics"]["row_error"] < row["baseline"]["row_error"]
         assert row["metrics"]["label_accuracy"] == 1
-
-
-def test_what_cannot_be_read_is_a_row_that_says_so(finished: Run) -> None:
-    for row in rows_of(finished, "clipped", "row_reconstruction"):
-        assert row["status"] == "failed" and "what clip does" in row["reason"]
 
 
 def test_the_recording_declares_the_noise_and_no_row(finished: Run) -> None:
@@ -110,6 +105,7 @@ def test_leaderboard_and_report(finished: Run) -> None:
     assert "label" in text and "AUC" in text and "INVALID" not in text
     page = (finished.out / "report.html").read_text()
     assert "ntk was computed from digits" in page and "Who took part" in page
+    assert "how many rows took part, and the declared" in page
 
 
 def test_one_curator_releases_the_model_itself() -> None:

@@ -324,6 +324,19 @@ def observation_release() -> Any:
     return Release(kind="kernel_model", row_norm=1.0, columns=0, features=64)
 
 
+def test_the_declared_law_is_that_of_the_noise() -> None:
+    """An attacker that were told another would be too weak, and no test would say so."""
+    observation, truth = released(MODEL, noise(0.02))
+    told = observation.release.statistics
+    assert told["kernel"] == {"samples": 10_000, "lift": 1.0}
+    members = truth.rows[truth.members]
+    away = (observation.update["features"][: len(members)] - members[:, :64]).abs()
+    scale, bound = told["features"]["scale"], told["features"]["bound"]
+    assert float(away.max()) <= bound
+    # The mean of 960 exponential variables, hardly cut off.
+    assert float(away.mean()) == pytest.approx(scale, rel=5 / math.sqrt(away.numel()))
+
+
 def test_the_variance_is_that_of_the_noise() -> None:
     """But for what the bound cuts off."""
     matched, _ = regression(3, None)
