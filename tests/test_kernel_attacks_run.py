@@ -35,6 +35,9 @@ SCENARIO: dict[str, Any] = {
 }
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
