@@ -35,6 +35,10 @@ class Posterior:
         """Negative log density of (k, d + 1) rows, up to a constant: (k,)."""
         return -self.law.log_likelihood(self.prior.scaled(rows)) - self.prior.log_density(rows)
 
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Rows as clients use them."""
+        return self.prior.scaled(rows)
+
     @property
     def free(self) -> Tensor:
         """(d + 1,) bool: the entries that can be anything in their range; a class cannot."""

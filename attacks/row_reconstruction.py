@@ -10,6 +10,10 @@ starting points here, for the search of the most likely row given the release an
 ranges, classes, the bound on the norm and the distribution of the known rows. What is returned is
 the mean of that posterior distribution. Where the release tells nothing, it is the guess of someone
 who has not seen it.
+
+A kernel regression (X̃, α̃) holds the row itself, behind noise: nothing is searched, the known rows
+are matched with the released ones, and the mean of what the one left over may be is estimated
+(`kernel_posterior`).
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState, Needs
 from fedsim.types import Knowledge, Observation, Reconstruction, Released
+from fedsim_attacks.kernel_posterior import KernelPosterior
+from fedsim_attacks.kernel_release import KERNELS, match, others, read
 from fedsim_attacks.release_law import KNOWN, Law, law
 from fedsim_attacks.row_posterior import Posterior
 from fedsim_attacks.row_prior import Prior, prior
@@ -35,7 +41,7 @@ from fedsim_attacks.row_prior import Prior, prior
 class Searched(AttackState):
     """The best rows so far, and where to search next."""
 
-    posterior: Posterior
+    posterior: Posterior | KernelPosterior
     starts: list[Tensor]
     """(d + 1,) each, rows before they are scaled to the bound."""
     found: list[tuple[Tensor, Tensor]]
@@ -53,7 +59,7 @@ class RowReconstruction(Attack[Searched]):
         "and Bishop, JRSS-B 1999"
     )
     needs: ClassVar[Needs] = Needs(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = KNOWN
+    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"
     """What a row is expected to be: like the others, or anything within the declared ranges."""
@@ -62,12 +68,17 @@ class RowReconstruction(Attack[Searched]):
     starts: Annotated[int, Field(ge=1, le=100)] = 3
     """Starting points, the most likely of those at hand."""
     samples: Annotated[int, Field(ge=0, le=1_000_000)] = 500
-    """Draws of each part of the posterior for its mean; 0: its maximum is returned instead."""
+    """Draws of each part of the posterior for its mean; 0: its maximum is returned instead, of a
+    kernel regression the released row itself."""
+    alpha: bool = True
+    """Of a kernel regression, whether what its coefficients α̃ tell is used, too."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Searched:
         """The likeliest of the closed-form estimates."""
+        if observation.released in KERNELS:
+            return self._left_over(observation, knowledge, rng)
         known = law(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
         posterior = Posterior(law=known, prior=expected)
@@ -85,6 +96,7 @@ class RowReconstruction(Attack[Searched]):
 
     def step(self, state: Searched) -> Searched:
         """Search from the next start."""
+        assert isinstance(state.posterior, Posterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
         found = sorted([*state.found, (loss, row)], key=lambda entry: float(entry[0]))
@@ -98,7 +110,7 @@ class RowReconstruction(Attack[Searched]):
         """The row as its client used it. The loss is the negative log of the posterior density at
         its maximum."""
         posterior, maxima = state.posterior, [row for _, row in state.found]
-        row = posterior.prior.scaled(maxima[0][None])
+        row = posterior.scaled(maxima[0][None])
         if self.samples:
             row = posterior.mean(maxima, self.samples, state.rng)[None]
         return Reconstruction(
@@ -108,6 +120,21 @@ class RowReconstruction(Attack[Searched]):
     def total(self) -> int:
         """Starts."""
         return self.starts
+
+    def _left_over(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Searched:
+        """The released row that is none of the known ones, of which nothing is left to search."""
+        known = others(knowledge)
+        model = read(observation, known)
+        posterior = KernelPosterior(
+            matched=match(model, known, self.alpha),
+            others=known,
+            learned=self.prior == "others",
+            alpha=self.alpha,
+        )
+        row, loss = posterior.seen(), posterior.loss()
+        return Searched(posterior=posterior, starts=[], found=[(loss, row)], rng=rng, loss=loss)
 
     def _search(self, posterior: Posterior, start: Tensor) -> Tensor:
         """The nearest maximum of the posterior within the ranges, at the start's class.

@@ -117,6 +117,14 @@ class GaussianSampling(StatisticDefense):
             distance=distance,
         )
 
+    def law(self, release: Release) -> dict[str, float]:
+        """How many draws there are, and of which lift.
+
+        Raises:
+            FedsimError: not a single draw is private enough.
+        """
+        return {"samples": self.guarantee(release).samples, "lift": self.lift or 0.0}
+
 
 @cache
 def _most_draws(distance: float, epsilon: float, delta: float) -> int:

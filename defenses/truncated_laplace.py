@@ -72,3 +72,8 @@ class TruncatedLaplace(StatisticDefense):
             bound=bound,
             dimension=release.features,
         )
+
+    def law(self, release: Release) -> dict[str, float]:
+        """Scale and bound of the noise on each entry."""
+        made = self.guarantee(release)
+        return {"scale": made.scale, "bound": made.bound}

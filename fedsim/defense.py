@@ -80,6 +80,18 @@ class StatisticDefense(Plugin):
             FedsimError: as `apply`.
         """
 
+    @abstractmethod
+    def law(self, release: Release) -> Mapping[str, float]:
+        """The parameters in use of the private statistic's distribution, which are public.
+
+        An attack that knows the defense reads them; one that finds other names does not know it.
+        Known are, of features, `scale` b and `bound` B of truncated Laplace noise on each entry;
+        of a kernel matrix `samples` k and `lift` γ of the covariance of k draws of N(0, K + γ I).
+
+        Raises:
+            FedsimError: as `apply`.
+        """
+
 
 class UpdateDefense(Plugin):
     """Changes the update before it leaves the client: a pair of pure functions.

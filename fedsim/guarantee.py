@@ -129,8 +129,9 @@ class Release:
 
     `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
     `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
-    the normal distribution that the latter tends to. `kernel_regression`: a function of
-    `statistics`, and of labels that nothing protects.
+    the normal distribution that the latter tends to. `kernel_regression`: the predictor of a kernel
+    regression, a function of `statistics`, and of labels that nothing protects. `kernel_model`: its
+    features and coefficients.
     """
 
     kind: ReleaseKind

@@ -277,6 +277,7 @@ def _save(
 
 def _save_rows(path: Path, found: Reconstruction, truth: RowTruth) -> None:
     tensors: dict[str, Tensor] = {"members": truth.members, "scored": truth.scored}
+    tensors["classes"] = torch.tensor(truth.classes)
     if found.rows is not None:
         tensors |= {"truth_rows": truth.rows[truth.members], "rows": found.rows}
     if found.membership is not None:

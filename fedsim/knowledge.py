@@ -56,15 +56,26 @@ def grant(
     )
 
 
-def grant_of_row(truth: RowTruth, target: int, rows: RowKnowledge, asked: bool) -> Knowledge:
+def grant_of_row(
+    truth: RowTruth,
+    target: int,
+    rows: RowKnowledge,
+    asked: bool,
+    exchanged: torch.Generator | None = None,
+) -> Knowledge:
     """What is handed over about the row `target`: the others that took part, if granted.
 
-    And the row itself, if it is `asked` whether it took part.
+    And the row itself, if it is `asked` whether it took part. If it did not, and `exchanged` is
+    given, one of its client's rows that did is drawn and withheld: the one in its place.
     """
     others: tuple[Tensor, ...] = ()
     if rows == "others":
         kept = truth.members.clone()
         kept[target] = False
+        if asked and exchanged and not bool(truth.members[target]):
+            own = (kept & (truth.clients == truth.clients[target])).nonzero().flatten()
+            if len(own):
+                kept[own[torch.randint(len(own), (), generator=exchanged)]] = False
         clients = range(int(truth.clients.max()) + 1)
         others = tuple(truth.rows[kept & (truth.clients == client)] for client in clients)
     return Knowledge(

@@ -167,6 +167,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
     """Write what `client` really used for the observation `id` (several clients may share one)."""
     if isinstance(truth, RowTruth):
         tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
+        tensors["classes"] = torch.tensor(truth.classes)
     else:
         tensors = {"images": truth.images, "labels": truth.labels}
         if truth.features is not None:
@@ -189,6 +190,7 @@ def load_truth(root: Path, id: str) -> Truth:
             rows=torch.cat([part["rows"] for part in parts]),
             members=torch.cat([part["members"] for part in parts]),
             scored=parts[0]["scored"],
+            classes=int(parts[0].get("classes", 0)),
             clients=torch.cat(
                 [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
             ),

@@ -259,7 +259,13 @@ def _other_rows(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row
     rows = torch.zeros(len(members), len(own["scored"]), dtype=torch.float64)
     if "truth_rows" in own:
         rows[members] = own["truth_rows"]
-    truth = RowTruth(rows=rows, members=members, clients=members.long() * 0, scored=own["scored"])
+    truth = RowTruth(
+        rows=rows,
+        members=members,
+        clients=members.long() * 0,
+        scored=own["scored"],
+        classes=int(own.get("classes", 0)),
+    )
     answer = Reconstruction(
         rows=found.get("rows"), membership=found.get("membership"), loss=math.nan, iterations=0
     )

@@ -7,7 +7,7 @@ guess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -61,6 +61,10 @@ class Stack:
             if defense.statistic == statistic:
                 return defense.apply(value, release, rng)
         return value
+
+    def laws(self, release: Release) -> dict[str, Mapping[str, float]]:
+        """Of each statistic that is private, how its law is in use (`StatisticDefense.law`)."""
+        return {defense.statistic: defense.law(release) for defense in self.statistic_defenses}
 
     @property
     def vantage(self) -> Vantage:

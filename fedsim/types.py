@@ -29,7 +29,12 @@ RowKnowledge = Literal["none", "others"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 ReleaseKind = Literal[
-    "sketch", "coefficients", "sketched_coefficients", "normal_coefficients", "kernel_regression"
+    "sketch",
+    "coefficients",
+    "sketched_coefficients",
+    "normal_coefficients",
+    "kernel_regression",
+    "kernel_model",
 ]
 Released = Literal["update"] | ReleaseKind
 """What a client sends: the update of a model, or what it computed from its rows in closed form."""
@@ -130,11 +135,18 @@ class ReleaseSpec:
     """l, the bound on the L2 norm of a row: longer ones were scaled down to it."""
     names: tuple[str, ...]
     """Of the d features and, last, of the target. Each was mapped from its declared range to
-    [-1, 1]."""
+    [-1, 1]. Of a kernel regression: of the d entries of a unit vector, then of the classes."""
     intercept: bool
     """Whether the last feature is the constant 1 (before a row is scaled down)."""
     classes: tuple[str, ...] | None
-    """Of a target of two classes, which are -1 and +1 (before a row is scaled down)."""
+    """Of a target of two classes, which are -1 and +1 (before a row is scaled down). Of a kernel
+    regression all, and a row ends with an entry for each: 1 for its class, else 0."""
+    statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Of each statistic that a defense has privatized, the parameters of its law in use, as
+    `fedsim.defense.StatisticDefense.law` says."""
+    counted: bool = False
+    """Whether the release shows of how many rows it is. Whether a row is there at all is then told
+    by that number, and what is asked is whether it is there or another one in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +251,9 @@ class RowTruth:
     clients: Tensor
     """(N,) int64: whose row it is, counted from 0 among the clients that the release is of."""
     scored: Tensor
-    """(d + 1,) bool: the entries that are data, and not the constant feature."""
+    """(d + 1,) bool: the entries that are data, and not the constant feature, nor classes."""
+    classes: int = 0
+    """Of how many classes the last entries say which is the row's, one each; 0: they are data."""
 
 
 Truth = GroundTruth | RowTruth

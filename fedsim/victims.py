@@ -93,8 +93,9 @@ def _of_rows(
     asked = attack.asked_of_candidates
     found = []
     for target in targets(attack, truth):
-        known = grant_of_row(truth, target, granted.rows, asked)
         own = rng.derive(seed, "target", target)
+        exchanged = rng.generator(own, "exchanged") if observation.release.counted else None
+        known = grant_of_row(truth, target, granted.rows, asked, exchanged)
         found.append(solve(attack, observation, known, own, restarts=restarts, progress=progress))
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")

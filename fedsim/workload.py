@@ -255,11 +255,12 @@ class Workload:
         taken = int(state.get(_STEPS, 0))
         path = (round, client) if probe is None else (round, client, probe.batch_size, probe.trial)
         truth: Truth | None = None
-        if isinstance(self.dataset, Table):
-            truth = self._row_truth(self.dataset, client, probe, path)
-            drawn = self._row_batch(self.dataset, client, truth)
-        else:
+        if isinstance(self.dataset, Dataset) and self.trains:
             drawn = self._batches(self.dataset, client, training, path, taken)
+        else:
+            held = self._held(client)
+            truth = self._row_truth(held, probe, path)
+            drawn = [held if truth is None else (held[0][truth.members], held[1][truth.members])]
         request = Request(
             batches=drawn,
             parameters=parameters,
@@ -374,28 +375,24 @@ class Workload:
             return self.declared
         return replace(self.declared, batch_size=probe.batch_size, sampling="without_replacement")
 
+    def _held(self, client: int) -> tuple[Tensor, Tensor]:
+        """All that the client holds, rows or pixels, and the labels."""
+        own, data = self.parts[client], self.dataset
+        if isinstance(data, Table):
+            return data.train_rows[own], data.train_labels[own]
+        return as_pixels(data.train_images[own]), data.train_labels[own]
+
     def _row_truth(
-        self, table: Table, client: int, probe: Probe | None, path: tuple[int, ...]
+        self, held: tuple[Tensor, Tensor], probe: Probe | None, path: tuple[int, ...]
     ) -> RowTruth | None:
         """Which of the client's rows a probe is computed from; None of a training release."""
         if probe is None:
             return None
-        own = self.parts[client]
+        truth = self.computation.candidates(*held)
+        assert truth is not None
         stream = rng.generator(self.scenario.seed, "batch", *path)
-        scored = torch.ones(table.train_rows.shape[1], dtype=torch.bool)
-        scored[-2] = not table.intercept
-        chances = torch.rand(len(own), generator=stream, dtype=torch.float64)
-        return RowTruth(
-            rows=table.train_rows[own],
-            members=chances < probe.batch_size / len(own),
-            clients=torch.zeros(len(own), dtype=torch.int64),
-            scored=scored,
-        )
-
-    def _row_batch(self, table: Table, client: int, truth: RowTruth | None) -> Batches:
-        """All of the client's rows, or those that take part in a probe."""
-        own = self.parts[client] if truth is None else self.parts[client][truth.members]
-        return [(table.train_rows[own], table.train_labels[own])]
+        chances = torch.rand(len(truth.rows), generator=stream, dtype=torch.float64)
+        return replace(truth, members=chances < probe.batch_size / len(truth.rows))
 
     def _batches(
         self,
@@ -405,13 +402,10 @@ class Workload:
         path: tuple[int, ...],
         taken: int,
     ) -> Batches:
-        """Pixels and labels of every local step; without training, all that the client holds.
+        """Pixels and labels of every local step.
 
         `taken` is how many steps the client has taken in earlier rounds.
         """
-        if not self.trains:
-            own = self.parts[client]
-            return [(as_pixels(dataset.train_images[own]), dataset.train_labels[own])]
         found = []
         distinct = training.steps if training.batches == "different" else 1
         for step in range(distinct):

@@ -24,6 +24,7 @@ from fedsim.types import (
     ModelSpec,
     Released,
     ReleaseSpec,
+    RowTruth,
     Table,
     Tensors,
 )
@@ -101,6 +102,13 @@ class Computation(ABC):
     def describe(self) -> ModelSpec | ReleaseSpec | None:
         """What an observation declares of what clients release; None of what is never observed."""
         return self.spec
+
+    def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
+        """What of a client a release may be of, a row for each of `inputs`, all of them members.
+
+        None of a learner whose releases are never observed.
+        """
+        return None
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fedsim.guarantee import Release
 from fedsim.learners.base import Computation, Computed, Problem, Request
-from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, Table, Tensors
+from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, RowTruth, Table, Tensors
 
 VALUE = "release"
 """Name of the only tensor that crosses the wire."""
@@ -55,6 +55,17 @@ class ClosedForm(Computation):
             names=self.table.columns,
             intercept=self.table.intercept,
             classes=self.table.classes,
+        )
+
+    def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
+        """The rows of the table."""
+        scored = torch.ones(inputs.shape[1], dtype=torch.bool)
+        scored[-2] = not self.table.intercept
+        return RowTruth(
+            rows=inputs,
+            members=torch.ones(len(inputs), dtype=torch.bool),
+            clients=torch.zeros(len(inputs), dtype=torch.int64),
+            scored=scored,
         )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

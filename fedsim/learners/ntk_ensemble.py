@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -14,10 +16,26 @@ from fedsim.learners import ntk
 from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners.features import Features
 from fedsim.learners.sgd import as_pixels
-from fedsim.types import Dataset, FedsimError, LocalTraining, Tensors
+from fedsim.types import (
+    Dataset,
+    FedsimError,
+    LocalTraining,
+    ReleaseKind,
+    ReleaseSpec,
+    RowTruth,
+    Tensors,
+)
 
 MODEL = "form"
-"""Name of the only tensor that crosses the wire."""
+"""Name of the only tensor that crosses the wire, of a release of Q."""
+
+FEATURES, ALPHA = "features", "alpha"
+"""Names of those of a release of (X, α)."""
+
+KERNEL = "kernel"
+"""Name of the buffer S, which the server sends."""
+
+_KINDS: dict[str, ReleaseKind] = {"form": "kernel_regression", "model": "kernel_model"}
 
 _LARGEST = 10**8
 """Entries of a model, beyond which it is refused."""
@@ -32,6 +50,7 @@ class NTK(Learner):
     it predicts, K(x, X) α, is a quadratic form x'Qx for each class, and it releases Q (c, d, d).
     The server takes the plain mean over the clients, which is the ensemble that averages their
     predictions, exactly. The test loss is the mean squared distance of the predictions from Y.
+    With `release: model` a single client releases X and α themselves, as the paper's curator does.
 
     The defenses `gaussian_sampling` and `truncated_laplace` privatize K and X before α and Q are
     computed from them: together they are the paper's Algorithm 2.
@@ -54,6 +73,8 @@ class NTK(Learner):
     """σ of the neurons' weights N(0, σ² I)."""
     ridge: Annotated[float, Field(gt=0, le=1e12)] = 10.0
     """λ. Eigenvalues of K are of the order of a client's number of rows, and less."""
+    release: Literal["form", "model"] = "form"
+    """`form`: Q. `model`: (X, α), which have no mean over several clients; of one client alone."""
 
     @model_validator(mode="after")
     def _neurons_fit(self) -> NTK:
@@ -61,17 +82,23 @@ class NTK(Learner):
             raise ValueError("ntk takes neurons with the discrete kernel, and none with continuous")
         return self
 
+    def released(self) -> ReleaseKind:
+        """By what is released."""
+        return _KINDS[self.release]
+
     def start(self, problem: Problem) -> Computation:
         """See Learner.
 
         Raises:
-            FedsimError: weights of the model cannot be read, or there are too many features.
+            FedsimError: weights of the model cannot be read, there are too many features, or
+                several clients would release models.
         """
-        return _Ensemble(problem, self)
+        return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 
-@final
-class _Ensemble(Computation):
+class _Regression(Computation):
+    """The regression on one stack's clients, whatever they release of it."""
+
     release: Release
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
@@ -81,20 +108,16 @@ class _Ensemble(Computation):
         self._learner = learner
         self._features = Features(problem)
         d, self._classes = self._features.dimension, len(problem.dataset.classes)
-        if self._classes * d * d > _LARGEST:
-            raise FedsimError(
-                f"a predictor of {self._classes} classes and {d} features has "
-                f"{self._classes * d * d:,} entries; use a `model` with fewer features, or smaller "
-                "images"
-            )
+        self._names = problem.dataset.classes
         self._weights: Tensor | None = None
         gain = learner.scale**2
         if learner.kernel == "discrete":
             stream = rng.generator(problem.scenario.seed, "learner", "neurons")
             self._weights = ntk.draw_weights(learner.neurons or 256, d, learner.scale, stream)
             gain = float(torch.linalg.matrix_norm(self._weights, 2) ** 2 / len(self._weights))
+        self._declared = problem.scenario.learner
         self.release = Release(
-            kind="kernel_regression",
+            kind=learner.released(),
             row_norm=1.0,
             columns=0,
             features=d,
@@ -102,13 +125,42 @@ class _Ensemble(Computation):
             gain=gain,
         )
 
-    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros: there is no model before the first release."""
-        d = self.release.features
-        return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, {}
+    def describe(self) -> ReleaseSpec:
+        """What everybody knows of a release. (Not an attribute, since no noise may be enough.)"""
+        return ReleaseSpec(
+            learner=self._declared.name,
+            parameters=self._declared.parameters,
+            kind=self.release.kind,
+            columns=0,
+            sigma=0.0,
+            row_norm=self.release.row_norm,
+            names=(*(f"feature {i}" for i in range(self.release.features)), *self._names),
+            intercept=False,
+            classes=self._names,
+            statistics=self._stack.laws(self.release),
+            counted=True,
+        )
 
-    def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """The client's whole predictor, from statistics as the stack lets it use them."""
+    def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
+        """Unit features and, an entry for each class, the label."""
+        d = self.release.features
+        return RowTruth(
+            rows=torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1),
+            members=torch.ones(len(inputs), dtype=torch.bool),
+            clients=torch.zeros(len(inputs), dtype=torch.int64),
+            scored=torch.arange(d + self._classes) < d,
+            classes=self._classes,
+        )
+
+    def buffers(self) -> dict[str, Tensor]:
+        """S of the kernel (x'z)(x'Sz), which the server and all clients know."""
+        if self._weights is None:
+            own = torch.eye(self.release.features, dtype=torch.float64)
+            return {KERNEL: self._learner.scale**2 * own}
+        return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
+
+    def fitted(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """(X̃, α̃) of a client, from statistics as the stack lets it use them."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
         gram = ntk.kernel(features, features, self._weights, scale=self._learner.scale)
@@ -117,16 +169,14 @@ class _Ensemble(Computation):
             ntk.one_hot(classes, self._classes),
             self._learner.ridge,
         )
-        rows = self._stack.private("features", features, self.release, rng)
-        form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
-        return Computed(update={MODEL: form}, buffers={}, num_examples=1, truth=None, loss=None)
+        return self._stack.private("features", features, self.release, rng), alpha
 
     def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """The release itself."""
         return update
 
     def concluded(self, mean: Tensors, clients: int) -> Tensors:
-        """The mean of the clients' predictors."""
+        """The mean itself."""
         return mean
 
     def probed(self, parameters: Tensors, seed: int) -> Tensors:
@@ -135,8 +185,83 @@ class _Ensemble(Computation):
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         rows = self._features.of(as_pixels(self._dataset.test_images))
-        values = ntk.evaluate_form(rows, parameters[MODEL])
+        values = self.predicted(rows, parameters)
         labels = self._dataset.test_labels
         wrong = (values - ntk.one_hot(labels, self._classes)).square().sum(1)
         right = (values.argmax(1) == labels).double()
         return Evaluation(loss=float(wrong.mean()), accuracy=float(right.mean()))
+
+    @abstractmethod
+    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+        """(a, c) values of (a, d) features."""
+
+
+@final
+class _Ensemble(_Regression):
+    """Clients release Q, of which the server takes the mean."""
+
+    def __init__(self, problem: Problem, learner: NTK) -> None:
+        super().__init__(problem, learner)
+        d = self.release.features
+        if self._classes * d * d > _LARGEST:
+            raise FedsimError(
+                f"a predictor of {self._classes} classes and {d} features has "
+                f"{self._classes * d * d:,} entries; use a `model` with fewer features, or smaller "
+                "images"
+            )
+
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Zeros: there is no model before the first release."""
+        d = self.release.features
+        return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
+
+    def compute(self, request: Request, rng: torch.Generator) -> Computed:
+        """The client's whole predictor."""
+        rows, alpha = self.fitted(request, rng)
+        form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
+        return Computed(update={MODEL: form}, buffers={}, num_examples=1, truth=None, loss=None)
+
+    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+        """x'Qx."""
+        return ntk.evaluate_form(rows, parameters[MODEL])
+
+
+@final
+class _Single(_Regression):
+    """One client releases (X, α), below them rows of zeros, which predict nothing."""
+
+    def __init__(self, problem: Problem, learner: NTK) -> None:
+        super().__init__(problem, learner)
+        clients = problem.scenario.data.clients
+        if clients > 1:
+            raise FedsimError(
+                f"release: model is that of one client, and data.clients is {clients}: models have "
+                "no mean; use `release: form`, whose mean averages their predictions, or 1 client"
+            )
+        self._held = len(self._dataset.train_images)
+
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Zeros: there is no model before the first release."""
+        d, held = self.release.features, self._held
+        zeros = {
+            FEATURES: torch.zeros(held, d, dtype=torch.float64),
+            ALPHA: torch.zeros(held, self._classes, dtype=torch.float64),
+        }
+        return zeros, self.buffers()
+
+    def compute(self, request: Request, rng: torch.Generator) -> Computed:
+        """The client's model."""
+        rows, alpha = self.fitted(request, rng)
+        padding = (0, 0, 0, self._held - len(rows))
+        update = {FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)}
+        return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
+
+    def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
+        """K(x, X) α."""
+        return ntk.predict(
+            rows,
+            parameters[FEATURES],
+            parameters[ALPHA],
+            self._weights,
+            scale=self._learner.scale,
+        )

@@ -30,6 +30,10 @@ _RELEASES = {
     "the client’s rows",
     "normal_coefficients": "a release is the coefficients of a regression on the client’s rows, "
     "with the normal randomness of a sketch",
+    "kernel_regression": "a release is the predictor of a kernel regression of the client’s "
+    "images; of who took part it is asked if this row did, or another in its place",
+    "kernel_model": "a release is the features and coefficients of a kernel regression of the "
+    "client’s images; of who took part it is asked if this row did, or another in its place",
 }
 _ROWS = {
     "none": "no row",
@@ -92,19 +96,22 @@ def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         _each(rows, _VANTAGE, lambda row: row.vantage),
         _each(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
     ]
+    ranges = "the columns with their declared ranges, the bound on the norm of a row"
+    hidden = "how many rows took part; the clients’ random matrices"
+    if all(str((row.release or {}).get("kind")).startswith("kernel_") for row in rows):
+        ranges = "the kernel, that features are of unit length, how many rows took part"
+        hidden = "the clients’ noise"
     return [
         ("Sees", _sentence(seen)),
         (
             "Knows",
-            "The learner and its parameters, the columns with their declared ranges, the bound on "
-            "the norm of a row, and the declared defenses with their noise. It follows the "
-            "protocol.",
+            f"The learner and its parameters, {ranges}, and the declared defenses with their "
+            "noise. It follows the protocol.",
         ),
         ("Is granted", _sentence([_each(rows, _ROWS, lambda row: row.knowledge.rows)])),
         (
             "Never sees",
-            "The row that it is after, unless it is asked whether that row took part; how many "
-            "rows took part; the clients’ random matrices.",
+            f"The row that it is after, unless it is asked whether that row took part; {hidden}.",
         ),
     ]
 

@@ -2,7 +2,8 @@
 
 Entries are on [-1, 1], each column's declared range; RMSE and PSNR take them to [0, 1] first, as
 pixels are, so that a decibel means the same. The constant feature is no data and is not scored. A
-target is asked for by itself, so that rows are scored in their order and never matched.
+target is asked for by itself, so that rows are scored in their order and never matched. Where a row
+ends with an entry for each class, the largest is its label.
 """
 
 from __future__ import annotations
@@ -112,6 +113,9 @@ def _of_rows(rows: Tensor, truth: RowTruth) -> dict[Metric, Tensor | Unavailable
     }
     if bool(length.all()):
         found["row_error"] = distance / length
+    if truth.classes:
+        said, true = (part[:, -truth.classes :] for part in (rows, truth.rows[truth.members]))
+        found["label_accuracy"] = (said.argmax(1) == true.argmax(1)).double()
     return found
 
 

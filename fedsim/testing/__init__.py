@@ -8,7 +8,7 @@ from fedsim.testing.defense import (
     UpdateDefenseContract,
 )
 from fedsim.testing.observation import make_observation
-from fedsim.testing.release import make_release
+from fedsim.testing.release import make_kernel_release, make_release
 from fedsim.testing.statistic_defense import StatisticDefenseContract
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "StatisticDefenseContract",
     "TrainingDefenseContract",
     "UpdateDefenseContract",
+    "make_kernel_release",
     "make_observation",
     "make_release",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.learners.base import Problem, Request
+from fedsim.learners.sgd import as_pixels
 from fedsim.recording import observation_id
 from fedsim.scenario.build import build_learner, build_stack, declared_training
 from fedsim.scenario.model import Data, PluginRef, Scenario
-from fedsim.types import Observation, RowTruth, Table, Update
+from fedsim.types import Dataset, Observation, RowTruth, Table, Update
+
+_CPU = torch.device("cpu")
 
 
 def make_release(
@@ -58,24 +62,81 @@ def make_release(
         classes=classes,
         intercept=intercept,
     )
-    scenario = Scenario(
+    scenario = _scenario(learner, parameters, num_clients)
+    problem = Problem(scenario=scenario, stack=stack, dataset=table, device=_CPU)
+    return _observed(problem, (rows, table.train_labels), members, defense, seed)
+
+
+def make_kernel_release(
+    images: Tensor,
+    labels: Tensor,
+    members: Tensor,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    seed: int = 0,
+) -> tuple[Observation, RowTruth]:
+    """What a server sees of clients who release a kernel regression of images, and the truth.
+
+    As `make_release`, by learner ntk: `images` (N, C, H, W) uint8 and their classes `labels` (N,)
+    int64, of as many classes as the largest says. With several clients and no aggregation defense
+    it is the first client's.
+
+    Raises:
+        PluginError: a defense is not installed.
+        FedsimError: they do not fit each other.
+    """
+    stack = build_stack([_reference(member) for member in defense])
+    channels = images.shape[1]
+    dataset = Dataset(
         name="example",
-        data=Data(source=PluginRef(name="example"), clients=num_clients),
+        train_images=images,
+        train_labels=labels,
+        test_images=images,
+        test_labels=labels,
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+        classes=tuple(f"class {i}" for i in range(int(labels.max()) + 1)),
+    )
+    learner = build_learner(PluginRef(name="ntk", parameters=dict(parameters or {})))
+    scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)
+    problem = Problem(scenario=scenario, stack=stack, dataset=dataset, device=_CPU)
+    return _observed(problem, (as_pixels(images), labels), members, defense, seed)
+
+
+def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) -> Scenario:
+    return Scenario(
+        name="example",
+        data=Data(source=PluginRef(name="example"), clients=clients),
         learner=PluginRef(name=learner, parameters=dict(parameters or {})),
         attacks=[],
     )
-    problem = Problem(scenario=scenario, stack=stack, dataset=table, device=torch.device("cpu"))
+
+
+def _observed(
+    problem: Problem,
+    held: tuple[Tensor, Tensor],
+    members: Tensor,
+    defense: Sequence[Mapping[str, Any]],
+    seed: int,
+) -> tuple[Observation, RowTruth]:
+    """The release of the `members` among what the clients hold together, equally divided."""
+    scenario, stack = problem.scenario, problem.stack
     computation = build_learner(scenario.learner).start(problem)
-    before, _ = computation.initial()
+    before, buffers = computation.initial()
     declared = declared_training(scenario)
+    parts = torch.arange(len(members)).chunk(scenario.data.clients)
+    if stack.aggregation is None:
+        parts = parts[:1]
     updates = []
-    for client, own in enumerate(torch.arange(len(rows)).chunk(num_clients)):
+    for client, own in enumerate(parts):
         kept = own[members[own]]
         stream = rng.generator(seed, "defense", client)
         request = Request(
-            batches=[(rows[kept], table.train_labels[kept])],
+            batches=[(held[0][kept], held[1][kept])],
             parameters=before,
-            buffers={},
+            buffers=buffers,
             training=declared,
             seed=rng.derive(seed, "learner", client),
             recorded=True,
@@ -88,32 +149,29 @@ def make_release(
     spec = computation.describe()
     assert spec is not None
     client = -1 if stack.aggregation else 0
-    scored = torch.ones(size, dtype=torch.bool)
-    scored[-2] = not intercept
     observation = Observation(
         id=observation_id("example", 1, client, "training"),
         update=seen.tensors,
         buffers_update={},
         parameters=before,
-        buffers={},
+        buffers=buffers,
         spec=spec,
         training=declared,
         defense=tuple(dict(member) for member in defense),
         vantage=stack.vantage,
         round=1,
         client=client,
-        num_clients=num_clients,
+        num_clients=len(parts),
         trial=0,
         seed=seed,
     )
-    clients = torch.cat(
-        [
-            torch.full((len(own),), client)
-            for client, own in enumerate(torch.arange(len(rows)).chunk(num_clients))
-        ]
+    of = torch.cat(parts)
+    truth = computation.candidates(held[0][of], held[1][of])
+    assert truth is not None
+    clients = torch.cat([torch.full((len(own),), i) for i, own in enumerate(parts)])
+    return observation, replace(
+        truth, rows=truth.rows.clone(), members=members[of].clone(), clients=clients
     )
-    truth = RowTruth(rows=rows.clone(), members=members.clone(), clients=clients, scored=scored)
-    return observation, truth
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
+from fedsim.knowledge import grant_of_row
 from fedsim.plugins import names
-from fedsim.testing import AttackContract, RowAttackContract
+from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
+from fedsim.testing.observation import example_batch
+from fedsim.types import Knowledge, Observation
 from fedsim_attacks.activation_features import ActivationFeatures
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
@@ -193,6 +198,50 @@ class TestMembershipInference(RowAttackContract):
 class TestMembershipInferenceFromCoefficients(RowAttackContract):
     learner = "least_squares"
     learner_parameters: ClassVar[dict[str, Any]] = {"method": "ls", "columns": 40}
+
+    def make(self) -> MembershipInference:
+        return MembershipInference()
+
+
+class _OfKernels(RowAttackContract):
+    """On the predictors of so many clients, of six images each."""
+
+    parameters: ClassVar[Mapping[str, Any]] = {"kernel": "continuous"}
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        images, _ = example_batch(6 * size)
+        observation, truth = make_kernel_release(
+            (images * 255).round().to(torch.uint8),
+            torch.arange(6 * size) % 5,
+            torch.arange(6 * size) % 3 > 0,
+            parameters=self.parameters,
+            defense=[
+                {"name": "truncated_laplace", "beta": 0.01, "epsilon": 1, "delta": 1e-3},
+                *([{"name": "aggregate"}] if size > 1 else []),
+            ],
+            num_clients=size,
+        )
+        rows = "others" if most else self.make().required().rows
+        target = int(truth.members.nonzero()[0])
+        return observation, grant_of_row(truth, target, rows, self.make().asked_of_candidates)
+
+
+class TestRowReconstructionOfKernels(_OfKernels):
+    def make(self) -> RowReconstruction:
+        return RowReconstruction(samples=5)
+
+
+class TestMembershipInferenceOfKernels(_OfKernels):
+    def make(self) -> MembershipInference:
+        return MembershipInference()
+
+
+class TestMembershipInferenceOfAKernelModel(_OfKernels):
+    parameters: ClassVar[Mapping[str, Any]] = {"release": "model"}
+
+    def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
+        """Of one client, whatever the size."""
+        return super().case(1, most)
 
     def make(self) -> MembershipInference:
         return MembershipInference()

@@ -236,7 +236,14 @@ def test_gaussian_noise_is_calibrated_by_epsilon_and_delta() -> None:
         ({"training": {"rounds": 2}}, "training.rounds: .* use `rounds: 1`"),
         ({"training": {"rounds": 1, "weights": "x"}}, "training.weights: .* does not train"),
         ({"attacks": ["idlg"]}, r"attacks\[0\]: "),
-        ({"observe": {"batch_sizes": [4]}}, "observe.batch_sizes: no attack reads"),
+        (
+            {"attacks": ["membership_inference"], "knowledge": {"rows": "others"}},
+            "observe.batch_sizes: missing: what learner ntk releases is attacked in probes",
+        ),
+        (
+            {"attacks": ["row_reconstruction"], "observe": {"batch_sizes": [4]}},
+            r"attacks\[0\]: row_reconstruction needs knowledge.rows: others",
+        ),
         ({"defenses": {"a": [{**KERNEL, "samples": None}]}}, "samples, or else both"),
         ({"defenses": {"a": [{**KERNEL, "least_eigenvalue": 1.0}]}}, "exactly one of lift"),
         ({"defenses": {"a": [KERNEL, KERNEL]}}, "alone of its kind"),
@@ -262,6 +269,10 @@ def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> N
         (
             {"data": {"source": {"name": "digits", "size": 128}}},
             "predictor of 10 classes and 16384",
+        ),
+        (
+            {"learner": {"name": "ntk", "release": "model"}},
+            "learner: release: model is that of one client, and data.clients is 3",
         ),
         (
             {"defenses": {"a": [{**KERNEL, "samples": 5}, {**INPUTS, "beta": 0.1}]}},
