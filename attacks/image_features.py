@@ -8,6 +8,9 @@ Their features, a tenth off, lie where the fit goes down to the answer.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -20,6 +23,8 @@ _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
 _ALL = 1e-5
 """Share of ∂L/∂A that features may leave where there is no noise."""
+_MIXED = 0.1
+"""How much of their difference features that are hard to tell apart may have exchanged."""
 _CHANCE = 4.0
 """Times what as many numbers fit of noise alone, up to which features tell nothing that others do
 not."""
@@ -32,8 +37,18 @@ def explained(seen: HeadGradient, features: Tensor) -> bool:
 
 
 def settled(seen: HeadGradient, features: Tensor) -> bool:
-    """Whether the head's gradient leaves no doubt about them, as noise does."""
-    return seen.exact or (not seen.noise and explained(seen, features))
+    """Whether the head's gradient leaves no doubt about them.
+
+    It tells them from features of which two are a tenth more alike, or less, and by more than what
+    they leave unexplained.
+    """
+    if seen.exact:
+        return True
+    left = _left(seen, features)
+    told = min(_left(seen, other) for other in _alternatives(features)) - left
+    if not seen.noise:
+        return told > left
+    return told > max(left - 1, _CHANCE * _by_chance(seen, features))
 
 
 def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:
@@ -50,6 +65,19 @@ def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None
     if seen.noise and before - after < _CHANCE * _by_chance(seen, features):
         return None
     return found if after <= _left(seen, other) else _in_order(other, features)
+
+
+def _alternatives(features: Tensor) -> Iterator[Tensor]:
+    """Features (N, d) that are hard to tell from `features`."""
+    for i, j in itertools.combinations(range(len(features)), 2):
+        for by in (-_MIXED, _MIXED):
+            other = features.clone()
+            away = by * (features[i] - features[j])
+            other[i] += away
+            other[j] -= away
+            yield other
+    if len(features) == 1:
+        yield from ((1 - _MIXED) * features, (1 + _MIXED) * features)
 
 
 def _left(seen: HeadGradient, features: Tensor) -> float:

@@ -25,6 +25,8 @@ HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
 NOISE = [{"name": "gaussian_noise", "std": 1e-3}]
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
 ROUNDED = [{"name": "quantization", "bits": 8, "rounding": "stochastic"}]
+MUCH = [{"name": "gaussian_noise", "std": 0.05}]
+COARSE = [{"name": "quantization", "bits": 3, "rounding": "stochastic"}]
 CONVNET: dict[str, Any] = {
     "model": "convnet",
     "model_parameters": {
@@ -81,17 +83,39 @@ def test_what_explains_more_is_taken_in_the_images_order() -> None:
 
 
 def test_behind_much_noise_nothing_is_fitted_to_it() -> None:
-    seen, features = see([{"name": "gaussian_noise", "std": 0.05}])
+    seen, features = see(MUCH)
     assert fitted(seen, features, features) is None
     assert fitted(seen, 3 * features, features) is not None
 
 
-@pytest.mark.parametrize("defense", [[], NOISE, PRUNED, ROUNDED, [*PRUNED, *NOISE]], ids=str)
-def test_only_features_that_leave_nothing_are_settled(defense: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("defense", "sharp"),
+    [([], True), (PRUNED, True), (NOISE, True), (MUCH, False), (COARSE, False)],
+    ids=str,
+)
+def test_features_are_settled_where_others_like_them_explain_less(
+    defense: list[dict[str, Any]], sharp: bool
+) -> None:
     seen, features = see(defense)
-    assert settled(seen, features) == (defense in ([], PRUNED))
+    assert settled(seen, features) == sharp
     # Of an exact gradient they are peeled, which needs no such check.
     assert settled(seen, near(features, 0.3)) == (defense == [])
+    mixed = features.clone()
+    mixed[:2] += 0.2 * torch.stack([features[1] - features[0], features[0] - features[1]])
+    assert settled(seen, mixed) == (defense == [])
+
+
+@pytest.mark.parametrize(("std", "sharp"), [(1e-3, True), (1.0, False)])
+def test_of_one_image_the_length_may_be_in_doubt(std: float, sharp: bool) -> None:
+    observation, truth = make_observation(
+        torch.rand(1, 1, 6, 6, generator=rng.generator(0, "one")),
+        torch.tensor([3]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": HEAD},
+        defense=[{"name": "gaussian_noise", "std": std}],
+    )
+    assert truth.features is not None
+    assert settled(HeadGradient.of(observation), truth.features) == sharp
 
 
 @pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
@@ -149,6 +173,7 @@ def test_images_come_first_where_the_head_is_blurred(
 ) -> None:
     """And go on alone for as long again while the features that they lead to explain too little."""
     observation, truth = observe(defense)
+    monkeypatch.setattr(image_features, "settled", lambda *_: False)
     monkeypatch.setattr(image_features, "explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
@@ -163,6 +188,14 @@ def test_images_come_first_where_the_head_is_blurred(
     assert result.features is not None
     assert result.labels is not None
     assert sorted(result.labels.tolist()) == sorted(truth.labels.tolist())
+
+
+def test_images_need_not_come_first_where_features_are_settled() -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": 1e-6}])
+    attack = FactoredInversion(iterations=40)
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    assert isinstance(state.phase.misfit, BodyGradient)
+    assert not state.plans
 
 
 def test_behind_much_noise_the_whole_gradient_is_all_there_is() -> None:
