@@ -233,8 +233,8 @@ class FactoredInversion(Attack[Descent]):
         if image_features.settled(seen, found):
             return factored(found, rough), last
         count = int(_FIRST * rough)
-        trusted = not seen.noise or image_features.explained(seen, found)
-        labels = signals(observation, found).labels if trusted else infer_labels(observation)
+        # Behind noise, labels are as doubtful as the features that imply them.
+        labels = infer_labels(observation) if seen.noisy else signals(observation, found).labels
         misfit = WholeGradient(one, labels, width=self.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self.total_variation)
         return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
