@@ -18,7 +18,7 @@ from fedsim.adversary import rebuild
 from fedsim.models.local import features_function
 from fedsim.types import Observation
 from fedsim_attacks.feature_norms import labels_of
-from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.head_gradient import ADD_NOISE, HeadGradient
 from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.matching import layout
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
@@ -163,7 +163,7 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
     """For each tensor, what its removed entries are smaller than; None if none was removed."""
     names = {str(member["name"]): member for member in observation.defense}
     pruning = names.get("gradient_pruning") or names.get("top_k")
-    if pruning is None or names.keys() & {"gaussian_noise", "dp_sgd"}:
+    if pruning is None or names.keys() & ADD_NOISE:
         return None
     kept = [tensor[tensor != 0].abs() for tensor in update.values()]
     least = [part.min() if len(part) else part.new_full((), torch.inf) for part in kept]

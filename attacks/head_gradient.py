@@ -24,6 +24,9 @@ from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 
+ADD_NOISE = frozenset({"gaussian_noise", "dp_sgd", "correlated_noise", "dp_ftrl"})
+"""Defenses that add noise of one variance to every entry."""
+
 _BEYOND = 1.05
 """Times the edge of noise, from which a direction is an image's."""
 
@@ -96,7 +99,7 @@ class HeadGradient:
         head = model.head
         declared = {str(member["name"]) for member in observation.defense}
         pruned = bool(declared & {"gradient_pruning", "top_k"})
-        noisy = bool(declared & {"gaussian_noise", "dp_sgd"})
+        noisy = bool(declared & ADD_NOISE)
         training = observation.training
         weights = step_weights(training)
         divisor = float(head.config.width if head.config.divided else 1)

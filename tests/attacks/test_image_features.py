@@ -145,6 +145,24 @@ def test_the_share_of_noise_is_its_variance_over_the_bodys_energy() -> None:
         assert noise_share(observation, HeadGradient.of(observation)) == 0
 
 
+@pytest.mark.parametrize(
+    "defense",
+    [
+        {"name": "dp_sgd", "norm": 10.0, "noise_multiplier": 0.01},
+        {"name": "correlated_noise", "norm": 10.0, "noise_multiplier": 0.01, "correlation": 0.5},
+    ],
+    ids=lambda defense: defense["name"],
+)
+def test_noise_of_any_defense_is_known_as_noise(defense: dict[str, Any]) -> None:
+    """Taken for exact, its gradient would be peeled, and an attack fail that should not."""
+    observation, _ = observe([defense])
+    seen = HeadGradient.of(observation)
+    assert seen.noisy
+    assert not seen.exact
+    # Of the first round, z_0 alone: C z / B, in units of the head's own divisor.
+    assert seen.noise == pytest.approx((10.0 * 0.01 / 3) ** 2, rel=0.05)
+
+
 def test_the_share_of_rounding_is_what_rounding_did() -> None:
     """At most: d²/6 is that of entries which are as often anywhere between two levels."""
     exact, _ = observe([])
