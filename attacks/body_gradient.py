@@ -8,14 +8,14 @@ probability of a candidate's own enters it, and to each image belongs a known ve
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.adversary import rebuild
-from fedsim.models.local import features_function
 from fedsim.types import Observation
 from fedsim_attacks.feature_norms import labels_of
 from fedsim_attacks.head_gradient import ADD_NOISE, HeadGradient
@@ -24,6 +24,9 @@ from fedsim_attacks.matching import layout
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
 from fedsim_attacks.smooth_slopes import smooth
 from fedsim_attacks.tape import PAYS, Tape
+
+_LEAST_STRETCH = 0.1
+"""Of outputs that are known up to a factor; random inputs may make any."""
 
 
 class Misfit(NamedTuple):
@@ -73,9 +76,132 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     return Signals(labels, errors, scale if seen.clipped else torch.ones_like(scale))
 
 
+class Part(NamedTuple):
+    """Some of a body's layers."""
+
+    function: Callable[[Tensor], Tensor]
+    """Inputs (N, ...) to outputs (N, ...)."""
+    parameters: list[tuple[str, Tensor]]
+    """With their names in the observation."""
+
+
+@final
+class Body:
+    """A victim's body, with the weights of the observed round, fast to differentiate twice."""
+
+    def __init__(self, observation: Observation, width: float | Tensor) -> None:
+        """`width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+
+        As a tensor (0-d) it may be changed later.
+        """
+        self.input_shape = observation.model.input_shape
+        self.model = rebuild(observation)
+        accelerate(self.model)
+        if width:
+            smooth(self.model, width)
+        self._windows = drop_dead_weights(self.model, self.input_shape)
+        self.model.train(observation.training.mode == "train")
+        for module_name, module in self.model.named_modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                of = f"{module_name}.{name}"
+                setattr(module, name, nn.Parameter(_laid(self.live(of, parameter))))
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
+
+    def live(self, name: str, tensor: Tensor) -> Tensor:
+        """The entries of a parameter, or of its update, that meet anything but padding."""
+        window = self._windows.get(name)
+        return tensor if window is None else tensor[window]
+
+    def parameters(self, module: nn.Module) -> list[tuple[str, Tensor]]:
+        """Those of one of the body's modules, live, with their names."""
+        return [(self._names[id(p)], p) for p in module.parameters()]
+
+
+@final
+class PartGradient:
+    """The observed update of a part of the body, and its recomputation from candidate inputs."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        body: Body,
+        part: Part,
+        outputs: Tensor,
+        errors: Tensor,
+        *,
+        scale: Tensor,
+        weight: float,
+        calls: int,
+        free: bool = False,
+    ) -> None:
+        """For inputs of which `part` makes `outputs` (N, ...), with error signals `errors`.
+
+        `scale` is what the client's defense has scaled its update by. The misfit of outputs counts
+        `weight` times. `free`: outputs are known up to a factor for each image, error signals up to
+        one over it, as norm layers leave them.
+        """
+        names = [name for name, _ in part.parameters]
+        self._function, self._free, self._weight = part.function, free, weight
+        self._parameters = [parameter for _, parameter in part.parameters]
+        update = {name: observation.update[name] / scale for name in names}
+        self._target = [_laid(body.live(name, update[name])) for name in names]
+        self._square = torch.stack([update[name].square().sum() for name in names]).sum()
+        self._bounds = _bounds(observation, update)
+        self._outputs, self._errors = outputs.flatten(1), errors.flatten(1)
+        self._lengths = self._outputs.square().sum(1, keepdim=True)
+        self._slopes = Tape(self._differentiate) if calls >= PAYS else self._differentiate
+
+    def __call__(self, inputs: Tensor) -> Misfit:
+        """At `inputs` (N, ...)."""
+        return Misfit(*self._slopes(inputs.detach()))
+
+    def pulled_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """`inputs` and the error signals there (both (N, ...)): outputs of the part before."""
+        with torch.enable_grad():
+            variable = inputs.detach().clone().requires_grad_()
+            outputs = self._function(variable).flatten(1)
+            pull = (outputs * (self._errors / self._stretch(outputs.detach()))).sum()
+            (errors,) = torch.autograd.grad(pull, variable)
+        return inputs.detach(), errors
+
+    def _differentiate(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            variable = _laid(inputs).requires_grad_()
+            outputs = self._function(variable).flatten(1)
+            stretch = self._stretch(outputs.detach())
+            pull = (outputs * (self._errors / stretch)).sum()
+            update = torch.autograd.grad(pull, self._parameters, create_graph=True)
+        with torch.no_grad():
+            left = [self._left(i, u.detach()) for i, u in enumerate(update)]
+            away = outputs.detach() / stretch - self._outputs
+            loss = torch.stack([each.square().sum() for each in left]).sum() / self._square
+            count = self._lengths * len(away)
+            toward = [each.mul_(2 / self._square) for each in left]
+            toward.append(2 * self._weight * away / (count * stretch))
+        (slope,) = torch.autograd.grad([*update, outputs], variable, toward)
+        return loss, (away.square() / count).sum(), slope.contiguous()
+
+    def _stretch(self, outputs: Tensor) -> Tensor:
+        """(N, 1): times what `outputs` are as large as those known."""
+        if not self._free:
+            return outputs.new_ones(len(outputs), 1)
+        along = (outputs * self._outputs).sum(1, keepdim=True)
+        return (along / self._lengths).clamp_min(_LEAST_STRETCH)
+
+    def _left(self, index: int, update: Tensor) -> Tensor:
+        """What is left of one tensor; of a removed entry, by how much it exceeds its bound."""
+        target = self._target[index]
+        left = update - target
+        if self._bounds is None:
+            return left
+        bound = self._bounds[index]
+        over = update - update.clamp(-bound, bound)
+        return torch.where(target == 0, over, left)
+
+
 @final
 class BodyGradient:
-    """The observed update of the body, and its recomputation from candidate images."""
+    """The observed update of the whole body, and its recomputation from candidate images."""
 
     def __init__(
         self,
@@ -91,64 +217,37 @@ class BodyGradient:
 
         `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
         """
-        model = rebuild(observation)
-        accelerate(model)
-        if width:
-            smooth(model, width)
-        windows = drop_dead_weights(model, observation.model.input_shape)
-        body = [name for name in observation.parameters if name.startswith("body.")]
-        buffers = {name: value.clone() for name, value in observation.buffers.items()}
-        self._features_of = features_function(model, buffers, observation.training)
-        self._parameters = {
-            name: _laid(_window(observation.parameters[name], windows.get(name))).requires_grad_()
-            for name in body
-        }
-        update = {name: observation.update[name] / known.scale for name in body}
-        self._target = [_laid(_window(update[name], windows.get(name))) for name in body]
-        self._square = torch.stack([update[name].square().sum() for name in body]).sum()
-        self._bounds = _bounds(observation, update)
-        self._features, self._lengths = features, features.square().sum(1, keepdim=True)
-        self._errors, self._weight = known.errors, weight
-        self._function = Tape(self._differentiate) if calls >= PAYS else self._differentiate
+        body = Body(observation, width)
+        whole = Part(body.model.features, body.parameters(body.model.body))
+        self._gradient = PartGradient(
+            observation,
+            body,
+            whole,
+            features,
+            known.errors,
+            scale=known.scale,
+            weight=weight,
+            calls=calls,
+        )
 
     def __call__(self, images: Tensor) -> Misfit:
         """At normalized `images` (N, C, H, W)."""
-        return Misfit(*self._function(images.detach()))
-
-    def _differentiate(self, images: Tensor) -> tuple[Tensor, ...]:
-        with torch.enable_grad():
-            variable = _laid(images).requires_grad_()
-            features = self._features_of(self._parameters, variable)
-            pull = (features * self._errors).sum()
-            update = torch.autograd.grad(pull, list(self._parameters.values()), create_graph=True)
-        with torch.no_grad():
-            left = [self._left(i, u.detach()) for i, u in enumerate(update)]
-            away = features.detach() - self._features
-            loss = torch.stack([each.square().sum() for each in left]).sum() / self._square
-            count = self._lengths * len(away)
-            toward = [each.mul_(2 / self._square) for each in left]
-            toward.append(2 * self._weight * away / count)
-        (slope,) = torch.autograd.grad([*update, features], variable, toward)
-        return loss, (away.square() / count).sum(), slope.contiguous()
-
-    def _left(self, index: int, update: Tensor) -> Tensor:
-        """What is left of one tensor; of a removed entry, by how much it exceeds its bound."""
-        target = self._target[index]
-        left = update - target
-        if self._bounds is None:
-            return left
-        bound = self._bounds[index]
-        over = update - update.clamp(-bound, bound)
-        return torch.where(target == 0, over, left)
+        return self._gradient(images)
 
 
-def noise_share(observation: Observation, seen: HeadGradient) -> float:
+def noise_share(
+    observation: Observation, seen: HeadGradient, names: Collection[str] | None = None
+) -> float:
     """Variance of the noise in an entry of the body's update, over |body's update|².
+
+    Of the parameters `names` of it, if given.
 
     Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
     a spacing of its own in each tensor. `seen` is the head's share of the same update.
     """
-    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
+    if names is None:
+        names = [name for name in observation.update if name.startswith("body.")]
+    body = [observation.update[name] for name in names]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
     if not energy or not seen.noise:
         return 0.0
@@ -170,10 +269,6 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
     if pruning.get("scope") == "tensor":
         return least
     return [torch.stack(least).min()] * len(least)
-
-
-def _window(tensor: Tensor, window: tuple[slice, ...] | None) -> Tensor:
-    return tensor if window is None else tensor[window]
 
 
 def _laid(tensor: Tensor) -> Tensor:

@@ -28,9 +28,11 @@ from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.body_gradient import BodyGradient, Misfit, noise_share, signals
+from fedsim_attacks.contrast import exposed
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.matching import Matching
+from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.pyramid import Pyramid
 from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
 from fedsim_attacks.variation import chromatic_variation
@@ -49,6 +51,13 @@ _FINE_STEP = 0.3
 """Times the step size when the steps are then unrolled: from far they lead anywhere."""
 _FIRST = 0.25
 """Share of the iterations before images' features are looked at, where the head is blurred."""
+_PEELED = 0.4
+"""Share of the iterations in which stages are peeled, each with as many steps."""
+_MAPS = 4.0
+"""Times what features count, the first stage's outputs do: they are hundreds of times as many."""
+_COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
+"""Total variation of images from maps, times the usual at first; and its end over its beginning.
+A first stage alone is descended through smooth images well, and held back by none in the end."""
 _WHOLE_VARIATION = 0.1
 """Least weight of the total variation against the cosine distance of the whole update."""
 _PRIOR = 0.7
@@ -60,7 +69,8 @@ value: what the weight of the total variation then follows from."""
 class Phase:
     """What images are compared with for some iterations, and how they move."""
 
-    misfit: Callable[[Tensor], Misfit]
+    misfit: Callable[[Tensor], Misfit] | Peeling
+    """Or the stages that are peeled first, while images stay as they are."""
     iterations: int
     step_size: float
     total_variation: float
@@ -68,6 +78,14 @@ class Phase:
     feature_weight: float = 0.0
     features: Tensor | None = None
     """(N, d), that images are to have; None as long as nothing is known of them."""
+    final_variation: float = _FINAL_VARIATION
+    """Weight of the total variation at the end, over that of the beginning."""
+    without_contrast: bool = False
+    """Whether the misfit is that of any multiple of the images."""
+
+
+Plan = Callable[["Descent"], Phase]
+"""A phase to come, from what the images of those before make of it."""
 
 
 @dataclass(kw_only=True)
@@ -75,8 +93,7 @@ class Descent(AttackState):
     """The candidate images and what they are compared with."""
 
     phase: Phase
-    plans: list[Callable[[Descent], Phase]]
-    """Of the phases to come, what the images of those before make of each."""
+    plans: list[Plan]
     begun: int = 0
     """Iterations before the present one."""
     matching: Matching
@@ -123,7 +140,7 @@ class FactoredInversion(Attack[Descent]):
         seed = int(torch.randint(2**31, (), generator=rng))
         found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
         assert found is not None
-        phase, plans = self._plan(observation, found)
+        phase, plans = self._plan(observation, found, rng)
         matching = Matching(observation)
         images = matching.random_candidate(phase.labels, rng, std=0.3).images.detach()
         infinite = torch.full((), torch.inf, device=images.device)
@@ -145,15 +162,19 @@ class FactoredInversion(Attack[Descent]):
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
             state.pyramid = _pyramid(state.images)
         phase, images = state.phase, state.images
+        if isinstance(phase.misfit, Peeling):
+            state.loss = phase.misfit.step()
+            state.iteration += 1
+            return state
+        done = (state.iteration - state.begun) / phase.iterations
         misfit = phase.misfit(images)
         variation, slope = chromatic_variation(images)
-        done = (state.iteration - state.begun) / phase.iterations
-        final = _FINAL_VARIATION * phase.total_variation
+        final = phase.final_variation * phase.total_variation
         state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        weight = phase.total_variation * _FINAL_VARIATION**done
+        weight = phase.total_variation * phase.final_variation**done
         left = 0.5 + 0.5 * math.cos(math.pi * done)
         step_size = phase.step_size * (_FINAL + (1 - _FINAL) * left)
         state.pyramid.step(slope.mul_(weight).add_(misfit.slope), step_size)
@@ -167,8 +188,11 @@ class FactoredInversion(Attack[Descent]):
 
     def postprocess(self, state: Descent) -> Reconstruction:
         """The iterate of least own loss, and the labels and features that it was built on."""
+        images = state.best
+        if state.phase.without_contrast:
+            images = exposed(images, state.matching.box)
         return Reconstruction(
-            images=state.matching.pixels(state.best),
+            images=state.matching.pixels(images),
             labels=state.phase.labels,
             features=state.phase.features,
             loss=float(state.best_loss),
@@ -180,8 +204,8 @@ class FactoredInversion(Attack[Descent]):
         return self.iterations
 
     def _plan(
-        self, observation: Observation, found: Tensor
-    ) -> tuple[Phase, list[Callable[[Descent], Phase]]]:
+        self, observation: Observation, found: Tensor, rng: torch.Generator
+    ) -> tuple[Phase, list[Plan]]:
         """The first phase, and those to come, for features that were `found` (N, d).
 
         One phase, for exact features of one gradient. Where they may be wrong, images lead to them
@@ -193,19 +217,25 @@ class FactoredInversion(Attack[Descent]):
         rough = int(_ROUGH * self.iterations) if several else self.iterations
         seen = HeadGradient.of(one)
 
-        def factored(features: Tensor, iterations: int) -> Phase:
+        values = observation.num_images * math.prod(observation.model.input_shape)
+
+        def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
             known = signals(observation, features)
             weight, variation = self.feature_weight, self.total_variation
             if several:
                 weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
-            values = len(features) * math.prod(observation.model.input_shape)
+            elif steps := int(_PEELED * iterations):
+                peeling = Peeling(one, features, known, rng, width=self.jump_width, steps=steps)
+                if peeling.stages > 1:
+                    return self._peeled(peeling, known.labels, features, iterations, steps)
             variation = max(variation, 2 * _PRIOR * values * noise_share(one, seen))
             misfit = BodyGradient(
                 one, features, known, weight=weight, width=self.jump_width, calls=iterations
             )
-            return Phase(
+            whole = Phase(
                 misfit, iterations, self.step_size, variation, known.labels, weight, features
             )
+            return whole, []
 
         def from_images(state: Descent) -> Phase:
             iterations = rough - state.iteration
@@ -215,7 +245,9 @@ class FactoredInversion(Attack[Descent]):
             if state.iteration == count and not image_features.explained(seen, features):
                 state.plans.insert(0, from_images)
                 return state.phase
-            return factored(features, iterations)
+            phase, following = factored(features, iterations)
+            state.plans[:0] = following
+            return phase
 
         def unrolled(state: Descent) -> Phase:
             iterations = self.iterations - rough
@@ -231,13 +263,34 @@ class FactoredInversion(Attack[Descent]):
 
         last = [unrolled] if several else []
         if image_features.settled(seen, found):
-            return factored(found, rough), last
+            phase, following = factored(found, rough)
+            return phase, [*following, *last]
         count = int(_FIRST * rough)
         # Behind noise, labels are as doubtful as the features that imply them.
         labels = infer_labels(observation) if seen.noisy else signals(observation, found).labels
         misfit = WholeGradient(one, labels, width=self.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self.total_variation)
         return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
+
+    def _peeled(
+        self, peeling: Peeling, labels: Tensor, features: Tensor, iterations: int, steps: int
+    ) -> tuple[Phase, list[Plan]]:
+        """The stages behind the first, and then images from what they tell."""
+        first = Phase(peeling, steps, self.step_size, 0.0, labels, features=features)
+
+        def images(_: Descent) -> Phase:
+            left, weight = iterations - steps, _MAPS * self.feature_weight
+            return replace(
+                first,
+                misfit=peeling.misfit(weight=weight, calls=left),
+                iterations=left,
+                total_variation=_COARSE_VARIATION * self.total_variation,
+                final_variation=_FINE_VARIATION,
+                feature_weight=weight,
+                without_contrast=peeling.without_contrast,
+            )
+
+        return first, [images]
 
 
 def _pyramid(images: Tensor) -> Pyramid:

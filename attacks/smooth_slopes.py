@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def smooth(model: nn.Module, width: float) -> None:
+def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Give the ReLUs and max pools of `model` smooth second derivatives of that `width`.
 
-    In units of their inputs, which norm layers before them bring to about 1.
+    In units of their inputs, which norm layers before them bring to about 1. A tensor (0-d) may be
+    changed later.
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
@@ -35,13 +36,13 @@ def smooth(model: nn.Module, width: float) -> None:
             module.forward = partial(max_pool, module, width=width)  # type: ignore[method-assign]
 
 
-def relu(x: Tensor, *, width: float) -> Tensor:
+def relu(x: Tensor, *, width: float | Tensor) -> Tensor:
     """max(x, 0)."""
     y: Tensor = _Relu.apply(x, width)
     return y
 
 
-def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float) -> Tensor:
+def max_pool(module: nn.MaxPool2d, x: Tensor, *, width: float | Tensor) -> Tensor:
     """`module(x)` for x (N, C, H, W)."""
     windows, shape = _windows(module, x, -torch.inf)
     y: Tensor = _Largest.apply(windows, width)
@@ -71,7 +72,7 @@ def _windows(module: nn.MaxPool2d, x: Tensor, fill: float) -> tuple[Tensor, tupl
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.width = width
         return x.clamp_min(0)
@@ -84,7 +85,7 @@ class _Relu(torch.autograd.Function):
 
 class _Step(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, width: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(x)
         ctx.width = width
         return (x > 0).to(x.dtype)
@@ -100,7 +101,7 @@ class _Largest(torch.autograd.Function):
     """The largest of each window: (n, k, p) -> (n, p)."""
 
     @staticmethod
-    def forward(ctx: Any, windows: Tensor, width: float) -> Tensor:
+    def forward(ctx: Any, windows: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(windows)
         ctx.width = width
         return windows.amax(1)
@@ -113,7 +114,7 @@ class _Largest(torch.autograd.Function):
 
 class _OneHot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, windows: Tensor, width: float) -> Tensor:
+    def forward(ctx: Any, windows: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(windows)
         ctx.width = width
         return torch.zeros_like(windows).scatter_(1, windows.argmax(1, keepdim=True), 1.0)
