@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -27,7 +28,7 @@ from fedsim.models.local import features_function
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.body_gradient import BodyGradient, Misfit, noise_share, signals
+from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, noise_share, signals
 from fedsim_attacks.contrast import exposed
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
@@ -53,8 +54,14 @@ _FIRST = 0.25
 """Share of the iterations before images' features are looked at, where the head is blurred."""
 _PEELED = 0.4
 """Share of the iterations in which stages are peeled, each with as many steps."""
+_DEEP = 4
+"""Stages from which a body is peeled: through fewer, images descend as well from afar."""
 _MAPS = 4.0
 """Times what features count, the first stage's outputs do: they are hundreds of times as many."""
+_DOUBT = 10.0
+"""How much less they count for what is left unexplained of the stage behind."""
+_LOST = 0.5
+"""Share of what a stage shows that is left unexplained, from which maps are worth nothing."""
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 """Total variation of images from maps, times the usual at first; and its end over its beginning.
 A first stage alone is descended through smooth images well, and held back by none in the end."""
@@ -219,23 +226,27 @@ class FactoredInversion(Attack[Descent]):
 
         values = observation.num_images * math.prod(observation.model.input_shape)
 
-        def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
-            known = signals(observation, features)
+        def whole(features: Tensor, known: Signals, iterations: int) -> Phase:
             weight, variation = self.feature_weight, self.total_variation
             if several:
                 weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
-            elif steps := int(_PEELED * iterations):
-                peeling = Peeling(one, features, known, rng, width=self.jump_width, steps=steps)
-                if peeling.stages > 1:
-                    return self._peeled(peeling, known.labels, features, iterations, steps)
             variation = max(variation, 2 * _PRIOR * values * noise_share(one, seen))
             misfit = BodyGradient(
                 one, features, known, weight=weight, width=self.jump_width, calls=iterations
             )
-            whole = Phase(
+            return Phase(
                 misfit, iterations, self.step_size, variation, known.labels, weight, features
             )
-            return whole, []
+
+        def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
+            known, steps = signals(observation, features), int(_PEELED * iterations)
+            if steps and not several:
+                peeling = Peeling(one, features, known, rng, width=self.jump_width, steps=steps)
+                if peeling.stages >= _DEEP:
+                    rest = partial(whole, features, known, iterations - steps)
+                    peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+                    return peeled, [partial(self._from_maps, rest)]
+            return whole(features, known, iterations), []
 
         def from_images(state: Descent) -> Phase:
             iterations = rough - state.iteration
@@ -272,25 +283,23 @@ class FactoredInversion(Attack[Descent]):
         variation = max(_WHOLE_VARIATION, self.total_variation)
         return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
 
-    def _peeled(
-        self, peeling: Peeling, labels: Tensor, features: Tensor, iterations: int, steps: int
-    ) -> tuple[Phase, list[Plan]]:
-        """The stages behind the first, and then images from what they tell."""
-        first = Phase(peeling, steps, self.step_size, 0.0, labels, features=features)
-
-        def images(_: Descent) -> Phase:
-            left, weight = iterations - steps, _MAPS * self.feature_weight
-            return replace(
-                first,
-                misfit=peeling.misfit(weight=weight, calls=left),
-                iterations=left,
-                total_variation=_COARSE_VARIATION * self.total_variation,
-                final_variation=_FINE_VARIATION,
-                feature_weight=weight,
-                without_contrast=peeling.without_contrast,
-            )
-
-        return first, [images]
+    def _from_maps(self, rest: Callable[[], Phase], state: Descent) -> Phase:
+        """Images from what went into the second stage, or all the `rest` where that is lost."""
+        peeling = state.phase.misfit
+        assert isinstance(peeling, Peeling)
+        # What is left unexplained of a stage, its maps have passed on to the one before.
+        doubt, phase = peeling.unexplained, rest()
+        if doubt > _LOST:
+            return phase
+        weight = _MAPS / (1 + _DOUBT * doubt) * self.feature_weight
+        return replace(
+            phase,
+            misfit=peeling.misfit(weight=weight, calls=phase.iterations),
+            total_variation=_COARSE_VARIATION * self.total_variation,
+            final_variation=max(_FINE_VARIATION, doubt),
+            feature_weight=weight,
+            without_contrast=peeling.without_contrast,
+        )
 
 
 def _pyramid(images: Tensor) -> Pyramid:

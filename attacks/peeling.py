@@ -67,6 +67,11 @@ class Peeling:
         return len(self._stages)
 
     @property
+    def unexplained(self) -> float:
+        """The least loss of the stage that was peeled last: shares of energy of what it shows."""
+        return float(self._best_loss)
+
+    @property
     def without_contrast(self) -> bool:
         """Whether the first stage makes the same of an image and of a multiple of it."""
         stage = self._stages[0]
