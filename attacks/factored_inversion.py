@@ -6,6 +6,9 @@ them with features of its own to reproduce. It is descended with the slopes of R
 smoothed (`smooth_slopes`), without which every linear piece of the network has a local minimum of
 its own, and over images of several resolutions (`pyramid`).
 
+A deep body is peeled first (`peeling`): stage by stage, from its features down to what went into
+the second stage; images are then descended through the first stage alone.
+
 Where noise, pruning or rounding blurs the head's gradient, images come first: by the direction of
 the whole update, until their features tell where those of the head's gradient are
 (`image_features`).
@@ -25,6 +28,7 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState, rebuild, solve
 from fedsim.models.local import features_function
+from fedsim.rng import generator
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
@@ -147,7 +151,7 @@ class FactoredInversion(Attack[Descent]):
         seed = int(torch.randint(2**31, (), generator=rng))
         found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
         assert found is not None
-        phase, plans = self._plan(observation, found, rng)
+        phase, plans = self._plan(observation, found, seed)
         matching = Matching(observation)
         images = matching.random_candidate(phase.labels, rng, std=0.3).images.detach()
         infinite = torch.full((), torch.inf, device=images.device)
@@ -210,14 +214,12 @@ class FactoredInversion(Attack[Descent]):
         """`iterations`."""
         return self.iterations
 
-    def _plan(
-        self, observation: Observation, found: Tensor, rng: torch.Generator
-    ) -> tuple[Phase, list[Plan]]:
+    def _plan(self, observation: Observation, found: Tensor, seed: int) -> tuple[Phase, list[Plan]]:
         """The first phase, and those to come, for features that were `found` (N, d).
 
-        One phase, for exact features of one gradient. Where they may be wrong, images lead to them
-        first, in two goes if need be. Several local steps are taken for one gradient, and in the
-        end unrolled.
+        One phase, for exact features of one gradient; two, if the body is deep and peeled first.
+        Where features may be wrong, images lead to them first, in two goes if need be. Several
+        local steps are taken for one gradient, and in the end unrolled.
         """
         several = observation.training.steps > 1 or observation.num_clients > 1
         one = as_one_gradient(observation) if several else observation
@@ -241,11 +243,13 @@ class FactoredInversion(Attack[Descent]):
         def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
             known, steps = signals(observation, features), int(_PEELED * iterations)
             if steps and not several:
-                peeling = Peeling(one, features, known, rng, width=self.jump_width, steps=steps)
+                stream = generator(seed, "peeling")
+                peeling = Peeling(one, features, known, stream, width=self.jump_width, steps=steps)
                 if peeling.stages >= _DEEP:
-                    rest = partial(whole, features, known, iterations - steps)
+                    left = iterations - steps
+                    rest = partial(whole, features, known, left)
                     peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
-                    return peeled, [partial(self._from_maps, rest)]
+                    return peeled, [partial(self._from_maps, rest, left)]
             return whole(features, known, iterations), []
 
         def from_images(state: Descent) -> Phase:
@@ -283,22 +287,24 @@ class FactoredInversion(Attack[Descent]):
         variation = max(_WHOLE_VARIATION, self.total_variation)
         return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
 
-    def _from_maps(self, rest: Callable[[], Phase], state: Descent) -> Phase:
+    def _from_maps(self, rest: Callable[[], Phase], left: int, state: Descent) -> Phase:
         """Images from what went into the second stage, or all the `rest` where that is lost."""
-        peeling = state.phase.misfit
-        assert isinstance(peeling, Peeling)
+        peeled = state.phase
+        assert isinstance(peeled.misfit, Peeling)
         # What is left unexplained of a stage, its maps have passed on to the one before.
-        doubt, phase = peeling.unexplained, rest()
+        doubt = peeled.misfit.unexplained
         if doubt > _LOST:
-            return phase
+            return rest()
         weight = _MAPS / (1 + _DOUBT * doubt) * self.feature_weight
         return replace(
-            phase,
-            misfit=peeling.misfit(weight=weight, calls=phase.iterations),
+            peeled,
+            misfit=peeled.misfit.images(weight=weight, calls=left),
+            iterations=left,
+            step_size=self.step_size,
             total_variation=_COARSE_VARIATION * self.total_variation,
             final_variation=max(_FINE_VARIATION, doubt),
             feature_weight=weight,
-            without_contrast=peeling.without_contrast,
+            without_contrast=peeled.misfit.without_contrast,
         )
 
 

@@ -88,7 +88,7 @@ class Peeling:
                 self._descend()
         return self._loss
 
-    def misfit(self, *, weight: float, calls: int) -> PartGradient:
+    def images(self, *, weight: float, calls: int) -> PartGradient:
         """Of images, from what the peeled stages tell of them; after `steps` calls of `step`."""
         self._width.fill_(self._full)
         return self._posed(self._stages[0], weight, calls)

@@ -37,13 +37,17 @@ class Stage:
 
 
 def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
-    """From images to features; one only where nothing between is determined."""
+    """From images to features; one only where nothing between is determined.
+
+    Or where features are not what comes out of the body's last layer, but something made of it.
+    """
     units = list(_units(body.model.body))
     images = torch.randn(num_images, *body.input_shape, generator=rng)
     maps = [images.to(next(body.model.parameters()).device)]
     with torch.no_grad():
         for unit in units:
             maps.append(unit(maps[-1]))
+        whole = torch.allclose(body.model.features(maps[0]), maps[-1].flatten(1))
     parameters = [body.parameters(unit) for unit in units]
     found: list[Stage] = []
     end = len(units)
@@ -51,8 +55,10 @@ def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
         inside = [each for of in parameters[begin:end] for each in of]
         equations = _KNOWN * maps[end].numel() + sum(p.numel() for _, p in inside)
         determined = equations >= _MARGIN * maps[begin].numel()
-        if not begin or (determined and any(p.ndim > 1 for _, p in parameters[begin])):
-            part, entering = Part(nn.Sequential(*units[begin:end]), inside), maps[begin]
+        cut = whole and determined
+        if not begin or (cut and any(p.ndim > 1 for _, p in parameters[begin])):
+            function = nn.Sequential(*units[begin:end]) if whole else body.model.features
+            part, entering = Part(function, inside), maps[begin]
             size, positive = float(entering.square().mean().sqrt()), bool((entering >= 0).all())
             found.append(Stage(part, entering.shape, size, positive))
             end = begin
