@@ -2,7 +2,7 @@
 
 A descent over images through a deep body meets the jumps of all its layers at once, and ends far
 away. One stage (`stages`) has a few; its outputs and error signals are known from the stage after
-it, and what goes into it is found to a fraction of a percent. Its own error signals follow, and so
+it, and what goes into it is found to a few percent or better. Its own error signals follow, and so
 the stage before is posed, down to the images.
 
 Behind a norm layer, what goes in is known up to a factor for each image; the stage before tells
@@ -53,7 +53,7 @@ class Peeling:
 
         Each stage takes `steps` steps of Adam; `width` as for `BodyGradient`.
         """
-        self._rng, self._full, self._width = rng, width, torch.tensor(width)
+        self._rng, self._full, self._width = rng, width, torch.tensor(float(width))
         self._observation, self._body = observation, Body(observation, self._width)
         self._stages = stages(self._body, len(features), rng)
         self._left = self._stages[1:]
