@@ -3,8 +3,8 @@
 A first convolution without bias in front of a norm layer gives the same outputs for an image and
 for a multiple of it, and so the same gradient: an image's contrast about the mean color that
 pixels are normalized by cannot be seen in any update. But photographs are exposed: the largest
-multiple of which all pixels are valid is the image itself for most of them (for 4 in 5 of 2,000 of
-CIFAR-10 to 2%).
+multiple of which all pixels are valid is the image itself for most of them (for three quarters of
+2,000 of CIFAR-10).
 """
 
 from __future__ import annotations
