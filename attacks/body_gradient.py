@@ -8,7 +8,7 @@ probability of a candidate's own enters it, and to each image belongs a known ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple, final
 
 import torch
@@ -235,19 +235,13 @@ class BodyGradient:
         return self._gradient(images)
 
 
-def noise_share(
-    observation: Observation, seen: HeadGradient, names: Collection[str] | None = None
-) -> float:
+def noise_share(observation: Observation, seen: HeadGradient) -> float:
     """Variance of the noise in an entry of the body's update, over |body's update|².
-
-    Of the parameters `names` of it, if given.
 
     Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
     a spacing of its own in each tensor. `seen` is the head's share of the same update.
     """
-    if names is None:
-        names = [name for name in observation.update if name.startswith("body.")]
-    body = [observation.update[name] for name in names]
+    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
     energy = float(sum(tensor.double().square().sum() for tensor in body))
     if not energy or not seen.noise:
         return 0.0

@@ -174,6 +174,7 @@ def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() ->
 
     assert not seen("group", "train")
     assert seen("batch", "eval")
+    assert seen("batch", "train")
     assert seen("group", "train", model="convnet")
 
 
