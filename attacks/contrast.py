@@ -1,6 +1,6 @@
 """The contrast of images, where the model does not see it.
 
-A first convolution without bias in front of a norm layer gives the same outputs for an image and
+A first convolution without bias in front of group norm gives the same outputs for an image and
 for a multiple of it, and so the same gradient: an image's contrast about the mean color that
 pixels are normalized by cannot be seen in any update. But photographs are exposed: the largest
 multiple of which all pixels are valid is the image itself for most of them (for three quarters of
