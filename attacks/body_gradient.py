@@ -8,7 +8,7 @@ probability of a candidate's own enters it, and to each image belongs a known ve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -27,6 +27,8 @@ from fedsim_attacks.tape import PAYS, Tape
 
 _LEAST_STRETCH = 0.1
 """Of outputs that are known up to a factor; random inputs may make any."""
+_BURIED = 0.5
+"""Share of the body's update that is noise, from which it is for the most part."""
 
 
 class Misfit(NamedTuple):
@@ -104,7 +106,7 @@ class Body:
         for module_name, module in self.model.named_modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 of = f"{module_name}.{name}"
-                setattr(module, name, nn.Parameter(_laid(self.live(of, parameter))))
+                setattr(module, name, nn.Parameter(laid(self.live(of, parameter))))
         self._names = {id(p): name for name, p in self.model.named_parameters()}
 
     def live(self, name: str, tensor: Tensor) -> Tensor:
@@ -115,6 +117,32 @@ class Body:
     def parameters(self, module: nn.Module) -> list[tuple[str, Tensor]]:
         """Those of one of the body's modules, live, with their names."""
         return [(self._names[id(p)], p) for p in module.parameters()]
+
+
+@final
+class PartUpdate:
+    """The observed update of a part of the body."""
+
+    def __init__(self, observation: Observation, body: Body, part: Part, scale: Tensor) -> None:
+        """`scale` is what the client's defense has scaled its update by."""
+        update = {name: observation.update[name] / scale for name, _ in part.parameters}
+        self._target = [laid(body.live(name, tensor)) for name, tensor in update.items()]
+        self._bounds = _bounds(observation, update)
+        self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
+        """|update|² (0-d), of the entries that meet anything but padding."""
+
+    def left(self, update: Sequence[Tensor]) -> list[Tensor]:
+        """What an `update` exceeds this one by; a removed entry, its bound."""
+        return [self._left(i, tensor) for i, tensor in enumerate(update)]
+
+    def _left(self, index: int, update: Tensor) -> Tensor:
+        target = self._target[index]
+        left = update - target
+        if self._bounds is None:
+            return left
+        bound = self._bounds[index]
+        over = update - update.clamp(-bound, bound)
+        return torch.where(target == 0, over, left)
 
 
 @final
@@ -140,13 +168,9 @@ class PartGradient:
         `weight` times. `free`: outputs are known up to a factor for each image, error signals up to
         one over it, as norm layers leave them.
         """
-        names = [name for name, _ in part.parameters]
         self._function, self._free, self._weight = part.function, free, weight
         self._parameters = [parameter for _, parameter in part.parameters]
-        update = {name: observation.update[name] / scale for name in names}
-        self._target = [_laid(body.live(name, update[name])) for name in names]
-        self._square = torch.stack([update[name].square().sum() for name in names]).sum()
-        self._bounds = _bounds(observation, update)
+        self._update = PartUpdate(observation, body, part, scale)
         self._outputs, self._errors = outputs.flatten(1), errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
         self._slopes = Tape(self._differentiate) if calls >= PAYS else self._differentiate
@@ -166,17 +190,17 @@ class PartGradient:
 
     def _differentiate(self, inputs: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            variable = _laid(inputs).requires_grad_()
+            variable = laid(inputs).requires_grad_()
             outputs = self._function(variable).flatten(1)
             stretch = self._stretch(outputs.detach())
             pull = (outputs * (self._errors / stretch)).sum()
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
-            left = [self._left(i, u.detach()) for i, u in enumerate(update)]
+            left, energy = self._update.left([u.detach() for u in update]), self._update.energy
             away = outputs.detach() / stretch - self._outputs
-            loss = torch.stack([each.square().sum() for each in left]).sum() / self._square
+            loss = torch.stack([each.square().sum() for each in left]).sum() / energy
             count = self._lengths * len(away)
-            toward = [each.mul_(2 / self._square) for each in left]
+            toward = [each.mul_(2 / energy) for each in left]
             toward.append(2 * self._weight * away / (count * stretch))
         (slope,) = torch.autograd.grad([*update, outputs], variable, toward)
         return loss, (away.square() / count).sum(), slope.contiguous()
@@ -187,16 +211,6 @@ class PartGradient:
             return outputs.new_ones(len(outputs), 1)
         along = (outputs * self._outputs).sum(1, keepdim=True)
         return (along / self._lengths).clamp_min(_LEAST_STRETCH)
-
-    def _left(self, index: int, update: Tensor) -> Tensor:
-        """What is left of one tensor; of a removed entry, by how much it exceeds its bound."""
-        target = self._target[index]
-        left = update - target
-        if self._bounds is None:
-            return left
-        bound = self._bounds[index]
-        over = update - update.clamp(-bound, bound)
-        return torch.where(target == 0, over, left)
 
 
 @final
@@ -252,6 +266,12 @@ def noise_share(observation: Observation, seen: HeadGradient) -> float:
     return rounding / sum(count for _, count in spacings) / energy
 
 
+def buried(observation: Observation, seen: HeadGradient) -> bool:
+    """Whether the body's update is noise for the most part; `seen` as for `noise_share`."""
+    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
+    return noise_share(observation, seen) * sum(tensor.numel() for tensor in body) > _BURIED
+
+
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
     """For each tensor, what its removed entries are smaller than; None if none was removed."""
     names = {str(member["name"]): member for member in observation.defense}
@@ -265,5 +285,6 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
     return [torch.stack(least).min()] * len(least)
 
 
-def _laid(tensor: Tensor) -> Tensor:
+def laid(tensor: Tensor) -> Tensor:
+    """A copy, laid out in memory as the accelerated layers like it."""
     return tensor.detach().clone(memory_format=layout(tensor))

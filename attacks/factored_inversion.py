@@ -7,7 +7,8 @@ smoothed (`smooth_slopes`), without which every linear piece of the network has 
 its own, and over images of several resolutions (`pyramid`).
 
 A deep body is peeled first (`peeling`): stage by stage, from its features down to what went into
-the second stage; images are then descended through the first stage alone.
+the second stage; images are then descended through the first stage alone, and in the end together
+with all that was peeled (`relaxation`). Behind much noise that is done from the beginning.
 
 Where noise, pruning or rounding blurs the head's gradient, images come first: by the direction of
 the whole update, until their features tell where those of the head's gradient are
@@ -32,13 +33,15 @@ from fedsim.rng import generator
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, noise_share, signals
+from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, buried, noise_share, signals
 from fedsim_attacks.contrast import exposed
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.matching import Matching
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.pyramid import Pyramid
+from fedsim_attacks.relaxation import TIGHT, Relaxation
+from fedsim_attacks.stages import StagedBody
 from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
 from fedsim_attacks.variation import chromatic_variation
 from fedsim_attacks.whole_gradient import WholeGradient
@@ -56,8 +59,11 @@ _FINE_STEP = 0.3
 """Times the step size when the steps are then unrolled: from far they lead anywhere."""
 _FIRST = 0.25
 """Share of the iterations before images' features are looked at, where the head is blurred."""
-_PEELED = 0.4
-"""Share of the iterations in which stages are peeled, each with as many steps."""
+_PEELED, _SINGLE = 0.35, 0.4
+"""Shares of the iterations in which stages are peeled, each with as many steps, and in which images
+are descended through the first one; the others are all stages' together."""
+_RELAXED_VARIATION = 2.5
+"""Total variation in these, times the usual."""
 _DEEP = 4
 """Stages from which a body is peeled: through fewer, images descend as well from afar."""
 _MAPS = 4.0
@@ -97,6 +103,8 @@ class Phase:
 
 Plan = Callable[["Descent"], Phase]
 """A phase to come, from what the images of those before make of it."""
+Relaxed = Callable[[list[Tensor], int, "Descent"], Phase]
+"""That of all stages together, for the maps between them and a number of iterations."""
 
 
 @dataclass(kw_only=True)
@@ -241,16 +249,15 @@ class FactoredInversion(Attack[Descent]):
             )
 
         def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
-            known, steps = signals(observation, features), int(_PEELED * iterations)
-            if steps and not several:
-                stream = generator(seed, "peeling")
-                peeling = Peeling(one, features, known, stream, width=self.jump_width, steps=steps)
-                if peeling.stages >= _DEEP:
-                    left = iterations - steps
-                    rest = partial(whole, features, known, left)
-                    peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
-                    return peeled, [partial(self._from_maps, rest, left)]
-            return whole(features, known, iterations), []
+            known, stream = signals(observation, features), generator(seed, "peeling")
+            staged = StagedBody(one, len(features), stream, width=self.jump_width)
+            if several or len(staged.stages) < _DEEP:
+                return whole(features, known, iterations), []
+            steps = 0 if buried(one, seen) else int(_PEELED * iterations)
+            peeling = Peeling(one, staged, features, known, stream, steps=steps)
+            relaxed = partial(self._relaxed, one, staged, features, known)
+            peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+            return peeled, [partial(self._from_maps, relaxed, iterations)]
 
         def from_images(state: Descent) -> Phase:
             iterations = rough - state.iteration
@@ -287,24 +294,55 @@ class FactoredInversion(Attack[Descent]):
         variation = max(_WHOLE_VARIATION, self.total_variation)
         return Phase(misfit, count, self.step_size, variation, labels), [from_images, *last]
 
-    def _from_maps(self, rest: Callable[[], Phase], left: int, state: Descent) -> Phase:
-        """Images from what went into the second stage, or all the `rest` where that is lost."""
+    def _from_maps(self, relaxed: Relaxed, iterations: int, state: Descent) -> Phase:
+        """Images from what went into the second stage, and then all that was peeled with them.
+
+        Or, where that is lost, from the `relaxed` stages alone, in all the `iterations` left.
+        """
         peeled = state.phase
         assert isinstance(peeled.misfit, Peeling)
+        left = iterations - peeled.iterations
+        single = int(_SINGLE * iterations)
         # What is left unexplained of a stage, its maps have passed on to the one before.
         doubt = peeled.misfit.unexplained
-        if doubt > _LOST:
-            return rest()
+        if doubt > _LOST or not single:
+            return relaxed([], left, state)
+        state.plans.insert(0, partial(relaxed, peeled.misfit.maps, left - single))
         weight = _MAPS / (1 + _DOUBT * doubt) * self.feature_weight
         return replace(
             peeled,
-            misfit=peeled.misfit.images(weight=weight, calls=left),
-            iterations=left,
+            misfit=peeled.misfit.images(weight=weight, calls=single),
+            iterations=single,
             step_size=self.step_size,
             total_variation=_COARSE_VARIATION * self.total_variation,
             final_variation=max(_FINE_VARIATION, doubt),
             feature_weight=weight,
-            without_contrast=peeled.misfit.without_contrast,
+        )
+
+    def _relaxed(
+        self,
+        observation: Observation,
+        staged: StagedBody,
+        features: Tensor,
+        known: Signals,
+        maps: list[Tensor],
+        iterations: int,
+        state: Descent,
+    ) -> Phase:
+        """All stages together, from what went into those but the first, if that is known."""
+        misfit = Relaxation(
+            observation, staged, features, known, state.best, maps, steps=iterations
+        )
+        return Phase(
+            misfit,
+            iterations,
+            misfit.step_size,
+            _RELAXED_VARIATION * self.total_variation if maps else self.total_variation,
+            known.labels,
+            TIGHT,
+            features,
+            final_variation=1.0,
+            without_contrast=staged.without_contrast,
         )
 
 

@@ -18,10 +18,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedsim import rng as streams
 from fedsim.types import Observation
-from fedsim_attacks.body_gradient import Body, PartGradient, Signals
-from fedsim_attacks.stages import Stage, stages
+from fedsim_attacks.body_gradient import PartGradient, Signals
+from fedsim_attacks.stages import Stage, StagedBody
 
 _STEP = 0.2
 """Of Adam, in units of the root mean square of what goes into a stage."""
@@ -29,10 +28,6 @@ _FINAL = 0.002
 """Step size at the end, over that of the beginning."""
 _START = 0.5
 """Size of random inputs to start at, over that of random images' maps."""
-_SAME = 1e-3
-"""Relative difference up to which outputs are the same; norm layers add 1e-5 to a variance."""
-_NARROWEST = 0.1
-"""How wide jumps are at the end, over the beginning."""
 
 
 @final
@@ -42,65 +37,43 @@ class Peeling:
     def __init__(
         self,
         observation: Observation,
+        staged: StagedBody,
         features: Tensor,
         known: Signals,
         rng: torch.Generator,
         *,
-        width: float,
         steps: int,
     ) -> None:
-        """For images of `features` (N, d).
-
-        Each stage takes `steps` steps of Adam; `width` as for `BodyGradient`.
-        """
-        self._rng, self._full, self._width = rng, width, torch.tensor(float(width))
-        self._observation, self._body = observation, Body(observation, self._width)
-        self._stages = stages(self._body, len(features), rng)
-        self._left = self._stages[1:]
+        """For images of `features` (N, d); each stage takes `steps` steps of Adam."""
+        self._rng, self._observation, self._staged = rng, observation, staged
+        self._left = staged.stages[1:]
         self._scale, self._steps = known.scale, steps
         self._outputs, self._errors, self._free = features, known.errors, False
+        self.maps: list[Tensor] = []
+        """What went into each of the stages peeled so far, the first of them first (N, ...)."""
         self._enter()
-
-    @property
-    def stages(self) -> int:
-        """How many there are, the one of the images included."""
-        return len(self._stages)
 
     @property
     def unexplained(self) -> float:
         """The least loss of the stage that was peeled last: shares of energy of what it shows."""
         return float(self._best_loss)
 
-    @property
-    def without_contrast(self) -> bool:
-        """Whether the first stage makes the same of an image and of a multiple of it.
-
-        Of each image its own: batch norm in train mode makes the same of a multiple of all alone.
-        """
-        stage = self._stages[0]
-        images = torch.randn(stage.shape, generator=streams.generator(0, "contrast"))
-        images = images.to(self._outputs.device)
-        with torch.no_grad():
-            factors = torch.linspace(2, 3, len(images)).to(images).view(-1, 1, 1, 1)
-            one, two = stage.part.function(images), stage.part.function(factors * images)
-        return bool((two - one).norm() < _SAME * one.norm())
-
     def step(self) -> Tensor:
         """As many steps of Adam as there are stages to peel; the loss (0-d) of the last one."""
-        for _ in self._stages[1:]:
+        for _ in self._staged.stages[1:]:
             if self._left:
                 self._descend()
         return self._loss
 
     def images(self, *, weight: float, calls: int) -> PartGradient:
         """Of images, from what the peeled stages tell of them; after `steps` calls of `step`."""
-        self._width.fill_(self._full)
-        return self._posed(self._stages[0], weight, calls)
+        self._staged.narrow(0)
+        return self._posed(self._staged.stages[0], weight, calls)
 
     def _posed(self, stage: Stage, weight: float, calls: int) -> PartGradient:
         return PartGradient(
             self._observation,
-            self._body,
+            self._staged.body,
             stage.part,
             self._outputs,
             self._errors,
@@ -125,8 +98,7 @@ class Peeling:
 
     def _descend(self) -> None:
         stage = self._left[-1]
-        # Wide jumps lead near; then, a few neurons are on the wrong side of theirs, by little.
-        self._width.fill_(self._full * _NARROWEST ** (self._taken / self._steps))
+        self._staged.narrow(self._taken / self._steps)
         misfit = self._gradient(self._inputs)
         self._loss = misfit.update + misfit.features
         better = self._loss < self._best_loss
@@ -142,6 +114,7 @@ class Peeling:
         self._taken += 1
         if self._taken == self._steps:
             self._outputs, self._errors = self._gradient.pulled_back(self._best)
+            self.maps.insert(0, self._outputs)
             self._free = True
             self._left.pop()
             self._enter()

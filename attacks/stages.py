@@ -12,14 +12,20 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedsim.rng import generator
+from fedsim.types import Observation
 from fedsim_attacks.body_gradient import Body, Part
 
 _MARGIN = 2.0
 """Equations for each unknown number of a stage that is inverted on its own."""
 _KNOWN = 0.5
 """Share of a map's values that are equations: ReLU has set the others to zero."""
+_SAME = 1e-3
+"""Relative difference up to which outputs are the same; norm layers add 1e-5 to a variance."""
+_NARROWEST = 0.1
+"""How wide jumps are at the end, over the beginning."""
 
 
 @final
@@ -34,6 +40,48 @@ class Stage:
     """Root mean square of that, for random images."""
     positive: bool
     """Whether it is never negative, as behind ReLU."""
+
+
+@final
+class StagedBody:
+    """A victim's body in stages, and how wide its jumps are taken for."""
+
+    def __init__(
+        self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float
+    ) -> None:
+        """`width` as for `Body`, at first."""
+        self._full, self._width = width, torch.tensor(float(width))
+        self.body = Body(observation, self._width)
+        self.stages = stages(self.body, num_images, rng)
+
+    def narrow(self, done: float) -> None:
+        """Jumps as wide as they are to be when a share `done` of a descent is done.
+
+        Wide ones lead near; then, a few neurons are on the wrong side of theirs, by little.
+        """
+        self._width.fill_(self._full * _NARROWEST**done)
+
+    @property
+    def without_contrast(self) -> bool:
+        """Whether the first stage makes the same of an image and of a multiple of it.
+
+        Of each image its own: batch norm in train mode makes the same of a multiple of all alone.
+        """
+        stage = self.stages[0]
+        images = torch.randn(stage.shape, generator=generator(0, "contrast"))
+        images = images.to(next(self.body.model.parameters()).device)
+        with torch.no_grad():
+            factors = torch.linspace(2, 3, len(images)).to(images).view(-1, 1, 1, 1)
+            one, two = stage.part.function(images), stage.part.function(factors * images)
+        return bool((two - one).norm() < _SAME * one.norm())
+
+    def maps(self, images: Tensor) -> list[Tensor]:
+        """What goes into each stage (N, ...), of normalized `images`, and what the last makes."""
+        maps = [images]
+        with torch.no_grad():
+            for stage in self.stages:
+                maps.append(stage.part.function(maps[-1]))
+        return maps
 
 
 def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:

@@ -1,0 +1,138 @@
+"""A deep body's images and what goes into each of its stages, descended together.
+
+Through a deep body, images lead far away (`peeling`); and stage by stage, what a stage's gradient
+leaves open is passed on to the one before, the more the more noise there is. Here everything is
+open at once: images and the maps between stages are variables of their own, a map need not be what
+the stage before makes of its inputs, and that it should be costs more and more, until images alone
+explain the update (the method of auxiliary coordinates of Carreira-Perpiñán and Wang, Distributed
+Optimization of Deeply Nested Systems, AISTATS 2014, for inputs in place of weights). Error signals
+run back through all stages at the present maps.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedsim.types import Observation
+from fedsim_attacks.body_gradient import Misfit, PartUpdate, Signals, laid
+from fedsim_attacks.stages import StagedBody
+
+_SHARE = 0.2
+"""First step size of a map, over how far it is from what the stage before makes of its inputs."""
+_FAR = 1.5
+"""How far it is where maps are those of random images: as unrelated ones are."""
+_FINAL = 0.005
+"""Step size at the end, over that of the beginning."""
+_LOOSE = 0.1
+"""What a relative squared distance of maps costs at first, in shares of the update's energy."""
+TIGHT = 100.0
+"""And at the end."""
+
+
+@final
+class Relaxation:
+    """The misfit of images, and of maps that every call moves on."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        staged: StagedBody,
+        features: Tensor,
+        known: Signals,
+        images: Tensor,
+        maps: list[Tensor],
+        *,
+        steps: int,
+    ) -> None:
+        """For images of `features` (N, d), from normalized `images` (N, C, H, W) on.
+
+        `maps` are what goes into all stages but the first, of each image up to a factor; none
+        for what becomes of `images`, which are then far from all. There are to be `steps` calls.
+        """
+        self._staged, self._features, self._errors = staged, features, known.errors
+        self._updates = [
+            PartUpdate(observation, staged.body, stage.part, known.scale) for stage in staged.stages
+        ]
+        self._energy = torch.stack([update.energy for update in self._updates]).sum()
+        self._taken, self._steps = 0, steps
+        self._maps, away = self._started(images, maps)
+        self.step_size = _SHARE * away[0]
+        """Of images at first, as of normalized pixels."""
+        sizes = [
+            _SHARE * far * stage.size for far, stage in zip(away, staged.stages[1:], strict=True)
+        ]
+        self._sizes = sizes
+        self._adam = torch.optim.Adam(
+            [{"params": [each]} for each in self._maps], betas=(0.9, 0.99)
+        )
+
+    def __call__(self, images: Tensor) -> Misfit:
+        """At normalized `images` (N, C, H, W); `features` is the distance of all maps."""
+        done = self._taken / self._steps
+        self._staged.narrow(done)
+        variable = laid(images).requires_grad_()
+        with torch.enable_grad():
+            update, distance = self._misfits([variable, *self._maps])
+            loss = update + _LOOSE * (TIGHT / _LOOSE) ** done * distance
+            slope, *slopes = torch.autograd.grad(loss, [variable, *self._maps])
+        left = _FINAL + (1 - _FINAL) * (0.5 + 0.5 * math.cos(math.pi * done))
+        for each, of, group, size in zip(
+            self._maps, slopes, self._adam.param_groups, self._sizes, strict=True
+        ):
+            each.grad = of
+            group["lr"] = size * left
+        self._adam.step()
+        for each, stage in zip(self._maps, self._staged.stages[1:], strict=True):
+            if stage.positive:
+                each.detach().clamp_(min=0)
+        self._taken += 1
+        return Misfit(update.detach(), distance.detach(), slope.contiguous())
+
+    def _started(self, images: Tensor, maps: list[Tensor]) -> tuple[list[Tensor], list[float]]:
+        """Maps to start from, and how far each is from what the stage before makes."""
+        if not maps:
+            made = self._staged.maps(images)[1:-1]
+            return [each.clone().requires_grad_() for each in made], [_FAR] * len(made)
+        entering, started, away = images, [], []
+        for stage, each in zip(self._staged.stages, maps, strict=False):
+            with torch.no_grad():
+                made = stage.part.function(entering)
+            along = (made * each).flatten(1).sum(1) / each.flatten(1).square().sum(1)
+            entering = each * along.view(-1, *[1] * (each.ndim - 1))
+            started.append(entering.clone().requires_grad_())
+            away.append(float(_distance(made, entering).sqrt()))
+        return started, away
+
+    def _misfits(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Of the update, and of what stages make of their `inputs` (both 0-d)."""
+        outputs, errors = self._features, self._errors
+        left: list[Tensor] = []
+        away: list[Tensor] = []
+        for i, stage in reversed(list(enumerate(self._staged.stages))):
+            # The accelerated layers compute no gradient of a leaf.
+            entering = inputs[i].clone() if i else inputs[i]
+            made = stage.part.function(entering)
+            parameters = [parameter for _, parameter in stage.part.parameters]
+            gradient = torch.autograd.grad(
+                (made.flatten(1) * errors.flatten(1)).sum(),
+                [*parameters, entering] if i else parameters,
+                create_graph=True,
+            )
+            left += self._updates[i].left(gradient[: len(parameters)])
+            away.append(_distance(made, outputs))
+            outputs, errors = entering, gradient[-1]
+        update = torch.stack([each.square().sum() for each in left]).sum() / self._energy
+        return update, torch.stack(away).sum()
+
+
+def _distance(made: Tensor, outputs: Tensor) -> Tensor:
+    """Mean of the images' relative squared distances (0-d)."""
+    made, outputs = made.flatten(1), outputs.flatten(1)
+    least = torch.finfo(made.dtype).tiny
+    return (
+        (made - outputs).square().sum(1) / outputs.detach().square().sum(1).clamp_min(least)
+    ).mean()
