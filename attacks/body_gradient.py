@@ -27,8 +27,6 @@ from fedsim_attacks.tape import PAYS, Tape
 
 _LEAST_STRETCH = 0.1
 """Of outputs that are known up to a factor; random inputs may make any."""
-_BURIED = 0.5
-"""Share of the body's update that is noise, from which it is for the most part."""
 
 
 class Misfit(NamedTuple):
@@ -266,10 +264,10 @@ def noise_share(observation: Observation, seen: HeadGradient) -> float:
     return rounding / sum(count for _, count in spacings) / energy
 
 
-def buried(observation: Observation, seen: HeadGradient) -> bool:
-    """Whether the body's update is noise for the most part; `seen` as for `noise_share`."""
+def noise_energy(observation: Observation, seen: HeadGradient) -> float:
+    """Share of |body's update|² that is noise; `seen` as for `noise_share`."""
     body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
-    return noise_share(observation, seen) * sum(tensor.numel() for tensor in body) > _BURIED
+    return noise_share(observation, seen) * sum(tensor.numel() for tensor in body)
 
 
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:

@@ -33,7 +33,14 @@ from fedsim.rng import generator
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.body_gradient import BodyGradient, Misfit, Signals, buried, noise_share, signals
+from fedsim_attacks.body_gradient import (
+    BodyGradient,
+    Misfit,
+    Signals,
+    noise_energy,
+    noise_share,
+    signals,
+)
 from fedsim_attacks.contrast import exposed
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
@@ -62,6 +69,11 @@ _FIRST = 0.25
 _PEELED, _SINGLE = 0.35, 0.4
 """Shares of the iterations in which stages are peeled, each with as many steps, and in which images
 are descended through the first one; the others are all stages' together."""
+_BURIED = 0.5
+"""Share of the body's update that is noise, from which there is nothing to peel."""
+_FAR, _CLEAR, _LEAST_CLEAR = 1.5, 3.0, 1e-3
+"""How far maps are from right that nothing has been peeled of: where noise hides most of the
+update, steps are to be shorter, by the fourth root of what is not noise."""
 _RELAXED_VARIATION = 2.5
 """Total variation in these, times the usual."""
 _DEEP = 4
@@ -225,9 +237,10 @@ class FactoredInversion(Attack[Descent]):
     def _plan(self, observation: Observation, found: Tensor, seed: int) -> tuple[Phase, list[Plan]]:
         """The first phase, and those to come, for features that were `found` (N, d).
 
-        One phase, for exact features of one gradient; two, if the body is deep and peeled first.
-        Where features may be wrong, images lead to them first, in two goes if need be. Several
-        local steps are taken for one gradient, and in the end unrolled.
+        One phase, for exact features of one gradient; three, if the body is deep: peeled, its first
+        stage alone, and all together. Where features may be wrong, images lead to them first, in
+        two goes if need be. Several local steps are taken for one gradient, and in the end
+        unrolled.
         """
         several = observation.training.steps > 1 or observation.num_clients > 1
         one = as_one_gradient(observation) if several else observation
@@ -251,11 +264,13 @@ class FactoredInversion(Attack[Descent]):
         def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
             known, stream = signals(observation, features), generator(seed, "peeling")
             staged = StagedBody(one, len(features), stream, width=self.jump_width)
-            if several or len(staged.stages) < _DEEP:
+            if len(staged.stages) < _DEEP:
                 return whole(features, known, iterations), []
-            steps = 0 if buried(one, seen) else int(_PEELED * iterations)
+            noise = noise_energy(one, seen)
+            far = min(_FAR, _CLEAR * max(1 - noise, _LEAST_CLEAR) ** 0.25)
+            steps = 0 if several or noise > _BURIED else int(_PEELED * iterations)
             peeling = Peeling(one, staged, features, known, stream, steps=steps)
-            relaxed = partial(self._relaxed, one, staged, features, known)
+            relaxed = partial(self._relaxed, one, staged, features, known, far)
             peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
             return peeled, [partial(self._from_maps, relaxed, iterations)]
 
@@ -280,8 +295,16 @@ class FactoredInversion(Attack[Descent]):
             misfit = UnrolledUpdate(
                 observation, features, known, weight=weight, width=self.jump_width, calls=iterations
             )
-            size, variation = _FINE_STEP * self.step_size, self.total_variation
-            return Phase(misfit, iterations, size, variation, known.labels, weight, features)
+            return Phase(
+                misfit,
+                iterations,
+                _FINE_STEP * self.step_size,
+                self.total_variation,
+                known.labels,
+                weight,
+                features,
+                without_contrast=state.phase.without_contrast,
+            )
 
         last = [unrolled] if several else []
         if image_features.settled(seen, found):
@@ -325,13 +348,14 @@ class FactoredInversion(Attack[Descent]):
         staged: StagedBody,
         features: Tensor,
         known: Signals,
+        far: float,
         maps: list[Tensor],
         iterations: int,
         state: Descent,
     ) -> Phase:
         """All stages together, from what went into those but the first, if that is known."""
         misfit = Relaxation(
-            observation, staged, features, known, state.best, maps, steps=iterations
+            observation, staged, features, known, state.best, maps, far=far, steps=iterations
         )
         return Phase(
             misfit,

@@ -23,8 +23,6 @@ from fedsim_attacks.stages import StagedBody
 
 _SHARE = 0.2
 """First step size of a map, over how far it is from what the stage before makes of its inputs."""
-_FAR = 1.5
-"""How far it is where maps are those of random images: as unrelated ones are."""
 _FINAL = 0.005
 """Step size at the end, over that of the beginning."""
 _LOOSE = 0.1
@@ -46,12 +44,14 @@ class Relaxation:
         images: Tensor,
         maps: list[Tensor],
         *,
+        far: float,
         steps: int,
     ) -> None:
         """For images of `features` (N, d), from normalized `images` (N, C, H, W) on.
 
         `maps` are what goes into all stages but the first, of each image up to a factor; none
-        for what becomes of `images`, which are then far from all. There are to be `steps` calls.
+        for what becomes of `images`, `far` from right in units of their size. There are to be
+        `steps` calls.
         """
         self._staged, self._features, self._errors = staged, features, known.errors
         self._updates = [
@@ -59,7 +59,7 @@ class Relaxation:
         ]
         self._energy = torch.stack([update.energy for update in self._updates]).sum()
         self._taken, self._steps = 0, steps
-        self._maps, away = self._started(images, maps)
+        self._maps, away = self._started(images, maps, far)
         self.step_size = _SHARE * away[0]
         """Of images at first, as of normalized pixels."""
         sizes = [
@@ -92,11 +92,13 @@ class Relaxation:
         self._taken += 1
         return Misfit(update.detach(), distance.detach(), slope.contiguous())
 
-    def _started(self, images: Tensor, maps: list[Tensor]) -> tuple[list[Tensor], list[float]]:
+    def _started(
+        self, images: Tensor, maps: list[Tensor], far: float
+    ) -> tuple[list[Tensor], list[float]]:
         """Maps to start from, and how far each is from what the stage before makes."""
         if not maps:
             made = self._staged.maps(images)[1:-1]
-            return [each.clone().requires_grad_() for each in made], [_FAR] * len(made)
+            return [each.clone().requires_grad_() for each in made], [far] * len(made)
         entering, started, away = images, [], []
         for stage, each in zip(self._staged.stages, maps, strict=False):
             with torch.no_grad():

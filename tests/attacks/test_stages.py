@@ -20,6 +20,7 @@ from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import Stage, StagedBody, stages
+from fedsim_attacks.unrolled_update import UnrolledUpdate
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}
@@ -36,9 +37,17 @@ def observe(
     count: int = 2,
     mode: Literal["train", "eval"] = "train",
     model: str = "resnet18",
+    steps: int = 1,
     **parameters: Any,
 ) -> tuple[Observation, GroundTruth]:
-    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=count, lr=0.001, mode=mode)
+    training = LocalTraining(
+        algorithm="fedsgd" if steps == 1 else "fedavg",
+        steps=steps,
+        batch_size=count,
+        lr=0.001,
+        mode=mode,
+        batches="same",
+    )
     own = RESNET if model == "resnet18" else {"width": 8, "head": HEAD}
     return make_observation(
         *photos(count),
@@ -194,7 +203,9 @@ def relaxation(
     stream = rng.generator(0, "stages")
     staged = StagedBody(observation, observation.num_images, stream, width=width)
     known = signals(observation, truth.features)
-    made = Relaxation(observation, staged, truth.features, known, images, maps, steps=steps)
+    made = Relaxation(
+        observation, staged, truth.features, known, images, maps, far=1.5, steps=steps
+    )
     return made, staged.maps(normalize(truth.images, observation.model))
 
 
@@ -330,6 +341,12 @@ def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
     found = kinds(observation, FactoredInversion(iterations=10))
     assert (Peeling in found) == (std < 1e-3)
+
+
+def test_several_local_steps_are_relaxed_and_then_unrolled() -> None:
+    observation, _ = observe([], steps=2)
+    found = kinds(observation, FactoredInversion(iterations=10))
+    assert found == [Relaxation] * 7 + [UnrolledUpdate] * 3
 
 
 def test_one_iteration_is_too_few_to_peel() -> None:
