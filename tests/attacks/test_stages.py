@@ -298,6 +298,15 @@ def test_steps_of_known_maps_are_as_long_as_they_are_wrong() -> None:
     assert far < relaxation(observation, truth, images, [])[0].step_size
 
 
+def test_maps_behind_relu_stay_positive() -> None:
+    observation, truth = observe([])
+    images = normalize(truth.images, observation.model)
+    relaxed, _ = relaxation(observation, truth, images.flip(0), [], steps=5, width=1.0)
+    for _ in range(5):
+        relaxed(images.flip(0))
+    assert all(float(each.min()) == 0 for each in relaxed._maps)
+
+
 def test_maps_follow_their_images() -> None:
     """From images at the truth and maps a tenth off, maps come back."""
     observation, truth = observe([])
@@ -320,6 +329,7 @@ def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
     while not attack.terminate(state):
         state = attack.step(state)
         found.append(type(state.phase.misfit))
+    assert state.phase.without_contrast
     return found
 
 
