@@ -112,7 +112,7 @@ def test_what_is_not_determined_is_not_cut(
         ([], "train", "batch"),
         ([], "eval", "batch"),
         ([{"name": "clip", "norm": 1e-3}], "train", "group"),
-        ([{"name": "gradient_pruning", "ratio": 0.5}], "train", "group"),
+        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
     ],
     ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
 )
@@ -216,7 +216,7 @@ def relaxation(
         ([], "train", "batch"),
         ([], "eval", "batch"),
         ([{"name": "clip", "norm": 1e-3}], "train", "group"),
-        ([{"name": "gradient_pruning", "ratio": 0.5}], "train", "group"),
+        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
     ],
     ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
 )
