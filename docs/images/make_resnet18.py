@@ -1,9 +1,9 @@
 """Draw docs/images/resnet18.png from what `fedsim attack RECORDING --out FOLDER` has left.
 
-    python docs/images/make_resnet18.py RUN RECORDING factored_inversion=FOLDER ...
+    python docs/images/make_resnet18.py RUN RECORDING undefended=FOLDER "noise of 0.01=FOLDER"
 
-One batch: the truth above, and below what each attack made of the update, each image where it is
-nearest. The pixels are the scored ones, enlarged and not rescaled.
+One batch: the truth above, and below what was made of its update behind each defense, each image
+where it is nearest. The pixels are the scored ones, enlarged and not rescaled.
 """
 
 from __future__ import annotations
