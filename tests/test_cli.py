@@ -287,6 +287,8 @@ def test_ctrl_c_says_how_to_go_on(path: Path, workers: str) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job, as these tests may be, is started with the signal ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
