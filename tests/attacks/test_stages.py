@@ -25,6 +25,18 @@ from fedsim_attacks.unrolled_update import UnrolledUpdate
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}
 
+VICTIMS = pytest.mark.parametrize(
+    ("defense", "mode", "norm"),
+    [
+        ([], "train", "group"),
+        ([], "train", "batch"),
+        ([], "eval", "batch"),
+        ([{"name": "clip", "norm": 1e-3}], "train", "group"),
+        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
+    ],
+    ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
+)
+
 
 def photos(count: int) -> tuple[Tensor, Tensor]:
     data = Photos().load()
@@ -105,17 +117,7 @@ def test_what_is_not_determined_is_not_cut(
 
 
 @pytest.mark.parametrize("width", [0.0, 1.0])
-@pytest.mark.parametrize(
-    ("defense", "mode", "norm"),
-    [
-        ([], "train", "group"),
-        ([], "train", "batch"),
-        ([], "eval", "batch"),
-        ([{"name": "clip", "norm": 1e-3}], "train", "group"),
-        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
-    ],
-    ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
-)
+@VICTIMS
 def test_every_stage_is_zero_at_the_truth(
     defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str, width: float
 ) -> None:
@@ -209,17 +211,7 @@ def relaxation(
     return made, staged.maps(normalize(truth.images, observation.model))
 
 
-@pytest.mark.parametrize(
-    ("defense", "mode", "norm"),
-    [
-        ([], "train", "group"),
-        ([], "train", "batch"),
-        ([], "eval", "batch"),
-        ([{"name": "clip", "norm": 1e-3}], "train", "group"),
-        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
-    ],
-    ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
-)
+@VICTIMS
 def test_relaxed_stages_are_zero_at_the_truth(
     defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
 ) -> None:
