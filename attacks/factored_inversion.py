@@ -47,7 +47,7 @@ from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.matching import Matching
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.pyramid import Pyramid
-from fedsim_attacks.relaxation import TIGHT, Relaxation
+from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import StagedBody
 from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
 from fedsim_attacks.variation import chromatic_variation
@@ -59,7 +59,8 @@ _FINAL_VARIATION = 0.4
 """Weight of the total variation at the end, over that of the beginning: it costs contrast, which
 the update restores once the images are nearly right."""
 _ROUGH = 0.7
-"""Share of the iterations that take several steps for one gradient, at a seventh of the cost."""
+"""Share of the iterations that take several steps for one gradient, at a seventh of the cost;
+through a deep body all do, as the descent of a whole one leads away."""
 _ROUGH_FEATURES, _ROUGH_VARIATION = 10.0, 0.1
 """Weights there: features are known better than that holds, and it leaves more to be smoothed."""
 _FINE_STEP = 0.3
@@ -71,9 +72,6 @@ _PEELED, _SINGLE = 0.35, 0.4
 are descended through the first one; the others are all stages' together."""
 _BURIED = 0.5
 """Share of the body's update that is noise, from which there is nothing to peel."""
-_FAR, _CLEAR, _LEAST_CLEAR = 1.5, 3.0, 1e-3
-"""How far maps are from right that nothing has been peeled of: where noise hides most of the
-update, steps are to be shorter, by the fourth root of what is not noise."""
 _RELAXED_VARIATION = 2.5
 """Total variation in these, times the usual."""
 _DEEP = 4
@@ -239,14 +237,16 @@ class FactoredInversion(Attack[Descent]):
 
         One phase, for exact features of one gradient; three, if the body is deep: peeled, its first
         stage alone, and all together. Where features may be wrong, images lead to them first, in
-        two goes if need be. Several local steps are taken for one gradient, and in the end
-        unrolled.
+        two goes if need be. Several local steps are taken for one gradient, and in the end, if
+        the body is not deep, unrolled.
         """
         several = observation.training.steps > 1 or observation.num_clients > 1
         one = as_one_gradient(observation) if several else observation
-        rough = int(_ROUGH * self.iterations) if several else self.iterations
-        seen = HeadGradient.of(one)
-
+        seen, stream = HeadGradient.of(one), generator(seed, "peeling")
+        staged = StagedBody(one, len(found), stream, width=self.jump_width)
+        deep = len(staged.stages) >= _DEEP
+        unrolls = several and not deep
+        rough = int(_ROUGH * self.iterations) if unrolls else self.iterations
         values = observation.num_images * math.prod(observation.model.input_shape)
 
         def whole(features: Tensor, known: Signals, iterations: int) -> Phase:
@@ -262,15 +262,13 @@ class FactoredInversion(Attack[Descent]):
             )
 
         def factored(features: Tensor, iterations: int) -> tuple[Phase, list[Plan]]:
-            known, stream = signals(observation, features), generator(seed, "peeling")
-            staged = StagedBody(one, len(features), stream, width=self.jump_width)
-            if len(staged.stages) < _DEEP:
+            known = signals(observation, features)
+            if not deep:
                 return whole(features, known, iterations), []
             noise = noise_energy(one, seen)
-            far = min(_FAR, _CLEAR * max(1 - noise, _LEAST_CLEAR) ** 0.25)
             steps = 0 if several or noise > _BURIED else int(_PEELED * iterations)
             peeling = Peeling(one, staged, features, known, stream, steps=steps)
-            relaxed = partial(self._relaxed, one, staged, features, known, far)
+            relaxed = partial(self._relaxed, one, staged, features, known, noise, several)
             peeled = Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
             return peeled, [partial(self._from_maps, relaxed, iterations)]
 
@@ -306,7 +304,7 @@ class FactoredInversion(Attack[Descent]):
                 without_contrast=state.phase.without_contrast,
             )
 
-        last = [unrolled] if several else []
+        last = [unrolled] if unrolls else []
         if image_features.settled(seen, found):
             phase, following = factored(found, rough)
             return phase, [*following, *last]
@@ -348,14 +346,23 @@ class FactoredInversion(Attack[Descent]):
         staged: StagedBody,
         features: Tensor,
         known: Signals,
-        far: float,
+        noise: float,
+        rough: bool,
         maps: list[Tensor],
         iterations: int,
         state: Descent,
     ) -> Phase:
         """All stages together, from what went into those but the first, if that is known."""
         misfit = Relaxation(
-            observation, staged, features, known, state.best, maps, far=far, steps=iterations
+            observation,
+            staged,
+            features,
+            known,
+            state.best,
+            maps,
+            noise=noise,
+            rough=rough,
+            steps=iterations,
         )
         return Phase(
             misfit,
@@ -363,7 +370,7 @@ class FactoredInversion(Attack[Descent]):
             misfit.step_size,
             _RELAXED_VARIATION * self.total_variation if maps else self.total_variation,
             known.labels,
-            TIGHT,
+            misfit.tight,
             features,
             final_variation=1.0,
             without_contrast=staged.without_contrast,

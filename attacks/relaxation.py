@@ -25,10 +25,18 @@ _SHARE = 0.2
 """First step size of a map, over how far it is from what the stage before makes of its inputs."""
 _FINAL = 0.005
 """Step size at the end, over that of the beginning."""
-_LOOSE = 0.1
+_LOOSE = 0.03
 """What a relative squared distance of maps costs at first, in shares of the update's energy."""
-TIGHT = 100.0
-"""And at the end."""
+_TIGHT = 100.0
+"""And at the end, without noise: with it less, by the square root of what is not noise. Tighter
+maps carry the noise of all stages into the images, looser ones each fit that of their own."""
+_TIGHT_ROUGH = 10.0
+"""Where an update is only roughly that of one gradient."""
+_FAR, _CLEAR = 1.5, 3.0
+"""How far maps are from right that nothing is known of, in units of their size: where noise hides
+most of the update, steps are to be shorter, by the fourth root of what is not noise."""
+_LEAST_CLEAR = 1e-3
+"""Share of the update that is not noise, at least: less cannot be told from none."""
 
 
 @final
@@ -44,22 +52,26 @@ class Relaxation:
         images: Tensor,
         maps: list[Tensor],
         *,
-        far: float,
+        noise: float,
+        rough: bool,
         steps: int,
     ) -> None:
         """For images of `features` (N, d), from normalized `images` (N, C, H, W) on.
 
         `maps` are what goes into all stages but the first, of each image up to a factor; none
-        for what becomes of `images`, `far` from right in units of their size. There are to be
-        `steps` calls.
+        for what becomes of `images`. A share `noise` of the body's update is noise; `rough`:
+        it is that of several steps taken for one. There are to be `steps` calls.
         """
+        clear = max(1 - noise, _LEAST_CLEAR)
+        self.tight = (_TIGHT_ROUGH if rough else _TIGHT) * math.sqrt(clear)
+        """What a relative squared distance of maps costs at the end."""
         self._staged, self._features, self._errors = staged, features, known.errors
         self._updates = [
             PartUpdate(observation, staged.body, stage.part, known.scale) for stage in staged.stages
         ]
         self._energy = torch.stack([update.energy for update in self._updates]).sum()
         self._taken, self._steps = 0, steps
-        self._maps, away = self._started(images, maps, far)
+        self._maps, away = self._started(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * away[0]
         """Of images at first, as of normalized pixels."""
         sizes = [
@@ -77,7 +89,7 @@ class Relaxation:
         variable = laid(images).requires_grad_()
         with torch.enable_grad():
             update, distance = self._misfits([variable, *self._maps])
-            loss = update + _LOOSE * (TIGHT / _LOOSE) ** done * distance
+            loss = update + _LOOSE * (self.tight / _LOOSE) ** done * distance
             slope, *slopes = torch.autograd.grad(loss, [variable, *self._maps])
         left = _FINAL + (1 - _FINAL) * (0.5 + 0.5 * math.cos(math.pi * done))
         for each, of, group, size in zip(

@@ -199,6 +199,8 @@ def relaxation(
     maps: list[Tensor],
     steps: int = 1,
     width: float = 0.0,
+    noise: float = 0.0,
+    rough: bool = False,
 ) -> tuple[Relaxation, list[Tensor]]:
     """And the true images and maps."""
     assert truth.features is not None
@@ -206,7 +208,15 @@ def relaxation(
     staged = StagedBody(observation, observation.num_images, stream, width=width)
     known = signals(observation, truth.features)
     made = Relaxation(
-        observation, staged, truth.features, known, images, maps, far=1.5, steps=steps
+        observation,
+        staged,
+        truth.features,
+        known,
+        images,
+        maps,
+        noise=noise,
+        rough=rough,
+        steps=steps,
     )
     return made, staged.maps(normalize(truth.images, observation.model))
 
@@ -258,7 +268,8 @@ def test_the_slope_in_images_is_that_of_the_first_stage_alone() -> None:
             outputs,
             errors,
             scale=known.scale,
-            weight=0.1 / share,  # a tenth, of a distance's weight in all of the update's energy
+            weight=0.03
+            / share,  # what a distance costs at first, of the energy of all of the update
             calls=1,
         )
         outputs, errors = first.pulled_back(true[i])
