@@ -213,7 +213,7 @@ def test_images_need_not_come_first_where_features_are_settled() -> None:
     attack = FactoredInversion(iterations=40)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
     assert isinstance(state.phase.misfit, BodyGradient)
-    assert not state.plans
+    assert not state.phases.over(attack.iterations)
 
 
 def test_behind_much_noise_the_whole_gradient_is_all_there_is() -> None:
