@@ -38,7 +38,7 @@ def _planted(workload: Workload) -> None:
 
 def _enough(workload: Workload) -> None:
     """Clients that share their noise have to take part together."""
-    least, sampled = workload.stack.least_clients, len(workload.participants(1))
+    least, sampled = workload.stack.least_clients, len(workload.schedule.participants(1))
     if sampled < least:
         raise FedsimError(
             f"defenses.{workload.stack_name}: the noise is shared among {least} clients, and "
@@ -52,7 +52,7 @@ def _observed(workload: Workload) -> None:
     if not workload.trains and not scenario.observe.batch_sizes:
         return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
-        if not workload.observed(round):
+        if not workload.schedule.observed(round):
             raise FedsimError(
                 f"observe.clients: none of them takes part in round {round} "
                 f"(participation {scenario.federation.participation}, seed "

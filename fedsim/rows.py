@@ -48,7 +48,7 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     rounds, repeated = participations(workload, round)
     schedules: set[tuple[bool, ...]] = set()
     if isinstance(workload.stack.aggregation, NoisyAggregation):
-        taking_part = [workload.participants(past) for past in range(1, round + 1)]
+        taking_part = [workload.schedule.participants(past) for past in range(1, round + 1)]
         clients = range(len(workload.parts))
         schedules = {tuple(client in each for each in taking_part) for client in clients}
     claims = [
@@ -80,8 +80,8 @@ def participations(workload: Workload, round: int) -> tuple[int, int]:
     """The most that any client has had after `round` rounds: (plain ones, repeated releases)."""
     counts, repeated = [0] * len(workload.parts), [0] * len(workload.parts)
     for past in range(1, round + 1):
-        again = workload.scenario.observe.releases > 1 and workload.is_observed(past)
-        for client in workload.participants(past):
+        again = workload.scenario.observe.releases > 1 and workload.schedule.is_observed(past)
+        for client in workload.schedule.participants(past):
             (repeated if again else counts)[client] += 1
     return max(counts), max(repeated)
 

@@ -7,7 +7,6 @@ stack: every defense is attacked on the same victims.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -28,6 +27,7 @@ from fedsim.models.base import Classifier
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, build_stack, declared_training, plugin_class
+from fedsim.schedule import Probe, Schedule
 from fedsim.types import (
     Dataset,
     FedsimError,
@@ -40,21 +40,6 @@ from fedsim.types import (
     Truth,
     Update,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Probe:
-    """An update that is asked for only to be recorded: it is never aggregated.
-
-    It is what the same client would have released in this round, had its batch been another one of
-    `batch_size` images; so leakage can be compared across batch sizes and over many trials. Of a
-    table, each of the client's rows takes part with the same chance, so many on average.
-    """
-
-    batch_size: int
-    trial: int
-    release: int = 0
-    """Which of several releases of the same batch; only a defense's randomness differs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,6 +103,12 @@ class Workload:
         self.release = self.computation.release
 
     @property
+    def schedule(self) -> Schedule:
+        """Who takes part when, and what is recorded."""
+        aggregated = self.stack.aggregation is not None
+        return Schedule(scenario=self.scenario, aggregated=aggregated, trains=self.trains)
+
+    @property
     def model(self) -> Classifier | None:
         """The network that is trained, if the learner trains one."""
         return self.computation.model
@@ -167,60 +158,14 @@ class Workload:
         seed = rng.derive(self.scenario.seed, "plant", round)
         return self.computation.probed(parameters, seed)
 
-    def participants(self, round: int) -> list[int]:
-        """Clients sampled in `round` (1-based), ascending."""
-        clients = self.scenario.data.clients
-        count = max(1, math.floor(self.scenario.federation.participation * clients + 0.5))
-        stream = rng.generator(self.scenario.seed, "participants", round)
-        return sorted(torch.randperm(clients, generator=stream)[:count].tolist())
-
-    def is_observed(self, round: int) -> bool:
-        """Whether anything is recorded in `round` (1-based)."""
-        if not self.trains and self.scenario.observe.batch_sizes is None:
-            return False
-        last = self.scenario.training.rounds
-        return round in {last if r == "last" else r for r in self.scenario.observe.rounds}
-
-    def observed(self, round: int) -> list[int]:
-        """Clients whose update (of training or of a probe) is recorded in `round`."""
-        if not self.is_observed(round):
-            return []
-        wanted = self.scenario.observe.clients
-        probing = self.scenario.observe.batch_sizes is not None
-        taking_part = self.participants(round)
-        if self.stack.aggregation:
-            return taking_part
-        if wanted == "all":
-            return list(range(self.scenario.data.clients)) if probing else taking_part
-        return sorted(wanted) if probing else [c for c in taking_part if c in wanted]
-
-    def probes(self, round: int) -> list[Probe]:
-        """What `observed(round)` is asked besides training, `observe.releases` times each.
-
-        Empty if the training update itself is recorded.
-        """
-        sizes = self.scenario.observe.batch_sizes
-        if sizes is None or not self.is_observed(round):
-            return []
-        trials = range(self.scenario.observe.trials)
-        return [Probe(batch_size=size, trial=trial) for size in sizes for trial in trials]
-
-    def plans(self, round: int, probe: Probe | None) -> bool:
-        """Whether the scenario asks for `probe` in `round`."""
-        return (
-            probe is not None
-            and replace(probe, release=0) in self.probes(round)
-            and probe.release < self.scenario.observe.releases
-        )
-
     def recordings(self) -> Iterator[Observation]:
         """What a run without failures records, without tensors, in canonical order."""
         for round in range(1, self.scenario.training.rounds + 1):
-            clients = self.observed(round)
+            clients = self.schedule.observed(round)
             if not clients:
                 continue
             seen = [-1] if self.stack.aggregation else clients
-            asked: list[Probe | None] = list(self.probes(round)) or [None]
+            asked: list[Probe | None] = list(self.schedule.probes(round)) or [None]
             for probe in asked:
                 for client in seen:
                     yield self.observation(
@@ -267,7 +212,7 @@ class Workload:
             buffers=buffers,
             training=training,
             seed=rng.derive(self.scenario.seed, "learner", *path),
-            recorded=self.is_observed(round),
+            recorded=self.schedule.is_observed(round),
         )
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(self.scenario.seed, "defense", *path, *again)
@@ -303,7 +248,7 @@ class Workload:
         return aggregation.noised(
             combined,
             ServerRound(
-                clients=len(self.participants(round)),
+                clients=len(self.schedule.participants(round)),
                 sensitivity=before.sensitivity,
                 stream=rng.generator(seed, *path, round, *asked),
                 before=rng.generator(seed, *path, round - 1) if round > 1 else None,

@@ -14,8 +14,9 @@ from fedsim.record import Row, Run
 from fedsim.recording import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.types import RowTruth
-from fedsim.workload import Probe, Workload
+from fedsim.workload import Workload
 
 FAR = [
     {"name": "gaussian_sampling", "beta": 0.01, "lift": 3, "samples": 199},

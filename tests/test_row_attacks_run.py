@@ -18,8 +18,9 @@ from fedsim.recording import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.scenario import ScenarioError
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError, RowTruth
-from fedsim.workload import Probe, Workload
+from fedsim.workload import Workload
 
 NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
 SCENARIO: dict[str, Any] = {

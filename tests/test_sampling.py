@@ -19,10 +19,11 @@ from fedsim.privacy.ledger import claim, worst_off
 from fedsim.recording import read_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.stack import chain
 from fedsim.testing.updates import same
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
-from fedsim.workload import ClientResult, Probe, Workload
+from fedsim.workload import ClientResult, Workload
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
 

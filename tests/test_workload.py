@@ -15,8 +15,9 @@ from fedsim.federation.checkpoint import Checkpoint, Checkpoints, fingerprint
 from fedsim.recording import observation_id, write_tensors
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError, Tensors
-from fedsim.workload import Probe, Workload, load_dataset
+from fedsim.workload import Workload, load_dataset
 
 BASE: dict[str, Any] = {
     "name": "tiny",
@@ -113,18 +114,20 @@ def test_a_probe_leaves_no_trace(workloads: dict[str, Workload]) -> None:
 
 
 def test_participants_are_sampled_by_seed_and_round(workloads: dict[str, Workload]) -> None:
-    rounds = [workloads["none"].participants(r) for r in range(1, 30)]
+    rounds = [workloads["none"].schedule.participants(r) for r in range(1, 30)]
     assert all(len(set(clients)) == 3 and clients == sorted(clients) for clients in rounds)
     assert len({tuple(clients) for clients in rounds}) > 3
-    assert rounds == [workloads["noise"].participants(r) for r in range(1, 30)]
+    assert rounds == [workloads["noise"].schedule.participants(r) for r in range(1, 30)]
 
 
 def test_what_is_observed(workloads: dict[str, Workload]) -> None:
-    plain, summed = workloads["none"], workloads["sum"]
+    plain, summed = workloads["none"].schedule, workloads["sum"].schedule
     assert plain.observed(3) == [] and plain.probes(3) == []
     assert plain.observed(4) == [0] and summed.observed(4) == summed.participants(4)
-    assert [(p.batch_size, p.trial) for p in plain.probes(4)] == [(1, 0), (1, 1), (3, 0), (3, 1)]
-    assert plain.observation_id(4, 0, plain.probes(4)[2]) == observation_id("none", 4, 0, "b3-t0")
+    probes = plain.probes(4)
+    assert [(p.batch_size, p.trial) for p in probes] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+    name = workloads["none"].observation_id(4, 0, probes[2])
+    assert name == observation_id("none", 4, 0, "b3-t0")
 
 
 def test_an_observation_declares_the_probe_and_not_the_truth(

@@ -18,8 +18,9 @@ from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.recording import save_truth
 from fedsim.scenario import Scenario
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError, Tensors
-from fedsim.workload import ClientResult, Probe, Workload
+from fedsim.workload import ClientResult, Workload
 
 PROBE = "probe"
 """Action of a training message whose answer is recorded and never aggregated."""
@@ -84,7 +85,7 @@ class Client:
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
         order = wire.read_order(message.content)
-        if not self._workload.plans(order.round, order.probe):
+        if not self._workload.schedule.plans(order.round, order.probe):
             raise FedsimError(f"no such probe is planned for round {order.round}: {order.probe}")
         return self._respond(message, context, order)
 
@@ -116,8 +117,8 @@ class Client:
         self, client: int, round: int, probe: Probe | None, result: ClientResult
     ) -> None:
         workload = self._workload
-        recorded = probe is not None or not workload.probes(round)
-        if recorded and result.truth and client in workload.observed(round):
+        recorded = probe is not None or not workload.schedule.probes(round)
+        if recorded and result.truth and client in workload.schedule.observed(round):
             seen_as = -1 if workload.stack.aggregation else client
             observation = workload.observation_id(round, seen_as, probe)
             save_truth(result.truth, Path(self._job.out), observation, client)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.records import REASONS
+from fedsim.schedule import Probe
 from fedsim.types import Tensors
-from fedsim.workload import Probe
 
 _DETAILS = 20
 _DETAIL_LENGTH = 300

@@ -51,7 +51,7 @@ class _Training:
         self._tap = tap
         federation = workload.scenario.federation
         self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
-        sampled = len(workload.participants(1))
+        sampled = len(workload.schedule.participants(1))
         claimed = federation.strategy_parameters.get("num_sampled_clients")
         if claimed not in (None, sampled):
             raise FedsimError(
@@ -94,7 +94,7 @@ class _Training:
         tally = self._tap.tally
         return RoundRecord(
             round=round,
-            participants=tuple(self._workload.participants(round)),
+            participants=tuple(self._workload.schedule.participants(round)),
             aggregated=len(tally.accepted),
             train_loss=tally.train_loss,
             test_loss=test_loss,

@@ -202,9 +202,8 @@ def _resources(threads: int, workload: Workload, scratch: Path) -> dict[str, Any
     """Ray's cluster: as many workers as there are clients to run at a time, at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     per_client = min(threads, cores or 1)
-    busy = max(
-        len(workload.participants(1)), len(workload.observed(workload.scenario.training.rounds))
-    )
+    schedule, last = workload.schedule, workload.scenario.training.rounds
+    busy = max(len(schedule.participants(1)), len(schedule.observed(last)))
     workers = max(1, min((cores or 1) // per_client, busy))
     init: dict[str, Any] = {
         "num_cpus": workers * per_client,

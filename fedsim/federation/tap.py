@@ -27,8 +27,9 @@ from fedsim.federation.delivery import exchange
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
 from fedsim.recording import save_observation
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
-from fedsim.workload import Probe, Workload
+from fedsim.workload import Workload
 
 
 class TapGrid(Grid):
@@ -63,7 +64,7 @@ class TapGrid(Grid):
         """Start `round` with the global model's float `buffers`; its participants are sampled."""
         self._round = round
         self._buffers = self._new_buffers = buffers
-        self._participants = self._workload.participants(round)
+        self._participants = self._workload.schedule.participants(round)
         self.tally = Tally()
 
     def end(self) -> Tensors:
@@ -101,8 +102,8 @@ class TapGrid(Grid):
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
         seconds = self._workload.scenario.federation.timeout if timeout is None else timeout
-        probes = self._workload.probes(self._round)
-        observed = self._workload.observed(self._round)
+        probes = self._workload.schedule.probes(self._round)
+        observed = self._workload.schedule.observed(self._round)
         accepted = self._collect(jobs, None, [] if probes else observed, seconds, self._spool)
         replies = self._replies(accepted, record=bool(observed) and not probes)
         if probes:

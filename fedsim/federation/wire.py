@@ -23,8 +23,8 @@ from flwr.common.serde import config_record_to_proto, metric_record_to_proto
 from flwr.proto.recorddict_pb2 import Array as ProtoArray
 from torch import Tensor
 
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
-from fedsim.workload import Probe
 
 ARRAYS = "arrays"
 BUFFERS = "buffers"

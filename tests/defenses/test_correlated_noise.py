@@ -14,10 +14,11 @@ from fedsim.models.local import local_update
 from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.stack import Stack, chain
 from fedsim.testing.updates import same, stream
 from fedsim.types import LocalTraining, PrivacyClaim, Tensors
-from fedsim.workload import Probe, Workload
+from fedsim.workload import Workload
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.gradient_pruning import GradientPruning

@@ -17,10 +17,11 @@ from fedsim.guarantee import Guarantee
 from fedsim.privacy import correlated, gaussian
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.resolve import resolve
+from fedsim.schedule import Probe
 from fedsim.stack import chain
 from fedsim.testing.updates import same, stream
 from fedsim.types import FedsimError, LocalTraining, Update
-from fedsim.workload import Probe, Workload
+from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.gaussian_noise import GaussianNoise

@@ -17,8 +17,8 @@ from fedsim.federation.client_app import Job
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.delivery import discover, exchange
 from fedsim.federation.local import LocalGrid, identity
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError
-from fedsim.workload import Probe
 
 TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
 

@@ -30,8 +30,8 @@ from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.spool import Spool
 from fedsim.recording import load_truth
+from fedsim.schedule import Probe
 from fedsim.types import FedsimError
-from fedsim.workload import Probe
 
 Honest = Callable[[], Message]
 

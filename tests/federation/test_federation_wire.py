@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
+from fedsim.schedule import Probe
 from fedsim.types import Update
-from fedsim.workload import Probe
 
 UPDATE = {"w": torch.arange(6.0).reshape(2, 3) * 1e-9, "b": torch.tensor([0.0, -0.0])}
 BUFFERS = {"mean": torch.tensor([1.5])}

@@ -177,7 +177,8 @@ def test_limits_of_what_a_claim_allows() -> None:
 def test_poisson_sampling_keeps_the_worlds_apart_in_one_row_only() -> None:
     """Of a probe each row takes part by its own coin: the number of the others does not tell."""
     from fedsim.scenario.resolve import resolve
-    from fedsim.workload import Probe, Workload
+    from fedsim.schedule import Probe
+    from fedsim.workload import Workload
 
     wanted = resolve(
         {
