@@ -71,16 +71,14 @@ class Relaxation:
         ]
         self._energy = torch.stack([update.energy for update in self._updates]).sum()
         self._taken, self._steps = 0, steps
-        self._maps, away = self._started(images, maps, min(_FAR, _CLEAR * clear**0.25))
+        self.maps, away = self._started(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * away[0]
         """Of images at first, as of normalized pixels."""
         sizes = [
             _SHARE * far * stage.size for far, stage in zip(away, staged.stages[1:], strict=True)
         ]
         self._sizes = sizes
-        self._adam = torch.optim.Adam(
-            [{"params": [each]} for each in self._maps], betas=(0.9, 0.99)
-        )
+        self._adam = torch.optim.Adam([{"params": [each]} for each in self.maps], betas=(0.9, 0.99))
 
     def __call__(self, images: Tensor) -> Misfit:
         """At normalized `images` (N, C, H, W); `features` is the distance of all maps."""
@@ -88,17 +86,17 @@ class Relaxation:
         self._staged.narrow(done)
         variable = laid(images).requires_grad_()
         with torch.enable_grad():
-            update, distance = self._misfits([variable, *self._maps])
+            update, distance = self._misfits([variable, *self.maps])
             loss = update + _LOOSE * (self.tight / _LOOSE) ** done * distance
-            slope, *slopes = torch.autograd.grad(loss, [variable, *self._maps])
+            slope, *slopes = torch.autograd.grad(loss, [variable, *self.maps])
         left = _FINAL + (1 - _FINAL) * (0.5 + 0.5 * math.cos(math.pi * done))
         for each, of, group, size in zip(
-            self._maps, slopes, self._adam.param_groups, self._sizes, strict=True
+            self.maps, slopes, self._adam.param_groups, self._sizes, strict=True
         ):
             each.grad = of
             group["lr"] = size * left
         self._adam.step()
-        for each, stage in zip(self._maps, self._staged.stages[1:], strict=True):
+        for each, stage in zip(self.maps, self._staged.stages[1:], strict=True):
             if stage.positive:
                 each.detach().clamp_(min=0)
         self._taken += 1

@@ -30,6 +30,14 @@ def mixed(scale: float = 1.0) -> dict[str, Tensor]:
     }
 
 
+def near(vectors: Tensor, by: float) -> Tensor:
+    """(N, d) `vectors`, each moved in a random direction, `by` times its length."""
+    away = torch.randn(vectors.shape, generator=stream())
+    lengths = vectors.norm(dim=1, keepdim=True) / away.norm(dim=1, keepdim=True)
+    moved: Tensor = vectors + by * lengths * away
+    return moved
+
+
 def zeros() -> dict[str, Tensor]:
     """The update of a client that has learned nothing."""
     return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.testing import make_observation
+from fedsim.testing.updates import near
 from fedsim_attacks import head_fit, row_fit
 from fedsim_attacks.head_fit import Fit, begin, finished, improve, outcome, random_starts
 from fedsim_attacks.head_gradient import HeadGradient
@@ -35,11 +36,6 @@ def see(
     )
     assert truth.features is not None
     return HeadGradient.of(observation), truth.features
-
-
-def near(features: Tensor, by: float) -> Tensor:
-    noise = torch.randn(features.shape, generator=rng.generator(1, "near"))
-    return features + by * features.norm(dim=1, keepdim=True) * F.normalize(noise, dim=1)
 
 
 def worst(found: Tensor, features: Tensor) -> float:

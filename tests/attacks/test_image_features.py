@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
+from fedsim.testing.updates import near
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
 from fedsim_attacks import image_features
 from fedsim_attacks.body_gradient import BodyGradient, noise_share
@@ -50,11 +50,6 @@ def see(defense: list[dict[str, Any]]) -> tuple[HeadGradient, Tensor]:
     )
     assert truth.features is not None
     return HeadGradient.of(observation), truth.features
-
-
-def near(features: Tensor, by: float) -> Tensor:
-    noise = torch.randn(features.shape, generator=rng.generator(1, "near"))
-    return features + by * features.norm(dim=1, keepdim=True) * F.normalize(noise, dim=1)
 
 
 def error(found: Tensor, features: Tensor) -> float:

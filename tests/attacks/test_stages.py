@@ -321,7 +321,7 @@ def test_maps_behind_relu_stay_positive() -> None:
     relaxed, _ = relaxation(observation, truth, images.flip(0), [], steps=5, width=1.0)
     for _ in range(5):
         relaxed(images.flip(0))
-    assert all(float(each.min()) == 0 for each in relaxed._maps)
+    assert all(float(each.detach().min()) == 0 for each in relaxed.maps)
 
 
 def test_maps_follow_their_images() -> None:
