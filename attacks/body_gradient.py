@@ -8,7 +8,7 @@ probability of a candidate's own enters it, and to each image belongs a known ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -264,10 +264,21 @@ def noise_share(observation: Observation, seen: HeadGradient) -> float:
     return rounding / sum(count for _, count in spacings) / energy
 
 
-def noise_energy(observation: Observation, seen: HeadGradient) -> float:
-    """Share of |body's update|² that is noise; `seen` as for `noise_share`."""
-    body = [tensor for name, tensor in observation.update.items() if name.startswith("body.")]
-    return noise_share(observation, seen) * sum(tensor.numel() for tensor in body)
+def noise_energy(
+    observation: Observation, seen: HeadGradient, names: Collection[str] = ()
+) -> float:
+    """Share of |update|² that is noise, in the body's tensors of these `names`, or in all of it.
+
+    `seen` as for `noise_share`; the share is an estimate and may exceed 1.
+    """
+    body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
+    part = [body[name] for name in names or body]
+    energy, whole = (
+        float(sum(t.double().square().sum() for t in of)) for of in (part, body.values())
+    )
+    if not energy:
+        return 0.0
+    return noise_share(observation, seen) * sum(t.numel() for t in part) * whole / energy
 
 
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:

@@ -135,8 +135,8 @@ class FactoredInversion(Attack[Descent]):
     def postprocess(self, state: Descent) -> Reconstruction:
         """The iterate of least own loss, and the labels and features that it was built on."""
         images = state.best
-        if state.phase.without_contrast:
-            images = exposed(images, state.matching.box)
+        if state.phase.contrast is not None:
+            images = exposed(images, state.matching.box, state.phase.contrast)
         return Reconstruction(
             images=state.matching.pixels(images),
             labels=state.phase.labels,

@@ -32,6 +32,7 @@ from fedsim_attacks.body_gradient import (
     noise_share,
     signals,
 )
+from fedsim_attacks.contrast import trusted
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.peeling import Peeling
@@ -105,8 +106,9 @@ class Phase:
     """(N, d), that images are to have; None as long as nothing is known of them."""
     final_variation: float = _FINAL_VARIATION
     """Weight of the total variation at the end, over that of the beginning."""
-    without_contrast: bool = False
-    """Whether the misfit is that of any multiple of the images."""
+    contrast: float | None = None
+    """Where the misfit is that of any multiple of the images: how much contrast they are to have,
+    in [0, 1]."""
 
 
 Plan = Callable[[Tensor], Phase]
@@ -252,8 +254,14 @@ class Phases:
             misfit.tight,
             features,
             final_variation=1.0,
-            without_contrast=self._staged.without_contrast,
+            contrast=self._contrast(),
         )
+
+    def _contrast(self) -> float | None:
+        if not self._staged.without_contrast:
+            return None
+        names = [name for name, _ in self._staged.stages[0].part.parameters]
+        return trusted(noise_energy(self._one, self._seen, names))
 
     def _unrolled(self, images: Tensor) -> Phase:
         """All local steps, one after the other."""

@@ -14,9 +14,17 @@ from fedsim.data.bundled import Photos
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
-from fedsim_attacks.body_gradient import Body, BodyGradient, PartGradient, PartUpdate, signals
-from fedsim_attacks.contrast import exposed
+from fedsim_attacks.body_gradient import (
+    Body,
+    BodyGradient,
+    PartGradient,
+    PartUpdate,
+    noise_energy,
+    signals,
+)
+from fedsim_attacks.contrast import exposed, trusted
 from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import Stage, StagedBody, stages
@@ -191,6 +199,29 @@ def test_exposed_images_are_those_of_any_contrast() -> None:
     assert torch.equal(exposed(torch.zeros(1, 3, 4, 4), (low, high)), torch.zeros(1, 3, 4, 4))
 
 
+def test_the_less_an_image_is_told_the_less_contrast_it_gets() -> None:
+    assert trusted(0.0) == 1
+    assert 1 > trusted(0.3) > trusted(0.6) > trusted(0.99) > 0
+    assert trusted(1.0) == trusted(1.2) == 0  # an estimate may exceed all
+    images = torch.rand(2, 3, 8, 8, generator=rng.generator(0, "exposed")) - 0.5
+    box = torch.full((3, 1, 1), -2.0), torch.full((3, 1, 1), 2.5)
+    torch.testing.assert_close(exposed(images, box, 0.4), 0.4 * exposed(images, box))
+
+
+@pytest.mark.parametrize("std", [0.0, 1e-3, 0.1])
+def test_the_noise_in_a_part_is_found(std: float) -> None:
+    defense = [{"name": "gaussian_noise", "std": std}] if std else []
+    clear, _ = observe([])
+    observation, _ = observe(defense)
+    seen = HeadGradient.of(observation)
+    name = "body.conv1.weight"
+    noise = observation.update[name] - clear.update[name]
+    share = float(noise.square().sum() / observation.update[name].square().sum())
+    assert noise_energy(observation, seen, [name]) == pytest.approx(share, rel=0.1)
+    whole = [each for each in observation.update if each.startswith("body.")]
+    assert noise_energy(observation, seen, whole) == pytest.approx(noise_energy(observation, seen))
+
+
 def relaxation(
     observation: Observation,
     truth: GroundTruth,
@@ -346,7 +377,7 @@ def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
     while not attack.terminate(state):
         state = attack.step(state)
         found.append(type(state.phase.misfit))
-    assert state.phase.without_contrast
+    assert state.phase.contrast is not None
     return found
 
 
