@@ -20,7 +20,7 @@ _VALID = 0.999
 
 _INFORMED = 3.0
 """Odds that contrast is right, over those that an entry of the first stage's gradient is no noise:
-of three batches behind much noise, 1 to 3 came nearest, of clearer ones more."""
+1 is nearer on batches of 4 and 8, by 0.1 dB, and costs where images come out better, as of 2."""
 
 
 def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
