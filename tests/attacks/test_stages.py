@@ -406,6 +406,23 @@ def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> No
     assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
 
 
+def test_contrast_follows_the_noise_in_the_first_stage() -> None:
+    attack, found = FactoredInversion(iterations=1), []
+    for defense in ([], [{"name": "gaussian_noise", "std": 1e-2}]):
+        observation, _ = observe(defense)
+        state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
+        contrast = state.phase.contrast
+        assert contrast is not None
+        expected = state.matching.pixels(exposed(state.best, state.matching.box, contrast))
+        images = attack.postprocess(state).images
+        assert images is not None
+        torch.testing.assert_close(images, expected)
+        found.append(contrast)
+    whole = trusted(noise_energy(observation, HeadGradient.of(observation)))
+    assert found[0] == 1
+    assert whole < found[1] < 1  # early stages stand out of noise
+
+
 def test_one_iteration_is_too_few_to_peel() -> None:
     observation, _ = observe([])
     assert kinds(observation, FactoredInversion(iterations=1)) == [Relaxation]
