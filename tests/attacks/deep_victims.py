@@ -1,0 +1,70 @@
+"""Updates of small ResNets, whose bodies are deep enough to be taken apart."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.data.bundled import Photos
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim_attacks.body_gradient import (
+    Body,
+)
+from fedsim_attacks.stages import Stage, stages
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}
+
+VICTIMS = pytest.mark.parametrize(
+    ("defense", "mode", "norm"),
+    [
+        ([], "train", "group"),
+        ([], "train", "batch"),
+        ([], "eval", "batch"),
+        ([{"name": "clip", "norm": 1e-3}], "train", "group"),
+        ([{"name": "gradient_pruning", "ratio": 0.9}], "train", "group"),
+    ],
+    ids=["none", "batch norm", "batch norm, eval", "clip", "pruning"],
+)
+
+
+def photos(count: int) -> tuple[Tensor, Tensor]:
+    data = Photos().load()
+    chosen = (37 * torch.arange(count) + 5) % 64
+    return data.test_images[chosen].float() / 255, data.test_labels[chosen]
+
+
+def observe(
+    defense: list[dict[str, Any]],
+    count: int = 2,
+    mode: Literal["train", "eval"] = "train",
+    model: str = "resnet18",
+    steps: int = 1,
+    **parameters: Any,
+) -> tuple[Observation, GroundTruth]:
+    training = LocalTraining(
+        algorithm="fedsgd" if steps == 1 else "fedavg",
+        steps=steps,
+        batch_size=count,
+        lr=0.001,
+        mode=mode,
+        batches="same",
+    )
+    own = RESNET if model == "resnet18" else {"width": 8, "head": HEAD}
+    return make_observation(
+        *photos(count),
+        model=model,
+        model_parameters={**own, **parameters},
+        defense=defense,
+        training=training,
+    )
+
+
+def of(observation: Observation, width: float = 0.0) -> tuple[Body, list[Stage]]:
+    body = Body(observation, width)
+    return body, stages(body, observation.num_images, rng.generator(0, "stages"))
