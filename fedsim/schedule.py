@@ -1,7 +1,8 @@
 """Who takes part in which round, and what is recorded of it.
 
-All of it follows from the scenario and its seed, the same for every defense stack: so every process
-of a run knows it without being told, and every defense is attacked on the same victims.
+All of it follows from the scenario and its seed: so every process of a run knows it without being
+told. Of the stack it depends only on whether updates are combined before the server sees them, so
+that defenses are attacked on the same victims.
 """
 
 from __future__ import annotations
