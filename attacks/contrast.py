@@ -1,10 +1,12 @@
-"""The contrast of images, where the model does not see it.
+"""The contrast of images, where the update does not tell.
 
 A first convolution without bias in front of group norm gives the same outputs for an image and
 for a multiple of it, and so the same gradient: an image's contrast about the mean color that
-pixels are normalized by cannot be seen in any update. But photographs are exposed: the largest
-multiple of which all pixels are valid is the image itself for most of them (for three quarters of
-2,000 of CIFAR-10). Where an image is mostly guessed, less contrast is nearer to the truth.
+pixels are normalized by cannot be seen in any update. Behind any other group norm it is hard to
+see, so that total variation takes it away where noise asks for much of that. But photographs are
+exposed: the largest multiple of which all pixels are valid is the image itself for most of them
+(for three quarters of 2,000 of CIFAR-10). Where an image is mostly guessed, less contrast is
+nearer to the truth.
 """
 
 from __future__ import annotations

@@ -51,6 +51,14 @@ class Descent(AttackState):
         """The present one."""
         return self.phases.present
 
+    @property
+    def shown(self) -> Tensor:
+        """The images of least own loss, with the contrast that the phase asks for."""
+        contrast = self.phase.contrast
+        if contrast is None:
+            return self.best
+        return exposed(self.best, self.matching.box, contrast)
+
 
 @final
 class FactoredInversion(Attack[Descent]):
@@ -104,6 +112,7 @@ class FactoredInversion(Attack[Descent]):
     def step(self, state: Descent) -> Descent:
         """One step of Adam, projected onto valid pixels."""
         while state.phases.over(state.iteration):
+            state.best = state.shown
             state.phases.follow(state.best)
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
             state.pyramid = _pyramid(state.images)
@@ -134,11 +143,8 @@ class FactoredInversion(Attack[Descent]):
 
     def postprocess(self, state: Descent) -> Reconstruction:
         """The iterate of least own loss, and the labels and features that it was built on."""
-        images = state.best
-        if state.phase.contrast is not None:
-            images = exposed(images, state.matching.box, state.phase.contrast)
         return Reconstruction(
-            images=state.matching.pixels(images),
+            images=state.matching.pixels(state.shown),
             labels=state.phase.labels,
             features=state.phase.features,
             loss=float(state.best_loss),

@@ -58,8 +58,13 @@ _PEELED, _SINGLE = 0.35, 0.4
 are descended through the first one; the others are all stages' together."""
 _BURIED = 0.5
 """Share of the body's update that is noise, from which there is nothing to peel."""
+_DROWNED = 0.9
+"""Share from which no features are fitted: they would be those of noise."""
 _RELAXED_VARIATION = 2.5
 """Total variation in these, times the usual."""
+_UNSEEN, _FAINT = 1e-3, 0.15
+"""How much of an image's contrast a first stage shows (`StagedBody.contrast_seen`) up to which
+that is nothing, and up to which noise hides it."""
 _DEEP = 4
 """Stages from which a body is peeled: through fewer, images descend as well from afar."""
 _MAPS = 4.0
@@ -71,7 +76,7 @@ _LOST = 0.5
 _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 """Total variation of images from maps, times the usual at first; and its end over its beginning.
 A first stage alone is descended through smooth images well, and held back by none in the end."""
-_WHOLE_VARIATION = 0.1
+_WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
 _PRIOR = 0.7
 """Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
@@ -107,8 +112,8 @@ class Phase:
     final_variation: float = _FINAL_VARIATION
     """Weight of the total variation at the end, over that of the beginning."""
     contrast: float | None = None
-    """Where the misfit is that of any multiple of the images: how much contrast they are to have,
-    in [0, 1]."""
+    """Where the misfit hardly sees it and total variation takes it: how much the images are to
+    have in the end, in [0, 1]."""
 
 
 Plan = Callable[[Tensor], Phase]
@@ -129,6 +134,7 @@ class Phases:
         self._seen, self._stream = HeadGradient.of(self._one), generator(seed, "peeling")
         self._staged = StagedBody(self._one, len(found), self._stream, width=settings.jump_width)
         self._deep = len(self._staged.stages) >= _DEEP
+        self._shown = self._staged.contrast_seen
         unrolls = self._several and not self._deep
         self._rough = int(_ROUGH * settings.iterations) if unrolls else settings.iterations
         """Iterations before several steps are unrolled."""
@@ -158,11 +164,14 @@ class Phases:
             labels = infer_labels(self._observation)
         else:
             labels = signals(self._observation, self._found).labels
-        count = int(_FIRST * self._rough)
+        drowned = not self._deep and noise_energy(self._one, self._seen) > _DROWNED
+        count = self._rough if drowned else int(_FIRST * self._rough)
         misfit = WholeGradient(self._one, labels, width=self._settings.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self._settings.total_variation)
-        self._plans.insert(0, partial(self._from_images, 1))
-        return Phase(misfit, count, self._settings.step_size, variation, labels)
+        if not drowned:
+            self._plans.insert(0, partial(self._from_images, 1))
+        contrast = 1.0 if self._shown < _FAINT else None
+        return Phase(misfit, count, self._settings.step_size, variation, labels, contrast=contrast)
 
     def _from_images(self, goes: int, images: Tensor) -> Phase:
         """What follows once images, after so many `goes`, may tell where features are."""
@@ -195,12 +204,19 @@ class Phases:
         if self._several:
             weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
-        variation = max(variation, 2 * _PRIOR * values * noise_share(self._one, self._seen))
+        demanded = 2 * _PRIOR * values * noise_share(self._one, self._seen)
         misfit = BodyGradient(
             self._one, features, known, weight=weight, width=settings.jump_width, calls=iterations
         )
         return Phase(
-            misfit, iterations, settings.step_size, variation, known.labels, weight, features
+            misfit,
+            iterations,
+            settings.step_size,
+            max(variation, demanded),
+            known.labels,
+            weight,
+            features,
+            contrast=1.0 if demanded > variation and self._shown < _FAINT else None,
         )
 
     def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
@@ -258,7 +274,7 @@ class Phases:
         )
 
     def _contrast(self) -> float | None:
-        if not self._staged.without_contrast:
+        if self._shown > _UNSEEN:
             return None
         names = [name for name, _ in self._staged.stages[0].part.parameters]
         return trusted(noise_energy(self._one, self._seen, names))

@@ -22,8 +22,6 @@ _MARGIN = 2.0
 """Equations for each unknown number of a stage that is inverted on its own."""
 _KNOWN = 0.5
 """Share of a map's values that are equations: ReLU has set the others to zero."""
-_SAME = 1e-3
-"""Relative difference up to which outputs are the same; norm layers add 1e-5 to a variance."""
 _NARROWEST = 0.1
 """How wide jumps are at the end, over the beginning."""
 
@@ -62,10 +60,12 @@ class StagedBody:
         self._width.fill_(self._full * _NARROWEST**done)
 
     @property
-    def without_contrast(self) -> bool:
-        """Whether the first stage makes the same of an image and of a multiple of it.
+    def contrast_seen(self) -> float:
+        """How far the first stage's outputs move, relatively, for two to three times the contrast.
 
-        Of each image its own: batch norm in train mode makes the same of a multiple of all alone.
+        Of each image another: batch norm in train mode makes the same of one multiple of all.
+        Behind group norm it is next to nothing, as norm layers add 1e-5 to a variance, or, if the
+        layer before has a bias, a few hundredths; where nothing is normalized, more than 1.
         """
         stage = self.stages[0]
         images = torch.randn(stage.shape, generator=generator(0, "contrast"))
@@ -73,7 +73,7 @@ class StagedBody:
         with torch.no_grad():
             factors = torch.linspace(2, 3, len(images)).to(images).view(-1, 1, 1, 1)
             one, two = stage.part.function(images), stage.part.function(factors * images)
-        return bool((two - one).norm() < _SAME * one.norm())
+        return float((two - one).norm() / one.norm())
 
     def maps(self, images: Tensor) -> list[Tensor]:
         """What goes into each stage (N, ...), of normalized `images`, and what the last makes."""

@@ -10,23 +10,26 @@ from deep_victims import observe
 
 from fedsim import rng
 from fedsim.types import Knowledge
+from fedsim_attacks import image_features
 from fedsim_attacks.body_gradient import noise_energy
 from fedsim_attacks.contrast import exposed, trusted
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.phases import Phases
 from fedsim_attacks.stages import StagedBody
 
 
 def test_contrast_is_seen_where_the_first_layer_has_a_bias_or_no_norm_layer() -> None:
-    def seen(norm: str, mode: Literal["train", "eval"], **model: Any) -> bool:
+    def seen(norm: str, mode: Literal["train", "eval"], **model: Any) -> float:
         observation, _ = observe([], norm=norm, mode=mode, **model)
         stream = rng.generator(0, "stages")
-        return not StagedBody(observation, 2, stream, width=0.0).without_contrast
+        return StagedBody(observation, 2, stream, width=0.0).contrast_seen
 
-    assert not seen("group", "train")
-    assert seen("batch", "eval")
-    assert seen("batch", "train")
-    assert seen("group", "train", model="convnet")
+    assert seen("group", "train") < 1e-3
+    assert seen("batch", "train") > 0.15  # one image's against the other's
+    assert seen("batch", "eval") > 0.5
+    assert 1e-3 < seen("group", "train", model="convnet") < 0.15  # by its bias
+    assert seen("none", "train", model="convnet") > 1
 
 
 def test_exposed_images_are_those_of_any_contrast() -> None:
@@ -77,3 +80,40 @@ def test_contrast_follows_the_noise_in_the_first_stage() -> None:
     whole = trusted(noise_energy(observation, HeadGradient.of(observation)))
     assert found[0] == 1
     assert whole < found[1] < 1  # early stages stand out of noise
+
+
+@pytest.mark.parametrize(
+    ("norm", "std", "contrast"),
+    [("group", 0.0, None), ("group", 0.01, 1.0), ("group", 0.3, 1.0), ("none", 0.3, None)],
+)
+def test_contrast_that_total_variation_takes_is_given_back(
+    norm: str, std: float, contrast: float | None
+) -> None:
+    """Where noise asks for much of it and group norm leaves contrast hard to see."""
+    defense = [{"name": "gaussian_noise", "std": std}] if std else []
+    observation, _ = observe(defense, norm=norm, model="convnet")
+    attack = FactoredInversion(iterations=1)
+    state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
+    assert state.phase.contrast == contrast
+    images = attack.postprocess(state).images
+    assert images is not None
+    box = state.matching.box
+    shown = exposed(state.best, box) if contrast else state.best
+    torch.testing.assert_close(images, state.matching.pixels(shown))
+    assert contrast is None or not torch.allclose(shown, state.best)
+
+
+def test_images_are_passed_on_with_their_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
+    passed_on = []
+    monkeypatch.setattr(image_features, "settled", lambda *_: False)
+    monkeypatch.setattr(
+        Phases,
+        "follow",
+        lambda self, images: (self._plans.clear(), passed_on.append(images.clone())),
+    )
+    observation, _ = observe([], model="convnet")
+    attack = FactoredInversion(iterations=4)
+    state = attack.step(attack.init(observation, Knowledge(), rng.generator(0, "phases")))
+    expected = exposed(state.best, state.matching.box)
+    attack.step(state)
+    torch.testing.assert_close(passed_on, [expected])

@@ -10,10 +10,11 @@ from deep_victims import observe
 from fedsim import rng
 from fedsim.adversary import solve
 from fedsim.types import Knowledge, Observation
-from fedsim_attacks.body_gradient import PartGradient
+from fedsim_attacks.body_gradient import BodyGradient, PartGradient
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
+from fedsim_attacks.whole_gradient import WholeGradient
 
 
 def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
@@ -44,6 +45,16 @@ def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
     found = kinds(observation, FactoredInversion(iterations=10))
     assert (Peeling in found) == (std < 1e-3)
+
+
+@pytest.mark.parametrize(("std", "expected"), [(0.01, BodyGradient), (0.3, WholeGradient)])
+def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
+    std: float, expected: type
+) -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
+    state = FactoredInversion().init(observation, Knowledge(), rng.generator(0, "phases"))
+    assert type(state.phase.misfit) is expected
+    assert state.phase.iterations == 1500
 
 
 def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> None:
