@@ -134,7 +134,7 @@ class Phases:
         self._seen, self._stream = HeadGradient.of(self._one), generator(seed, "peeling")
         self._staged = StagedBody(self._one, len(found), self._stream, width=settings.jump_width)
         self._deep = len(self._staged.stages) >= _DEEP
-        self._shown = self._staged.contrast_seen
+        self._contrast_seen = self._staged.contrast_seen
         unrolls = self._several and not self._deep
         self._rough = int(_ROUGH * settings.iterations) if unrolls else settings.iterations
         """Iterations before several steps are unrolled."""
@@ -170,7 +170,7 @@ class Phases:
         variation = max(_WHOLE_VARIATION, self._settings.total_variation)
         if not drowned:
             self._plans.insert(0, partial(self._from_images, 1))
-        contrast = 1.0 if self._shown < _FAINT else None
+        contrast = 1.0 if self._contrast_seen < _FAINT else None
         return Phase(misfit, count, self._settings.step_size, variation, labels, contrast=contrast)
 
     def _from_images(self, goes: int, images: Tensor) -> Phase:
@@ -216,7 +216,7 @@ class Phases:
             known.labels,
             weight,
             features,
-            contrast=1.0 if demanded > variation and self._shown < _FAINT else None,
+            contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
         )
 
     def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
@@ -274,7 +274,7 @@ class Phases:
         )
 
     def _contrast(self) -> float | None:
-        if self._shown > _UNSEEN:
+        if self._contrast_seen > _UNSEEN:
             return None
         names = [name for name, _ in self._staged.stages[0].part.parameters]
         return trusted(noise_energy(self._one, self._seen, names))
