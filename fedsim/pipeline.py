@@ -112,7 +112,8 @@ class _Plan:
             refusal.check(workload)
         if scenario.audit:
             last = scenario.training.rounds
-            canaries.check({n: rows.spent(w, last) for n, w in self.workloads.items()})
+            claims = {name: rows.spent(w, last) for name, w in self.workloads.items()}
+            canaries.check(scenario.audit, claims, scenario.data.clients)
         self._refuse_other_run()
 
     def execute(self, display: progress.Display) -> None:
@@ -187,16 +188,25 @@ class _Plan:
                 on_result=on_result,
             )
 
-    def _audit(self, display: progress.Display) -> dict[str, float | None]:
-        """Of each stack, what canaries show of its claim, if the scenario asks for it."""
-        if self.scenario.audit:
-            display.stage("audit", len(self.workloads))
-        found = {}
-        for name, workload in self.workloads.items():
-            found[name] = rows.audited(workload)
-            if self.scenario.audit:
-                display.advance(f"{name}: ε of at least {found[name]}" if found[name] else "")
-        return found
+    def _audit(self, display: progress.Display) -> dict[str, float]:
+        """Of each stack with a claim, what canaries show of it, if the scenario asks for it."""
+        if self.scenario.audit is None:
+            return {}
+        path = self.out / "audit.jsonl"
+        record.drop_torn_line(path)
+        done = {row["defense"]: row for row in record.read_lines(path)}
+        display.stage("audit", len(self.workloads), len(done))
+        for name in [name for name in self.workloads if name not in done]:
+
+            def on_progress(at: int, total: int, name: str = name) -> None:
+                display.detail(name, f"{name} {at}/{total}")
+
+            row = rows.audit_row(self.workloads[name], on_progress)
+            if row is not None:
+                record.append_line(path, row)
+                done[name] = row
+            display.advance(f"{name}: {_audited(row)}")
+        return {name: row["audited_epsilon"] for name, row in done.items()}
 
     def _finish(self, seconds: float) -> None:
         """Controls, canonical order, the record."""
@@ -295,6 +305,13 @@ def _display(quiet: bool) -> Iterator[progress.Display]:
     else:
         with progress.Live(Console(stderr=True)) as live:
             yield live
+
+
+def _audited(row: record.Row | None) -> str:
+    if row is None:
+        return "claims nothing"
+    verdict = "holds" if row["holds"] else "REFUTED"
+    return f"ε of at least {row['audited_epsilon']:.3g} of {row['epsilon']} claimed, {verdict}"
 
 
 def _summary(job: Job, result: Result) -> str:

@@ -6,6 +6,7 @@ Each command calls the function of the same name in `fedsim.privacy.calculator`.
 from __future__ import annotations
 
 import json
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +16,14 @@ from fedsim.exits import exits
 
 if TYPE_CHECKING:
     from fedsim.privacy.contract import Answer
+
+
+class Method(StrEnum):
+    """`fedsim.types.AuditMethod`, as typer takes choices."""
+
+    TWO_WORLDS = "two_worlds"
+    ONE_RUN = "one_run"
+
 
 app = typer.Typer(
     no_args_is_help=False,
@@ -117,9 +126,16 @@ def audit(
     mechanism: Mechanism = None,
     keys: Keys = None,
     delta: Delta = None,
+    method: Annotated[
+        Method, typer.Option(help="One row in many releases, or many rows in one, by coins.")
+    ] = Method.TWO_WORLDS,
     draws: Annotated[
-        int, typer.Option(help="Releases to draw under each of the two neighbours.")
-    ] = 1_000_000,
+        int | None,
+        typer.Option(
+            help="Releases to draw under each of the two neighbours, by default 1000000; rows of "
+            "one run, by default 10000."
+        ),
+    ] = None,
     confidence: Annotated[
         float, typer.Option(help="With which a true claim is not refuted, above 0 and below 1.")
     ] = 0.99,
@@ -142,6 +158,7 @@ def audit(
             draws=draws,
             confidence=confidence,
             seed=seed,
+            method=method.value,
         )
         _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
         if not found.holds:

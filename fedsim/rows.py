@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim import scoring
-from fedsim.canaries import audited_epsilon
+from fedsim.canaries import Step, audited_epsilon, quiet
 from fedsim.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
@@ -86,19 +86,32 @@ def participations(workload: Workload, round: int) -> tuple[int, int]:
     return max(counts), max(repeated)
 
 
-def audited(workload: Workload) -> float | None:
-    """A lower bound of what the stack's claim must say, by canaries; None if none are asked for."""
-    scenario = workload.scenario
-    if scenario.audit is None:
+def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
+    """A line of `audit.jsonl`, by canaries; None if none are asked for or nothing is claimed.
+
+    `on_progress` is told how many of how many steps are done.
+    """
+    audit, last = workload.scenario.audit, workload.scenario.training.rounds
+    claim = spent(workload, last)
+    if audit is None or claim.unit is None:
         return None
-    last = scenario.training.rounds
-    return audited_epsilon(
+    found = audited_epsilon(
         workload,
-        spent(workload, last),
+        claim,
+        audit,
         rounds=max(participations(workload, last)),
-        canaries=scenario.audit.canaries,
-        confidence=scenario.audit.confidence,
+        on_progress=on_progress,
     )
+    return {
+        "defense": workload.stack_name,
+        **audit.model_dump(),
+        "unit": claim.unit,
+        "relation": claim.relation,
+        "delta": claim.delta,
+        "epsilon": number(claim.epsilon),
+        "audited_epsilon": found,
+        "holds": found <= claim.epsilon,
+    }
 
 
 def round_row(workload: Workload, result: RoundRecord) -> Row:
@@ -127,8 +140,8 @@ class Context:
     variant: Mapping[str, Any]
     workloads: Mapping[str, Workload]
     rounds: Sequence[Row]
-    audited: Mapping[str, float | None]
-    """Stack -> lower bound of its ε, by canaries."""
+    audited: Mapping[str, float]
+    """Stack -> lower bound of its ε, by canaries; not there of a stack that was not audited."""
 
     def row(self, job: Job, result: Result) -> Row:
         """The line of one attack on one observation; its control is added at the end."""
@@ -184,7 +197,7 @@ class Context:
                 "unit": guarantee.unit,
                 "relation": guarantee.relation,
                 "reason": guarantee.reason,
-                "audited_epsilon": self.audited[stack],
+                "audited_epsilon": self.audited.get(stack),
             },
             "cost": {**result.cost, "bytes_up": _per_client(attacked)},
         }

@@ -28,6 +28,9 @@ FeatureKnowledge = Literal["none", "known"]
 RowKnowledge = Literal["none", "others"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
+AuditMethod = Literal["two_worlds", "one_run"]
+"""One canary in many runs, and in as many not; or many canaries in one run, each by a coin."""
+
 ReleaseKind = Literal[
     "sketch",
     "coefficients",

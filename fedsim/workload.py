@@ -101,6 +101,9 @@ class Workload:
             )
         self.trains = learner.trains
         self.release = self.computation.release
+        self.withheld: Tensor | None = None
+        """(n,) booleans: training examples that are drawn as ever but are not there, as in a
+        neighbouring database; None of the data as they are."""
 
     @property
     def schedule(self) -> Schedule:
@@ -366,9 +369,12 @@ class Workload:
         own, seed = self.parts[client], self.scenario.seed
         if training.sampling == "balls_in_bins":
             stream = rng.generator(seed, "bins", client)
-            return batches.balls_in_bins(own, training.bins(len(own)), step, stream)
-        draw = batches.poisson if training.sampling == "poisson" else batches.without_replacement
-        return draw(own, training.batch_size, rng.generator(seed, "batch", *path))
+            drawn = batches.balls_in_bins(own, training.bins(len(own)), step, stream)
+        else:
+            poisson = training.sampling == "poisson"
+            draw = batches.poisson if poisson else batches.without_replacement
+            drawn = draw(own, training.batch_size, rng.generator(seed, "batch", *path))
+        return drawn if self.withheld is None else drawn[~self.withheld[drawn]]
 
 
 _STEPS = "sampling.steps"

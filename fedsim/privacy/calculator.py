@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ValidationError
 
 from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment
-from fedsim.types import FedsimError
+from fedsim.types import AuditMethod, FedsimError
 
 if TYPE_CHECKING:
     from fedsim.privacy.verdict import Verdict
@@ -115,14 +115,16 @@ def audit(
     keys: Mapping[str, Any],
     *,
     delta: float,
-    draws: int = 1_000_000,
+    draws: int | None = None,
     confidence: float = 0.99,
     seed: int = 0,
+    method: AuditMethod = "two_worlds",
 ) -> Verdict:
     """What `mechanism` claims at δ in (0, 1), and what an attacker can show of its releases.
 
     The key `sabotage` multiplies the noise without the claim's knowing. `draws` are releases of
-    each neighbour, `confidence` is that a true claim is not refuted.
+    each neighbour (by default 1,000,000), or canaries of `one_run` (10,000); `confidence` is that a
+    true claim is not refuted.
 
     Raises:
         FedsimError: as of `delta`; or draws are too few.
@@ -131,7 +133,9 @@ def audit(
 
     made = make(mechanism, "experiment", keys)
     assert isinstance(made, Experiment)
-    return try_claim(made, delta=_delta(delta), draws=draws, confidence=confidence, seed=seed)
+    return try_claim(
+        made, delta=_delta(delta), draws=draws, confidence=confidence, seed=seed, method=method
+    )
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:

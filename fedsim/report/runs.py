@@ -213,6 +213,15 @@ class RoundRow(_Part):
     probe_failures: int = 0
 
 
+class AuditRow(_Part):
+    """A line of `audit.jsonl`: what canaries showed of one stack's claim."""
+
+    defense: str
+    method: str
+    audited_epsilon: float
+    holds: bool
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One folder with a `results.jsonl`: a run, or one variant of a sweep."""
@@ -220,6 +229,7 @@ class Run:
     folder: Path
     rows: list[ResultRow]
     rounds: list[RoundRow]
+    audits: list[AuditRow]
     record: dict[str, Any]
     """`record.json`; empty if there is none."""
     scenario_text: str | None
@@ -274,6 +284,7 @@ def _load_run(folder: Path) -> Run:
         folder=folder,
         rows=_read(folder / RESULTS, ResultRow),
         rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
+        audits=_read(folder / "audit.jsonl", AuditRow, optional=True),
         record=_record(folder / "record.json"),
         scenario_text=text,
         scenario=parsed,

@@ -28,6 +28,8 @@ class UtilityRow:
     runs: int
     epsilon: float | None
     """The largest of the runs; inf if nothing is proven, None if it was not accounted."""
+    audited_epsilon: float | None
+    """The largest ε that an audit found, at least; None without an audit."""
     sigma: float | None
     """The largest σ of the rows σ I that a client appended to its own; None without such noise."""
     test_loss: Summary | None
@@ -43,18 +45,22 @@ def attacks_nothing(runs: Sequence[Run]) -> bool:
 def utility(runs: Sequence[Run]) -> list[UtilityRow]:
     """A row for each variant and defense, in the order of the runs and their rounds."""
     cells: dict[tuple[str, str], list[RoundRow]] = {}
+    audited: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         assignment = run.record.get("variant") or {}
         variant = describe_variant({k: v for k, v in assignment.items() if k != _SEED})
         last = {row.defense: row for row in sorted(run.rounds, key=lambda row: row.round)}
         for defense in dict.fromkeys(row.defense for row in run.rounds):
             cells.setdefault((variant, defense), []).append(last[defense])
+        for found in run.audits:
+            audited.setdefault((variant, found.defense), []).append(found.audited_epsilon)
     return [
         UtilityRow(
             variant=variant,
             defense=defense,
             runs=len(rows),
             epsilon=_largest(rows),
+            audited_epsilon=max(audited.get((variant, defense), []), default=None),
             sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
             test_accuracy=summarize(
@@ -70,6 +76,8 @@ def describe(rows: Sequence[UtilityRow]) -> str:
     lines = []
     for row in rows:
         told = [f"ε {format_epsilon(row.epsilon)}"]
+        if row.audited_epsilon is not None:
+            told.append(f"audit: at least {format_epsilon(row.audited_epsilon)}")
         if row.sigma is not None:
             told.append(f"σ {format_number(row.sigma, 3)}")
         if row.test_loss:

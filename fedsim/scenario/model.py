@@ -19,6 +19,7 @@ from pydantic import (
 from fedsim.types import (
     DEVICE_PATTERN,
     Algorithm,
+    AuditMethod,
     Batches,
     BatchNormKnowledge,
     FeatureKnowledge,
@@ -179,10 +180,14 @@ class Privacy(Section):
 
 
 class Audit(Section):
-    """Try every stack's claim with a canary, besides the run (`fedsim.canaries`)."""
+    """Try every stack's claim with canaries, besides the run (`fedsim.canaries`)."""
 
+    method: AuditMethod = "two_worlds"
+    """One canary in many trainings of one client, or many canaries in one run of all clients: that
+    costs one run, and shows no ε above about ln(canaries / 4.6)."""
     canaries: Annotated[int, Field(ge=200, le=10_000_000)] = 1000
-    """How often the canary takes part in the whole training, and how often it does not."""
+    """Of two worlds, how often the canary takes part in the whole training, and how often it does
+    not; of one run, how many examples are canaries (at most all; clients are canaries all)."""
     confidence: Annotated[float, Field(gt=0, lt=1)] = 0.99
     """That a claim that is true is not refuted."""
 

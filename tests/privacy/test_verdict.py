@@ -57,6 +57,34 @@ def test_the_gaussian_is_found_to_within_a_tenth_and_less_noise_is_caught() -> N
     assert not calculator.audit("gaussian", {**keys, "sabotage": 0.8}, delta=1e-5).holds
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "keys"),
+    [
+        ("gaussian", {"sensitivity": 1.0, "sigma": 4.0}),
+        ("random_projection", {"leverage": 0.02, "r": 20}),
+        ("poisson_gaussian", {"steps": 4, "sampling_rate": 0.5, "noise_multiplier": 4.0}),
+    ],
+)
+def test_one_run_of_a_thousand_rows_bears_the_claim_and_catches_a_tenth_of_the_noise(
+    mechanism: str, keys: dict[str, Any]
+) -> None:
+    honest = calculator.audit(mechanism, keys, delta=1e-5, draws=1000, method="one_run")
+    assert honest.holds
+    assert list(honest.bounds) == ["one_run"]
+    lying = calculator.audit(
+        mechanism, {**keys, "sabotage": 0.1}, delta=1e-5, draws=1000, method="one_run"
+    )
+    assert not lying.holds
+    assert lying.lower_bound < math.log(1000 / 4.6)
+
+
+def test_one_run_says_less_than_two_worlds() -> None:
+    keys = {"sensitivity": 1.0, "sigma": 1.0}
+    run = calculator.audit("gaussian", keys, delta=1e-5, method="one_run")
+    assert run.draws == 10_000
+    assert 1 < run.lower_bound < 0.5 * run.claim
+
+
 def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
     """KAN under correlated noise, Theorem F.12 (by F.8): at λ = 0 and T = 1 the others tell."""
     keys = {"steps": 1, "sampling_rate": 0.1, "noise_multiplier": 1.0, "sampling": "fixed_size"}

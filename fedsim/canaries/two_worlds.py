@@ -1,0 +1,122 @@
+"""One canary in many trainings of one client, and in as many it does not take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedsim import rng
+from fedsim.canaries.contribution import along, client_update, images, other_label, unit_gradient
+from fedsim.models.local import mean_gradient_factor
+from fedsim.types import Relation, Tensors, Unit, Update
+from fedsim.workload import Workload
+
+
+def scores(
+    workload: Workload,
+    unit: Unit,
+    relation: Relation,
+    rounds: int,
+    canaries: int,
+    on_progress: Callable[[int, int], None],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """((canaries,) without the canary, (canaries,) with it): what is seen along its direction.
+
+    It takes part in the first `rounds` rounds. `on_progress` is told (trainings done, of how many).
+
+    Raises:
+        FedsimError: training is impossible.
+    """
+
+    def draw(present: bool) -> NDArray[np.float64]:
+        def on_trial(done: int) -> None:
+            on_progress(int(present) * canaries + done, 2 * canaries)
+
+        if unit == "client":
+            return _of_client(workload, present, rounds, canaries, on_trial)
+        return _of_example(workload, relation, present, rounds, canaries, on_trial)
+
+    return draw(False), draw(True)
+
+
+def _of_client(
+    workload: Workload, present: bool, rounds: int, canaries: int, on_trial: Callable[[int], None]
+) -> NDArray[np.float64]:
+    """(canaries,) of a client that sends the same update in every round, or noise alone."""
+    stack, declared = workload.stack, workload.declared
+    seed = workload.scenario.seed
+    toward = client_update(workload)
+    update = {name: int(present) * value for name, value in toward.items()}
+    scores = np.zeros(canaries)
+    canary = copy(workload)
+    for trial in range(canaries):
+        server = rng.derive(seed, "canary", int(present), trial)
+        canary.scenario = workload.scenario.model_copy(update={"seed": server})
+        state = stack.init(update, declared)
+        for round in range(1, rounds + 1):
+            noise = rng.generator(seed, "canary", int(present), trial, round)
+            released, state = stack.apply(update, state, noise)
+            scores[trial] += along(_seen(canary, released, round), toward)
+        on_trial(trial + 1)
+    return scores
+
+
+def _of_example(
+    workload: Workload,
+    relation: Relation,
+    present: bool,
+    rounds: int,
+    canaries: int,
+    on_trial: Callable[[int], None],
+) -> NDArray[np.float64]:
+    """(canaries,) of a client with one example that matters.
+
+    Under `replace_one` all of its examples are alike, but for one label or not even that; under
+    `zero_out` none is there, but for one or not even that. The client is the one with the least
+    data: sampling hides its examples least.
+    """
+    data = images(workload)
+    part = min(workload.parts, key=len)
+    image, label = data.train_images[part[:1]], data.train_labels[part[0]]
+    other = other_label(data, label)
+    toward = unit_gradient(workload, image, other)
+    labels = label.repeat(len(part))
+    canary = copy(workload)
+    canary.parts = [torch.arange(len(part))]
+    if relation == "zero_out":
+        labels[0] = other
+        canary.withheld = torch.arange(len(part)) >= int(present)
+    else:
+        labels[0] = other if present else label
+        before = unit_gradient(workload, image, label)
+        toward = {name: value - before[name] for name, value in toward.items()}
+    canary.dataset = replace(
+        data,
+        train_images=image.expand(len(part), *data.input_shape),
+        train_labels=labels,
+    )
+    parameters, buffers = workload.initial()
+    sign = mean_gradient_factor(workload.training)
+    scores = np.zeros(canaries)
+    for trial in range(canaries):
+        seed = rng.derive(workload.scenario.seed, "canary", int(present), trial)
+        canary.scenario = workload.scenario.model_copy(update={"seed": seed})
+        state: Tensors = {}
+        for round in range(1, rounds + 1):
+            result = canary.client_update(0, round, parameters, buffers, state)
+            state = result.state
+            scores[trial] += sign * along(_seen(canary, result.update.tensors, round), toward)
+        on_trial(trial + 1)
+    return scores
+
+
+def _seen(workload: Workload, released: Tensors, round: int) -> Tensors:
+    """What the server sees of it, if it knows what all others sent."""
+    if workload.stack.aggregation is None:
+        return released
+    return workload.combined([Update(tensors=released, num_examples=1)], round).tensors
