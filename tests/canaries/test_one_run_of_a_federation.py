@@ -221,3 +221,27 @@ def test_too_few_clients_for_one_run_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="whole clients, of which 19 in one run show too little"):
         fedsim.run(few, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_those_of_the_linear_model_and_their_scale_is_found() -> None:
+    """Rows in a space of 2,000 entries, weights of variance 4 about a mean of 30, noise of 1."""
+    stream = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 2000, generator=stream)
+    weights = 2 * torch.randn(60, generator=stream)
+    noise = torch.randn(2000, generator=stream)
+    certain = torch.randn(3, 2000, generator=stream)
+    vector = weights @ rows + 30 * certain.sum(0) + noise
+
+    def told(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, (part @ vector)[:, None]], dim=1)
+
+    regression = one_run._Regression(vector, told(rows), told(certain))
+    mean = certain.sum(0) / certain.sum(0).norm()
+    left = vector - (vector @ mean) * mean
+    assert regression.energy == pytest.approx(float(left.square().sum()), rel=1e-3)
+    scale = one_run._likeliest([regression])
+    assert 1.5 < scale < 10
+    found = regression.weights(scale)[:60]
+    assert float((found - weights).abs().max()) < 0.2
+    shrunk = regression.weights(1e-4)[:60]
+    assert float(shrunk.norm()) < 0.5 * float(found.norm())
