@@ -25,17 +25,18 @@ _MOST = 100_000
 @final
 @dataclass(frozen=True, kw_only=True)
 class Sampled(CurveMechanism):
-    """So many draws of a covariance that is no farther than `distance` from any neighbour's."""
+    """So many draws of a covariance that differs from any neighbour's in two eigenvalues."""
 
     samples: int
-    distance: float
+    eigenvalues: tuple[tuple[float, float], ...]
+    """As `fedsim.privacy.kernel_distance.lifted_eigenvalues` has them."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
         """Of no draw at all -∞: nothing is released."""
         if self.samples == 0:
             return np.full_like(epsilons, -np.inf)
-        return wishart.log_delta(self.samples, self.distance, epsilons)
+        return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
 
 
 @final
@@ -92,29 +93,32 @@ class GaussianSampling(StatisticDefense):
         return draws.sampled_covariance(draws.square_root(lifted), samples, rng)
 
     def guarantee(self, release: Release) -> Sampled:
-        """As many draws as are made, at the distance that neighbours have at most.
+        """As many draws as are made, of a matrix that changes as much as any neighbour's may.
 
         Raises:
             FedsimError: not a single draw is private enough.
         """
         gain, row_norm = release.gain, release.row_norm
         if self.lift is not None:
-            distance = kernel_distance.lifted(self.beta, self.lift, gain=gain, row_norm=row_norm)
+            change = kernel_distance.lifted_eigenvalues(
+                self.beta, self.lift, gain=gain, row_norm=row_norm
+            )
         else:
             assert self.least_eigenvalue is not None
-            distance = kernel_distance.assumed(
+            change = kernel_distance.assumed_eigenvalues(
                 self.beta, self.least_eigenvalue, gain=gain, row_norm=row_norm
             )
+        eigenvalues = tuple((up, down) for up, down in change.tolist())
         samples = self.samples
         if samples is None:
             assert self.epsilon is not None and self.delta is not None
-            samples = _most_draws(distance, self.epsilon, self.delta)
+            samples = _most_draws(eigenvalues, self.epsilon, self.delta)
         return Sampled(
             unit="example",
             relation="close" if self.lift is not None else "relative",
             beta=self.beta,
             samples=samples,
-            distance=distance,
+            eigenvalues=eigenvalues,
         )
 
     def law(self, release: Release) -> dict[str, float]:
@@ -127,14 +131,15 @@ class GaussianSampling(StatisticDefense):
 
 
 @cache
-def _most_draws(distance: float, epsilon: float, delta: float) -> int:
-    if wishart.epsilon(_MOST, distance, delta) <= epsilon:
+def _most_draws(eigenvalues: tuple[tuple[float, float], ...], epsilon: float, delta: float) -> int:
+    change = np.array(eigenvalues)
+    if wishart.log_delta_of(_MOST, change, epsilon) <= np.log(delta):
         return _MOST
-    found = wishart.max_draws(distance, epsilon, delta)
+    found = wishart.max_draws_of(change, epsilon, delta)
     if found == 0:
         raise FedsimError(
-            f"gaussian_sampling: not even one draw is ({epsilon:g}, {delta:g})-private where "
-            f"neighbours' kernel matrices are {distance:.3g} apart; raise lift (or the least "
-            "eigenvalue, if that is true), raise epsilon, or lower beta"
+            f"gaussian_sampling: not even one draw is ({epsilon:g}, {delta:g})-private where an "
+            f"eigenvalue of neighbours' kernel matrices may differ by {change.max():.1%}; raise "
+            "lift (or the least eigenvalue, if that is true), raise epsilon, or lower beta"
         )
     return found

@@ -12,18 +12,32 @@ matrix is N - (Fd)e' - e(Fd)' + |d|² ee', and with u = N^-½ F d and w = N^-½ 
 M = |-uw' - wu' + |d|² ww'|_F. The square of the first two terms is 2 |u|² |w|² + 2 (u'w)², the last
 is |d|² |w|², and |u| <= |d| <= r in either case, since F'N⁻¹F has no eigenvalue above 1.
 
-*No eigenvalue of N = FF' is below η.* |w|² <= 1/η, so that with a = r / sqrt(η): M <= 2a + a².
+K^½ K'⁻¹ K^½ - I has rank two, with one eigenvalue λ+ >= 0 and one -λ- <= 0: with τ = |d|² |w|²
+their sum is T = τ - 2 u'w and their product -D, D = |u|² |w|² - (u'w)². The farther from zero they
+are, the better draws are told apart: noise of N(0, c) added to a draw of N(0, 1) or N(0, 1 ± λ)
+makes λ smaller.
 
-*N = FF' + γ I.* With the leverage h = e'FF'N⁻¹e in [0, 1): |w|² = (1 - h) / γ, and
-(u'w)² = (d'F'N⁻¹e)² <= r² h (1 - h) / γ by Jensen's inequality. The first two terms are at most
-a sqrt(2 (1 - h²)) and the last a² (1 - h), a = r / sqrt(γ): M <= sqrt(2) a + a², whatever F is.
+*No eigenvalue of N = FF' is below η.* |w|² <= 1/η, so that with a = r / sqrt(η): M <= 2a + a². For
+each T it is enough to look at the largest D, which is a² - (u'w)², |u'w| <= a.
+
+*N = FF' + γ I.* Let S = N^-½ F and C = sqrt(γ) N^-½, so that SS' + CC' = I. For any unit vector z,
+x = z'Sd / r and y = z'Ce have x² + y² <= 1, and z'(-uw' - wu' + |d|² ww')z is -2axy + a²y² where
+|d| = r, with a = r / sqrt(γ): on that disc between exp(-s) - 1 and exp(s) - 1, s = 2 arsinh(a / 2).
+So whatever F is, all eigenvalues of K^½ K'⁻¹ K^½ are in [exp(-s), exp(s)], and all but two are 1.
+Both ends are attained together, in the limit of another row so long that it fixes d.
 """
 
 from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from fedsim.privacy.numerics import Array
 from fedsim.types import FedsimError
+
+_PIECES = 128
+"""Into which each part of the curve of assumed eigenvalues is cut."""
 
 
 def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
@@ -41,16 +55,32 @@ def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> fl
 
 
 def lifted(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """The bound of M for K + γ I, γ being `lift`: it holds whatever the rows are.
+    """The largest M for K + γ I, γ being `lift`, whatever the rows are.
 
     >>> round(lifted(0.01, 4.0), 6)
-    0.014242
+    0.014142
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    ((up, down),) = lifted_eigenvalues(beta, lift, gain=gain, row_norm=row_norm)
+    return math.hypot(up, down)
+
+
+def lifted_eigenvalues(
+    beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I, whatever the rows are.
+
+    >>> lifted_eigenvalues(0.1, 4.0).round(5)  # a = 0.1
+    array([[0.10512, 0.09512]])
 
     Raises:
         FedsimError: an argument is not a finite number above 0.
     """
     a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
-    return math.sqrt(2) * a + a * a
+    s = 2 * math.asinh(a / 2)
+    return np.array([[math.expm1(s), -math.expm1(-s)]])
 
 
 def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
@@ -61,6 +91,42 @@ def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1
     """
     a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     return 2 * a + a * a
+
+
+def assumed_eigenvalues(
+    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
+
+    Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
+    of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
+    low, high = q[:-1], q[1:]
+    product = a**2 - low**2
+    straight: Array = np.linspace(0, a**2, _PIECES // 8 + 1)
+    return np.concatenate(
+        [
+            _corners(-2 * high, -2 * low, product),
+            _corners(straight[:-1], straight[1:], np.full(_PIECES // 8, a**2)),
+            _corners(2 * low + a**2, 2 * high + a**2, product),
+        ]
+    )
+
+
+def _corners(least: Array, most: Array, product: Array) -> Array:
+    """(n, 2) the largest λ+ and the largest λ- where T is between `least` and `most` and D so."""
+    return np.stack(
+        [
+            most / 2 + np.sqrt(most**2 / 4 + product),
+            -least / 2 + np.sqrt(least**2 / 4 + product),
+        ],
+        axis=-1,
+    )
 
 
 def of_data(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:

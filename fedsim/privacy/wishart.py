@@ -12,11 +12,15 @@ then the largest over all eigenvalues at that distance and over both directions.
 that of m eigenvalues 1 ± M / sqrt(m) and otherwise ones, the worst m from 1 to ∞ (where it is a
 Gaussian mechanism): m = 1 but for small ε. That is not proven; a search over random eigenvalues
 finds none worse (tests/privacy/test_wishart.py). From M = 1 on K' may be singular, and δ is 1.
+
+Where one row of the data moves, only two eigenvalues differ from one, and how far they can is known
+(`kernel_distance`): there δ is proven (`log_delta_of`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -58,6 +62,28 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
         limit = gaussian.log_delta(1 / (far[live] * np.sqrt(count[live] / 2)), eps[live])
         result[live] = np.maximum(several.max(-1), limit)
     return result.reshape(shape)[()]
+
+
+def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
+    """log δ of `k` draws where neighbours differ in two eigenvalues: the largest over all lines.
+
+    Args:
+        k: draws, at least 1.
+        eigenvalues: (n, 2): K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + λ+ and 1 - λ-, λ± >= 0
+            no larger than in one of the lines, for any neighbours in either order.
+        epsilon: at least 0, of any shape.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    count, eps = checked("k", k, 1.0, np.finfo(float).max, "draws"), checked_epsilon(epsilon)
+    up, down = checked("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
+    if (down >= 1).any():
+        return np.zeros(eps.shape)[()]
+    a, rest = np.stack([-up, down], axis=-1), np.stack([1 + up, 1 - down], axis=-1)
+    counts = np.full_like(a, float(count))
+    found = quadratic.log_delta(a, rest, np.zeros_like(a), counts, eps[..., None])
+    return np.asarray(found.max(axis=-1))[()]
 
 
 def delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
@@ -116,16 +142,24 @@ def max_draws(distance: float, epsilon: float, delta: float) -> int:
         FedsimError: an argument is out of range, or there is no such k below 10^12.
     """
     _arguments(1, distance, epsilon)
+    return _most(lambda k: float(log_delta(k, distance, epsilon)), delta)
+
+
+def max_draws_of(eigenvalues: Array, epsilon: float, delta: float) -> int:
+    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
+    return _most(lambda k: float(log_delta_of(k, eigenvalues, epsilon)), delta)
+
+
+def _most(log_delta: Callable[[int], float], delta: float) -> int:
     target = float(np.log(checked_delta(delta)))
     low, high = 0, 1
-    while float(log_delta(high, distance, epsilon)) <= target:
+    while log_delta(high) <= target:
         low, high = high, 2 * high
         if high > 10**12:
             raise FedsimError("distance: so small that more than 10^12 draws are private")
     while high - low > 1:
         middle = (low + high) // 2
-        private = float(log_delta(middle, distance, epsilon)) <= target
-        low, high = (middle, high) if private else (low, middle)
+        low, high = (middle, high) if log_delta(middle) <= target else (low, middle)
     return low
 
 

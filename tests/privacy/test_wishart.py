@@ -50,6 +50,35 @@ def test_no_other_eigenvalues_at_that_distance_are_worse(distance: float, k: int
             assert of_eigenvalues(a, k, epsilon).max() <= bound + 1e-9
 
 
+@pytest.mark.parametrize(("up", "down"), [(0.2, 0.1), (0.0, 0.4), (1.5, 0.6)])
+def test_two_eigenvalues_are_those_of_the_draws_and_smaller_ones_tell_less(
+    up: float, down: float
+) -> None:
+    stream = np.random.default_rng(1)
+    bounds = np.array([[up, down]])
+    for epsilon in (0.0, 0.5, 2.0):
+        found = float(wishart.log_delta_of(7, bounds, epsilon))
+        a = np.array([-up, down])
+        expected = quadratic.log_delta(a, 1 - a, np.zeros(2), np.full(2, 7.0), epsilon)
+        assert found == pytest.approx(float(expected), rel=1e-12)
+        for share in stream.random((20, 2)):
+            assert float(wishart.log_delta_of(7, bounds * share, epsilon)) <= found + 1e-9
+        both = np.concatenate([bounds / 2, bounds, bounds / 3])
+        assert float(wishart.log_delta_of(7, both, epsilon)) == found
+    curve = wishart.log_delta_of(7, bounds, np.array([0.0, 0.5, 2.0]))
+    assert curve.shape == (3,)
+    assert float(curve[2]) == found
+
+
+def test_the_most_draws_of_two_eigenvalues() -> None:
+    bounds = np.array([[0.02, 0.0196]])
+    draws = wishart.max_draws_of(bounds, 1.0, 1e-3)
+    kept, lost = (float(wishart.log_delta_of(k, bounds, 1.0)) for k in (draws, draws + 1))
+    assert kept <= math.log(1e-3) < lost
+    assert draws > wishart.max_draws(math.hypot(0.02, 0.0196), 1.0, 1e-3)
+    assert wishart.log_delta_of(3, np.array([[0.5, 1.0]]), 5.0) == 0.0
+
+
 def test_laws() -> None:
     epsilons = np.array([0.0, 0.01, 0.3, 2.0, 10.0])
     curve = wishart.log_delta(50, 0.2, epsilons)
