@@ -99,6 +99,7 @@ def experiment(
     gain = float(torch.linalg.eigvalsh(weights.T @ weights / NEURONS)[-1])
     printed = ntk.paper_distance(PAPER_N, BETA, PAPER_SMALLEST)
     holds = kernel_distance.of_data(BETA, smallest, gain=gain)
+    change = kernel_distance.of_data_eigenvalues(BETA, smallest, gain=gain)
 
     def accuracy(alpha: Tensor, rows: Tensor) -> float:
         found = ntk.predict(test, rows, alpha, weights).argmax(1)
@@ -136,9 +137,7 @@ def experiment(
                 "lemma_applies": ntk.paper_condition(epsilon, DELTA, count, printed),
                 "within_radius": printed <= ntk.paper_radius(epsilon, DELTA, count),
                 "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
-                "epsilon_exact": (
-                    wishart.epsilon(count, holds, DELTA) if math.isfinite(holds) else math.inf
-                ),
+                "epsilon_exact": wishart.epsilon_of(count, change, DELTA),
                 "accuracy": _spread(scores[epsilon]),
             }
             for epsilon, count in counts.items()

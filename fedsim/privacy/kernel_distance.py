@@ -118,6 +118,24 @@ def assumed_eigenvalues(
     )
 
 
+def of_data_eigenvalues(
+    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(n, 2) bounds of (λ+, λ-) between these data, of least eigenvalue `least`, and any neighbour.
+
+    In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
+    computed from the data, and so reveal something of them.
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    forth = assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
+    up, down = forth.T
+    with np.errstate(divide="ignore"):
+        back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)
+    return np.concatenate([forth, back])
+
+
 def _corners(least: Array, most: Array, product: Array) -> Array:
     """(n, 2) the largest λ+ and the largest λ- where T is between `least` and `most` and D so."""
     return np.stack(

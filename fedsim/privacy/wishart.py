@@ -97,15 +97,28 @@ def epsilon(k: float, distance: float, delta: float) -> float:
     Raises:
         FedsimError: an argument is out of range.
     """
-    from scipy.optimize import brentq
-
     _arguments(k, distance, 0.0)
-    target = float(np.log(checked_delta(delta)))
+    checked_delta(delta)
     if distance >= 1:
         return math.inf
+    return _least(lambda at: float(log_delta(k, distance, at)), delta)
+
+
+def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
+    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
+    checked_delta(delta)
+    if float(log_delta_of(k, eigenvalues, 0.0)) == 0.0:
+        return math.inf
+    return _least(lambda at: float(log_delta_of(k, eigenvalues, at)), delta)
+
+
+def _least(log_delta: Callable[[float], float], delta: float) -> float:
+    from scipy.optimize import brentq
+
+    target = float(np.log(delta))
 
     def excess(at: float) -> float:
-        return max(float(log_delta(k, distance, at)), -1e300) - target
+        return max(log_delta(at), -1e300) - target
 
     if excess(0.0) <= 0:
         return 0.0

@@ -76,6 +76,9 @@ def test_no_neighbour_is_farther(neurons: int | None, length: float, beta: float
             assert found <= kernel_distance.of_data(beta, least[0], **sizes) * (1 + 1e-6)
             bounds = kernel_distance.assumed_eigenvalues(beta, least[1], **sizes)
             assert within(changes(a, b), bounds)
+            bounds = kernel_distance.of_data_eigenvalues(beta, least[0], **sizes)
+            assert within(changes(a, b), bounds)
+            assert within(changes(b, a), bounds)
 
 
 def test_the_assumed_bound_is_attained() -> None:
@@ -144,6 +147,7 @@ def test_what_is_out_of_range_is_refused(value: float) -> None:
         kernel_distance.assumed,
         kernel_distance.assumed_eigenvalues,
         kernel_distance.of_data,
+        kernel_distance.of_data_eigenvalues,
     ):
         with pytest.raises(FedsimError, match="beta"):
             call(value, 1.0)

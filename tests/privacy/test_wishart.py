@@ -76,7 +76,11 @@ def test_the_most_draws_of_two_eigenvalues() -> None:
     kept, lost = (float(wishart.log_delta_of(k, bounds, 1.0)) for k in (draws, draws + 1))
     assert kept <= math.log(1e-3) < lost
     assert draws > wishart.max_draws(math.hypot(0.02, 0.0196), 1.0, 1e-3)
+    epsilon = wishart.epsilon_of(draws, bounds, 1e-3)
+    assert float(wishart.log_delta_of(draws, bounds, epsilon)) == pytest.approx(math.log(1e-3))
     assert wishart.log_delta_of(3, np.array([[0.5, 1.0]]), 5.0) == 0.0
+    assert wishart.epsilon_of(3, np.array([[0.5, 1.0]]), 0.1) == math.inf
+    assert wishart.epsilon_of(3, np.array([[1e-6, 1e-6]]), 0.1) == 0.0
 
 
 def test_laws() -> None:
