@@ -51,8 +51,8 @@ MECHANISMS: dict[str, Known] = {
     ),
     "normal": Known(curve="fedsim.privacy.ndis:NormalCurve"),
     "gaussian_sampling": Known(
-        curve="fedsim.privacy.wishart:GaussianSamplingCurve",
-        calibration="fedsim.privacy.wishart:GaussianSamplingCalibration",
+        curve="fedsim.privacy.gaussian_sampling:GaussianSamplingCurve",
+        calibration="fedsim.privacy.gaussian_sampling:GaussianSamplingCalibration",
         experiment="fedsim.privacy.experiments:GaussianSamplingExperiment",
     ),
     "truncated_laplace": Known(

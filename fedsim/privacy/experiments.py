@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from fedsim.privacy.contract import Curve, Experiment
+from fedsim.privacy.gaussian_sampling import GaussianSamplingCurve, Neighbours
 
 Floats = NDArray[np.float64]
 Leverage = Annotated[float, Field(ge=0, lt=1)]
@@ -156,30 +157,40 @@ class TruncatedLaplaceExperiment(_Sabotaged):
 
 
 @final
-class GaussianSamplingExperiment(_Sabotaged):
-    """k draws of N(0, K) against k of N(0, K'), in the one direction in which the two differ.
+class GaussianSamplingExperiment(Neighbours, _Sabotaged):
+    """k draws of N(0, K) against k of N(0, K'), in the directions in which the two differ.
 
-    There K' has 1 / (1 - M) times K's variance, M being the distance: the worst pair, but for ε so
-    small that more directions are. `sabotage` acts on k, whose square root is what more draws take
-    from the noise of their mean: 0.8 is k / 0.64 draws.
+    Of beta and lift these are the two of the worst neighbours. Of a distance M it is one, in which
+    K' has 1 / (1 - M) times K's variance: the worst pair, but for ε so small that more directions
+    are. `sabotage` acts on k, whose square root is what more draws take from the noise of their
+    mean: 0.8 is k / 0.64 draws.
     """
 
     k: Annotated[int, Field(ge=1)]
     """Draws."""
-    distance: Annotated[float, Field(gt=0, lt=1)]
+    distance: Annotated[float | None, Field(gt=0, lt=1)] = None
     """M = |K^½ K'⁻¹ K^½ - I|, in Frobenius norm."""
 
     def curve(self) -> Curve:
         """Gaussian sampling's."""
-        from fedsim.privacy.wishart import GaussianSamplingCurve
-
-        return GaussianSamplingCurve(k=self.k, distance=self.distance)
+        return GaussianSamplingCurve(
+            k=self.k,
+            distance=self.distance,
+            beta=self.beta,
+            lift=self.lift,
+            gain=self.gain,
+            row_norm=self.row_norm,
+        )
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios; `present` is K'."""
-        count, precision = round(self.k / self.sabotage**2), 1 - self.distance
-        squares = rng.chisquare(count, draws) / (precision if present else 1.0)
-        return self.distance * squares / 2 + count / 2 * math.log(precision)
+        count, known = round(self.k / self.sabotage**2), self.eigenvalues()
+        up, down = (0.0, self.apart()) if known is None else known[0]
+        ratio = np.zeros(draws)
+        for a in (-up, down):
+            squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)
+            ratio += a * squares / 2 + count / 2 * math.log1p(-a)
+        return ratio
 
 
 @final

@@ -21,18 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
 
 from fedsim.privacy import gaussian, quadratic
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
-Variant = Literal["exact", "paper"]
 _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5.5, 20, 0.5)])))
 
 
@@ -202,66 +198,3 @@ def _arguments(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> tuple[A
         checked("distance", distance, 0.0, most, "a distance of at least 0"),
         checked_epsilon(epsilon),
     )
-
-
-class GaussianSamplingCurve(Curve):
-    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
-
-    k: int = Field(ge=1)
-    """Draws."""
-    distance: float = Field(ge=0)
-    """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
-    variant: Variant = "exact"
-    """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
-
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        if self.variant == "paper":
-            raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
-        return self._answer(epsilon, float(log_delta(self.k, self.distance, epsilon)))
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        accountant = paper_epsilon if self.variant == "paper" else epsilon
-        return self._answer(accountant(self.k, self.distance, delta), math.log(delta))
-
-    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
-        return {"both": log_delta(self.k, self.distance, epsilons)}
-
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        said = {
-            "exact": "contour integral, worst eigenvalues at this distance",
-            "paper": "DP-NTK regression, Lemma 5.4 (for ε < 1)",
-        }
-        return Answer(
-            epsilon=epsilon,
-            delta=math.exp(log_delta),
-            log_delta=log_delta,
-            method=said[self.variant],
-            direction="both",
-        )
-
-
-class GaussianSamplingCalibration(Calibration):
-    """The most draws of Gaussian sampling that are private: its noise falls with k."""
-
-    distance: float = Field(gt=0)
-    """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
-
-    def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
-        draws = max_draws(self.distance, epsilon, delta)
-        if draws == 0:
-            raise FedsimError(
-                f"distance: not even one draw is ({epsilon:g}, {delta:g})-private at "
-                f"{self.distance:g}; allow a larger epsilon or bring neighbours closer"
-            )
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=math.log(delta),
-            method="contour integral, worst eigenvalues at this distance",
-            direction="both",
-            draws=draws,
-        )

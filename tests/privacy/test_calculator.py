@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsim.cli import app
-from fedsim.privacy import calculator
+from fedsim.privacy import calculator, kernel_distance
 from fedsim.privacy.contract import Answer, Calibration, Curve
 from fedsim.types import FedsimError
 
@@ -56,6 +56,28 @@ def keys(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     path = tmp_path / "pair.json"
     path.write_text(json.dumps(NORMAL), encoding="utf-8")
     return {"file": str(path)}
+
+
+def test_gaussian_sampling_of_a_lifted_kernel_is_known_better_than_by_its_distance() -> None:
+    keys = {"beta": 0.05, "lift": 3.0, "gain": 2.0, "row_norm": 0.7}
+    distance = kernel_distance.lifted(0.05, 3.0, gain=2.0, row_norm=0.7)
+    known = calculator.epsilon("gaussian_sampling", {"k": 50, **keys}, delta=1e-3)
+    apart = calculator.epsilon("gaussian_sampling", {"k": 50, "distance": distance}, delta=1e-3)
+    assert 0.5 * apart.epsilon < known.epsilon < 0.97 * apart.epsilon
+    assert "proven" in known.method
+    assert calculator.delta(
+        "gaussian_sampling", {"k": 50, **keys}, epsilon=known.epsilon
+    ).delta == pytest.approx(1e-3)
+    draws = calculator.calibrate("gaussian_sampling", keys, epsilon=known.epsilon, delta=1e-3).draws
+    assert draws is not None
+    assert abs(draws - 50) <= 1
+    paper = {"k": 50, "variant": "paper"}
+    assert (
+        calculator.epsilon("gaussian_sampling", {**paper, **keys}, delta=1e-3).epsilon
+        == calculator.epsilon(
+            "gaussian_sampling", {**paper, "distance": distance}, delta=1e-3
+        ).epsilon
+    )
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -181,6 +203,8 @@ REFUSED = [
     ("delta normal file=/no/such.json --epsilon 1", "cannot be read"),
     ("calibrate truncated_laplace sensitivity=1 --epsilon 0 --delta 0.1", "epsilon: got 0"),
     ("calibrate gaussian_sampling distance=2 --epsilon 1 --delta 0.1", "not even one draw"),
+    ("epsilon gaussian_sampling k=5 --delta 0.1", "takes distance, or else both beta and lift"),
+    ("epsilon gaussian_sampling k=5 beta=1 --delta 0.1", "or else both beta and lift"),
     ("delta gaussian sensitivity=1 sigma=2 --epsilon 1 --plot curve.svg", "does not end in .png"),
 ]
 

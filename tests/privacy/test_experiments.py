@@ -33,6 +33,7 @@ EXPERIMENTS: list[Experiment] = [
     GaussianExperiment(sensitivity=2.0, sigma=3.0),
     RandomProjectionExperiment(leverage=0.3, r=5),
     GaussianSamplingExperiment(k=20, distance=0.2),
+    GaussianSamplingExperiment(k=20, beta=0.1, lift=1.0),
     LeastSquaresExperiment(p=0.1, q=0.25, r=30, d=4),
     LeastSquaresExperiment(p=0.0, q=0.2, r=30, d=1),
     PoissonGaussianExperiment(steps=5, sampling_rate=0.3, noise_multiplier=1.5),

@@ -19,6 +19,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("least_squares", {"p": 0.05, "q": 0.1, "r": 100, "d": 10}),
     ("truncated_laplace", {"scale": 1.0, "bound": 4.5}),
     ("gaussian_sampling", {"k": 100, "distance": 0.15}),
+    ("gaussian_sampling", {"k": 100, "beta": 0.05, "lift": 1.0}),
     ("poisson_gaussian", {"steps": 4, "sampling_rate": 0.5, "noise_multiplier": 1.0}),
     ("correlated_gaussian", {**STEPS, "sampling": "full"}),
     ("correlated_gaussian", {**STEPS, "sampling": "single_epoch", "noise_multiplier": 0.8}),
