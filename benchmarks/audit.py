@@ -24,6 +24,7 @@ CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("least_squares", 1e-3, {"p": 0.05, "q": 0.1, "r": 100, "d": 10}),
     ("truncated_laplace", 1e-2, {"sensitivity": 1.0, "scale": 1.0, "bound": 4.5}),
     ("gaussian_sampling", 1e-3, {"k": 100, "distance": 0.15}),
+    ("gaussian_sampling", 1e-3, {"k": 100, "beta": 0.05, "lift": 1.0}),
     ("poisson_gaussian", 1e-3, {"steps": 20, "sampling_rate": 0.1, "noise_multiplier": 1.0}),
     ("correlated_gaussian", 1e-3, {"steps": 20, "correlation": 0.7, "sampling": "full",
                                    "noise_multiplier": 10.0}),

@@ -187,7 +187,7 @@ class GaussianSamplingExperiment(Neighbours, _Sabotaged):
         count, known = round(self.k / self.sabotage**2), self.eigenvalues()
         up, down = (0.0, self.apart()) if known is None else known[0]
         ratio = np.zeros(draws)
-        for a in (-up, down):
+        for a in filter(None, (-up, down)):
             squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)
             ratio += a * squares / 2 + count / 2 * math.log1p(-a)
         return ratio
