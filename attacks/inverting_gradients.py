@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.contrast import exposed
 from fedsim_attacks.matching import (
     Candidate,
     Distance,
@@ -56,6 +57,9 @@ class InvertingGradients(Attack[Inversion]):
     """Of Adam, in units of normalized pixels; divided by 10 at 3/8, 5/8 and 7/8 of them."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
     """Weight of the total variation, the mean absolute difference of neighbouring pixels."""
+    stretched: bool = False
+    """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group
+    norm an update hardly tells contrast, and total variation takes it away. Not the authors'."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -100,9 +104,10 @@ class InvertingGradients(Attack[Inversion]):
         return state.iteration >= self.iterations
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """The iterate of least own loss."""
+        """The iterate of least own loss, `stretched` if asked for."""
+        images, box = state.best_images, state.matching.box
         return Reconstruction(
-            images=state.matching.pixels(state.best_images),
+            images=state.matching.pixels(exposed(images, box) if self.stretched else images),
             labels=state.best_labels,
             loss=float(state.best_loss),
             iterations=state.iteration,

@@ -63,3 +63,23 @@ def test_a_single_pixel_has_no_variation() -> None:
     value, slope = total_variation(torch.ones(2, 1, 1, 1))
     assert float(value) == 0
     assert not slope.any()
+
+
+def test_stretched_images_are_multiples_of_the_others_that_fill_the_valid_pixels() -> None:
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    seen = grant(*make_observation(images, torch.tensor([1, 2]), model="mlp"), "known", "none")
+    plain, stretched = (
+        solve(InvertingGradients(iterations=3, step_size=1e-3, stretched=on), *seen, seed=0)
+        for on in (False, True)
+    )
+    assert plain.reconstruction.loss == stretched.reconstruction.loss
+    a, b = plain.reconstruction.images, stretched.reconstruction.images
+    assert a is not None
+    assert b is not None
+    center = denormalize(torch.zeros(1, 3, 1, 1), seen[0].model)
+    for before, after in zip(a - center, b - center, strict=True):
+        inside = (after.abs() < 0.45) & (before.abs() > 0.01)  # not at an end of the valid pixels
+        ratio = (after / before)[inside]
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-3, atol=0)
+    assert b.amax() > 0.98 or b.amin() < 0.02
+    assert not torch.equal(a, b)
