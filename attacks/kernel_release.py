@@ -1,10 +1,11 @@
 """A released kernel regression, read as what it is made of: X̃, α̃ and the labels.
 
-Learner `ntk` releases a model (X̃, α̃), or the predictor that it makes, of which
-`quadratic_form.decomposed` recovers it. X̃ are the rows of a client behind truncated Laplace noise,
-or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃ being the covariance of a few draws of N(0, K + γ I), or K
-itself. Nothing protects labels: Y'α̃ = Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways
-to label the rows only the true one makes it so, but for coincidences.
+Learner `ntk` releases a model (X̃, α̃), or the predictor that it makes, of which `quadratic_form`
+recovers it: from nothing else where the rows are few, and given all other rows where X̃ is X. X̃ are
+the rows of a client behind truncated Laplace noise, or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃ being
+the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects labels: Y'α̃ =
+Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways to label the rows only the true one
+makes it so, but for coincidences.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fedsim.adversary import AttackFailed
 from fedsim.types import Knowledge, Observation, ReleaseKind
-from fedsim_attacks.quadratic_form import decomposed
+from fedsim_attacks.quadratic_form import completed, decomposed
 
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
 """The kinds of release that `read` reads."""
@@ -107,7 +108,10 @@ def read(observation: Observation, known: Tensor) -> Model:
         rows, alpha = rows[there], alpha[there]
     else:
         form = observation.num_clients * observation.update["form"].double().cpu()
-        rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), len(kernel))
+        if noise["scale"] == 0 and len(known) >= len(kernel):
+            rows, alpha = completed(form, kernel, known[:, : len(kernel)])
+        else:
+            rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), len(kernel))
         usual = known[:, : len(kernel)].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
     found = Model(

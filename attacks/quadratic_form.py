@@ -7,6 +7,10 @@ Ross and Abel, A Decomposition for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 
 Jennrich). It takes independent rows, of which there can be no more than entries in a row, and
 coefficients of which no two rows' are proportional. Of a row the length and the sign remain open:
 s x with α / s² predict the same.
+
+Who knows all rows but one, as they are, needs neither: less what the known x_i x_i' span, every A_j
+is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find. That
+takes known rows fewer than x x' has entries that differ, by more than x has.
 """
 
 from __future__ import annotations
@@ -24,6 +28,15 @@ _RANK = 1e-9
 
 _MISSED = 1e-6
 """Share of Q that rows and coefficients may fail to explain."""
+
+_STARTS = 4
+"""Eigenvectors, of either end, from which a missing row is looked for."""
+
+_STEPS = 60
+"""Of Gauss and Newton from each."""
+
+_LARGEST = 10**8
+"""Entries of all x x' together that are held at once."""
 
 
 def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -60,6 +73,86 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
             "the same coefficients, or noise was added to it"
         )
     return best[1], best[2]
+
+
+def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, coefficients (n, c)) of `form` Q (c, d, d), given (n - 1, d) all rows but one.
+
+    The known rows come first, as they are; the last one has length 1 and an arbitrary sign.
+    `kernel` is S (d, d).
+
+    Raises:
+        AttackFailed: the rows that are known do not leave exactly one, or are too many.
+    """
+    parts = _unsmoothed(form, kernel)
+    d = parts.shape[1]
+    entries = d * (d + 1) // 2
+    if len(known) + d > entries or len(known) * entries > _LARGEST:
+        raise AttackFailed(
+            f"{len(known)} known rows of {d} entries are too many to see a missing one behind them"
+        )
+    packed, spanned = _packed(parts), _packed(known[:, :, None] * known[:, None, :])
+    basis = torch.linalg.qr(spanned.T).Q
+    rest = packed - (packed @ basis) @ basis.T
+    _, values, seen = torch.linalg.svd(rest, full_matrices=False)
+    if values[0] < _RANK * packed.norm() or values[1:].norm() > _MISSED * values[0]:
+        raise AttackFailed(
+            "the predictor is not of the known rows and one other: none is missing or several are, "
+            "or noise was added to it"
+        )
+    missing = _square_root_of(seen[0], basis, d)
+    rows = torch.cat([known, missing[None]])
+    spanned = _packed(rows[:, :, None] * rows[:, None, :])
+    alpha = torch.linalg.lstsq(spanned.T, packed.T, driver="gelsd").solution
+    return rows, alpha
+
+
+def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
+    """(d,) x of length 1 with x x', less what is in the (entries, m) `basis`, along ± `seen`."""
+    row, column = torch.triu_indices(dimension, dimension)
+    whole = torch.zeros(dimension, dimension, dtype=seen.dtype)
+    whole[row, column] = seen / torch.where(row == column, 1.0, 2**0.5)
+    _, vectors = torch.linalg.eigh(whole + whole.T - whole.diagonal().diag())
+    best = torch.inf, vectors[:, 0]
+    for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
+        x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
+        missed = _missed(x, sign * seen, basis)
+        for _ in range(_STEPS):
+            slopes = _eye(x)[:, :, None] * x
+            slopes = _packed(slopes + slopes.transpose(1, 2))
+            slopes = slopes - (slopes @ basis) @ basis.T
+            gram, pull = slopes @ slopes.T, slopes @ missed
+            step = torch.linalg.solve(gram + damping * gram.diagonal().mean() * _eye(x), pull)
+            moved = _missed(x - step, sign * seen, basis)
+            if moved.norm() < missed.norm():
+                x, missed, damping = x - step, moved, damping / 10
+            else:
+                damping *= 10
+            if missed.norm() < _MISSED**2 or damping > 1e8:
+                break
+        if float(missed.norm()) < best[0]:
+            best = float(missed.norm()), x
+        if best[0] < _MISSED:
+            break
+    else:
+        raise AttackFailed("the row that the known ones leave was not found in the predictor")
+    return torch.nn.functional.normalize(best[1], dim=0)
+
+
+def _missed(x: Tensor, seen: Tensor, basis: Tensor) -> Tensor:
+    """(entries,) what x x', less what is in the basis, and `seen` differ by."""
+    packed = _packed(torch.outer(x, x)[None])[0]
+    return packed - basis @ (packed @ basis) - seen
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype)
+
+
+def _packed(matrices: Tensor) -> Tensor:
+    """(n, d (d + 1) / 2) of symmetric (n, d, d) ones, with the same inner products."""
+    row, column = torch.triu_indices(*matrices.shape[1:])
+    return matrices[:, row, column] * torch.where(row == column, 1.0, 2**0.5)
 
 
 def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from fedsim_attacks import kernel_posterior
 from fedsim_attacks.kernel_posterior import Likeness, equations, posterior_mean
 from fedsim_attacks.kernel_release import Matched, Model, match, others, read, told_labels
 from fedsim_attacks.membership_inference import MembershipInference
-from fedsim_attacks.quadratic_form import decomposed
+from fedsim_attacks.quadratic_form import completed, decomposed
 from fedsim_attacks.row_reconstruction import RowReconstruction
 from fedsim_defenses.truncated_laplace import TruncatedLaplace
 
@@ -110,6 +110,37 @@ def test_a_predictor_of_many_rows_keeps_them(count: int) -> None:
         decomposed(form, torch.eye(10, dtype=torch.float64), stream())
 
 
+@pytest.mark.parametrize("count", [1, 6, 30])
+def test_who_knows_all_rows_but_one_finds_it_among_many(count: int) -> None:
+    """Also where no two coefficients differ, and whatever the last row's are."""
+    rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
+    weights = normal(15, 10, seed=2)
+    smooth = weights.T @ weights / 15
+    for alpha in (normal(count, 3, seed=1), torch.ones(count, 3, dtype=torch.float64)):
+        form = ntk.quadratic_form(rows, alpha, weights)
+        found, coefficients = completed(form, smooth, rows[:-1])
+        torch.testing.assert_close(found[:-1], rows[:-1])
+        assert float((found[-1] @ rows[-1]).abs()) == pytest.approx(1.0, abs=1e-9)
+        torch.testing.assert_close(coefficients, alpha, rtol=1e-6, atol=1e-8)
+
+
+def test_what_known_rows_do_not_leave_is_not_found() -> None:
+    rows = torch.nn.functional.normalize(normal(20, 10), dim=1)
+    form = ntk.quadratic_form(rows, normal(20, 3, seed=1))
+    eye = torch.eye(10, dtype=torch.float64)
+    noise = normal(3, 10, 10, seed=3)
+    for known, released in (
+        (rows[:-2], form),
+        (rows, form),
+        (rows[:-1], form + 1e-3 * (noise + noise.transpose(1, 2))),
+    ):
+        with pytest.raises(AttackFailed, match="not of the known rows and one other"):
+            completed(released, eye, known)
+    many = torch.nn.functional.normalize(normal(50, 10), dim=1)
+    with pytest.raises(AttackFailed, match="too many to see"):
+        completed(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
+
+
 def test_rows_of_the_same_coefficients_are_not_told_apart() -> None:
     rows = torch.nn.functional.normalize(normal(6, 10), dim=1)
     alpha = ntk.one_hot(torch.arange(6) % 3, 3)
@@ -154,6 +185,22 @@ def test_a_sum_of_predictors_hides_no_row() -> None:
     case = released(FORM, [{"name": "aggregate"}], num_clients=3)
     assert case[0].num_clients == 3
     assert score_rows(answer(RowReconstruction(), case), case[1]).rows_recovered == 1
+
+
+@pytest.mark.parametrize(
+    "defense", [(), ({"name": "gaussian_sampling", "beta": 1.0, "lift": 1.0, "samples": 50},)]
+)
+def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(
+    defense: Sequence[Mapping[str, Any]],
+) -> None:
+    """From who knows the others, as long as no noise is on the features."""
+    observation, truth = released(FORM, [*defense, {"name": "aggregate"}], num_clients=5)
+    assert int(truth.members.sum()) > 64
+    knowledge = grant_of_row(truth, int(truth.members.nonzero()[3]), "others", asked=False)
+    found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
+    assert found.rows is not None
+    target = truth.rows[truth.members][3]
+    torch.testing.assert_close(found.rows[0], target.double(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
