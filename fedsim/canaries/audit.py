@@ -31,13 +31,18 @@ def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> Non
 
     Raises:
         FedsimError: no stack claims anything, one does that there is no canary for, or one run has
-            too few canaries.
+            too few canaries or too many.
     """
     proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
     if not proven:
         raise FedsimError(
             "audit: no stack of defenses has a privacy claim that an audit could refute; add one "
             "that has, or leave audit out"
+        )
+    if audit.method == "one_run" and audit.canaries > _MOST:
+        raise FedsimError(
+            f"audit.canaries: {audit.canaries} in one run compare more contributions than memory "
+            f"holds; use at most {_MOST}, which show an ε of up to 7.7"
         )
     for name, claim in proven.items():
         if (claim.unit, claim.relation) not in AUDITED:
@@ -52,6 +57,9 @@ def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> Non
                 "more"
             )
 
+
+_MOST = 10_000
+"""Canaries in one run: twice as many rows are compared, each with each."""
 
 _LEAST_CLIENTS = 20
 """Of which one run with all coins guessed refutes an ε of 1.5 at 99%."""

@@ -223,6 +223,15 @@ def test_too_few_clients_for_one_run_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_too_many_canaries_for_one_run_are_refused(tmp_path: Path) -> None:
+    scenario = workload(example(0.5)).scenario
+    assert scenario.audit is not None
+    many = scenario.audit.model_copy(update={"canaries": 10_001})
+    with pytest.raises(FedsimError, match=r"audit\.canaries: 10001 in one run"):
+        fedsim.run(scenario.model_copy(update={"audit": many}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_weights_are_those_of_the_linear_model_and_their_scale_is_found() -> None:
     """Rows in a space of 2,000 entries, weights of variance 4 about a mean of 30, noise of 1."""
     stream = torch.Generator().manual_seed(0)
