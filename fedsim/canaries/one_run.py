@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.canaries.contribution import client_update, images, other_label, unit_gradient
+from fedsim.canaries.contribution import Contributions, images, other_label
 from fedsim.models.local import mean_gradient_factor
 from fedsim.types import Relation, Tensors, Unit, Update
 from fedsim.workload import Workload
@@ -80,7 +80,8 @@ class _Cast(ABC):
         stream = rng.generator(self.seed, "coins")
         self.coins = torch.rand(len(owners), generator=stream) < 0.5
         """(m,) whether each canary is in the world that is called present."""
-        self.start = workload.initial()
+        self.contributions = Contributions(workload)
+        self.start = self.contributions.start
         entries = sum(value.numel() for value in self.start[0].values())
         stream = rng.generator(self.seed, "sketch")
         self._sums = torch.randint(_SKETCHED, (entries,), generator=stream)
@@ -140,13 +141,13 @@ class _Clients(_Cast):
 
     def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
         stack = self.workload.stack
-        own = client_update(self.workload, client)
+        own = self.contributions.client_update(client)
         update = {name: int(self.coins[client]) * value for name, value in own.items()}
         state = state or stack.init(update, self.workload.declared)
         return stack.apply(update, state, rng.generator(self.seed, "noise", round, client))
 
     def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
-        rows = [self.row(client_update(self.workload, c), vector) for c in canaries.tolist()]
+        rows = [self.row(self.contributions.client_update(c), vector) for c in canaries.tolist()]
         return torch.stack(rows), torch.zeros(0, len(rows[0]))
 
 
@@ -205,7 +206,7 @@ class _Examples(_Cast):
         """(n, k + 1), as `row`."""
         pixels = self.data.train_images
         rows = [
-            self.row(unit_gradient(self.workload, pixels[[example]], label), vector)
+            self.row(self.contributions.unit_gradient(pixels[[example]], label), vector)
             for example, label in zip(examples.tolist(), labels, strict=True)
         ]
         return torch.stack(rows)

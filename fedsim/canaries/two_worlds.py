@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedsim import rng
-from fedsim.canaries.contribution import along, client_update, images, other_label, unit_gradient
+from fedsim.canaries.contribution import Contributions, along, images, other_label
 from fedsim.models.local import mean_gradient_factor
 from fedsim.types import Relation, Tensors, Unit, Update
 from fedsim.workload import Workload
@@ -50,7 +50,7 @@ def _of_client(
     """(canaries,) of a client that sends the same update in every round, or noise alone."""
     stack, declared = workload.stack, workload.declared
     seed = workload.scenario.seed
-    toward = client_update(workload)
+    toward = Contributions(workload).client_update()
     update = {name: int(present) * value for name, value in toward.items()}
     scores = np.zeros(canaries)
     canary = copy(workload)
@@ -84,7 +84,8 @@ def _of_example(
     part = min(workload.parts, key=len)
     image, label = data.train_images[part[:1]], data.train_labels[part[0]]
     other = other_label(data, label)
-    toward = unit_gradient(workload, image, other)
+    contributions = Contributions(workload)
+    toward = contributions.unit_gradient(image, other)
     labels = label.repeat(len(part))
     canary = copy(workload)
     canary.parts = [torch.arange(len(part))]
@@ -93,14 +94,13 @@ def _of_example(
         canary.withheld = torch.arange(len(part)) >= int(present)
     else:
         labels[0] = other if present else label
-        before = unit_gradient(workload, image, label)
+        before = contributions.unit_gradient(image, label)
         toward = {name: value - before[name] for name, value in toward.items()}
     canary.dataset = replace(
         data,
         train_images=image.expand(len(part), *data.input_shape),
         train_labels=labels,
     )
-    parameters, buffers = workload.initial()
     sign = mean_gradient_factor(workload.training)
     scores = np.zeros(canaries)
     for trial in range(canaries):
@@ -108,7 +108,7 @@ def _of_example(
         canary.scenario = workload.scenario.model_copy(update={"seed": seed})
         state: Tensors = {}
         for round in range(1, rounds + 1):
-            result = canary.client_update(0, round, parameters, buffers, state)
+            result = canary.client_update(0, round, *contributions.start, state)
             state = result.state
             scores[trial] += sign * along(_seen(canary, result.update.tensors, round), toward)
         on_trial(trial + 1)
