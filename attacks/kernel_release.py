@@ -106,18 +106,21 @@ def read(observation: Observation, known: Tensor) -> Model:
         rows, alpha = (observation.update[name].double().cpu() for name in ("features", "alpha"))
         there = rows.any(1) | alpha.any(1)
         rows, alpha = rows[there], alpha[there]
+        labels = told_labels(alpha)
     else:
-        form = observation.num_clients * observation.update["form"].double().cpu()
-        if noise["scale"] == 0 and len(known) >= len(kernel):
-            rows, alpha = completed(form, kernel, known[:, : len(kernel)])
+        d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
+        if noise["scale"] == 0 and len(known) >= d:
+            rows, alpha = completed(form, kernel, known[:, :d])
+            labels = _told_last(alpha, known[:, d:])
         else:
-            rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), len(kernel))
-        usual = known[:, : len(kernel)].sum(0)
+            rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
+            labels = told_labels(alpha)
+        usual = known[:, :d].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
     found = Model(
         rows=rows,
         alpha=alpha,
-        labels=told_labels(alpha),
+        labels=labels,
         scale=noise["scale"],
         bound=noise["bound"],
         draws=sampling["samples"],
@@ -152,6 +155,17 @@ def told_labels(alpha: Tensor) -> Tensor:
             break
         labels = labels.index_fill(0, torch.tensor(best // c), best % c)
     return eye[labels]
+
+
+def _told_last(alpha: Tensor, known: Tensor) -> Tensor:
+    """(n, c) Y, the last row's label being that which makes Y'α of (n, c) `alpha` most symmetric.
+
+    `known` are the (n - 1, c) labels of the others.
+    """
+    eye = torch.eye(alpha.shape[1], dtype=alpha.dtype)
+    each = alpha[:-1].T @ known + alpha[-1][:, None] * eye[:, None, :]
+    gaps = (each - each.transpose(1, 2)).flatten(1).norm(dim=1)
+    return torch.cat([known, eye[gaps.argmin()][None]])
 
 
 def match(model: Model, others: Tensor, alpha: bool) -> Matched:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def test_stages_do_not_import_each_other() -> None:
 
 STRIPPED = """
 import sys
+import tomllib
 
 class Absent:
     def find_spec(self, name, path=None, target=None):
@@ -134,3 +136,11 @@ def test_stripping_works() -> None:
         run_stripped("import fedsim.data.base")
     with pytest.raises(AssertionError, match="is absent here"):
         run_stripped("import flwr")
+
+
+def test_every_package_is_installed() -> None:
+    """An editable installation finds a package that is not declared; others do not."""
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    found = {".".join(path.parent.relative_to(ROOT).parts) for path in CORE.rglob("__init__.py")}
+    packages = set(declared["tool"]["setuptools"]["packages"])
+    assert packages == found | {"fedsim_attacks", "fedsim_defenses"}

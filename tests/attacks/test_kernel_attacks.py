@@ -203,6 +203,17 @@ def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(
     torch.testing.assert_close(found.rows[0], target.double(), rtol=0, atol=1e-4)
 
 
+def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> None:
+    """Of 75 rows the symmetry of Y'α alone does not tell all labels."""
+    observation, truth = released(FORM, [{"name": "aggregate"}], num_clients=5)
+    members = truth.members.nonzero().flatten().tolist()
+    for target in members[::10]:
+        knowledge = grant_of_row(truth, target, "others", asked=False)
+        found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
+        assert found.rows is not None
+        assert torch.equal(found.rows[0, 64:].argmax(), truth.rows[target, 64:].argmax())
+
+
 @pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
 def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
     """On average over all rows; and it is the mean that is told, better than what was released."""
