@@ -184,13 +184,10 @@ def _scale(bound: float, square: float) -> float:
 
 def _declared(observation: Observation) -> tuple[float, float]:
     """(clipping bound, variance of the noise on each entry) of a client's release, as declared."""
-    bound, proven, variance = math.inf, math.inf, 0.0
+    bound, variance = math.inf, 0.0
     for member in observation.defense:
         if member["name"] == "clip":
             bound = min(bound, float(member["norm"]))
-            proven = bound
         elif member["name"] == "gaussian_noise":
-            multiplier = member.get("multiplier")
-            std = float(member["std"]) if multiplier is None else float(multiplier) * proven
-            variance += std**2
+            variance += float(member["std"]) ** 2
     return bound, variance

@@ -85,6 +85,10 @@ class GaussianNoise(UpdateDefense):
             )
         )
 
+    def law(self, before: Guarantee) -> dict[str, float]:
+        """`std`, whatever it was declared by."""
+        return {"std": self._std(before.sensitivity, before.reason)}
+
     def _std(self, sensitivity: float, reason: str = "") -> float:
         multiplier = self.multiplier
         if self.epsilon is not None and self.delta is not None:

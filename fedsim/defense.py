@@ -120,6 +120,13 @@ class UpdateDefense(Plugin):
             FedsimError: the defense cannot follow what comes before it.
         """
 
+    def law(self, before: Guarantee) -> Mapping[str, float]:
+        """Parameters in use that follow from the declared ones and what held `before`.
+
+        They are as public as those, and observations hold them in the declared ones' place.
+        """
+        return {}
+
 
 class TrainingDefense(Plugin):
     """Changes how the client trains."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.adversary import Progress, Solution, create
-from fedsim.privacy.recovery import observed_rate
 from fedsim.recording import load_observation, load_truth, write_tensors
+from fedsim.theory import observed_rate
 from fedsim.types import (
     FedsimError,
     Observation,
@@ -173,10 +173,9 @@ def run_job(
     metrics: dict[str, float | None] = dict.fromkeys(baseline)
     per_image: dict[str, list[float]] = {}
     reason = None
-    rate = None
+    attack = create(job.attack, job.parameters)
+    rate = observed_rate(observation) if attack.follows_tensor_rate else None
     try:
-        attack = create(job.attack, job.parameters)
-        rate = observed_rate(observation) if attack.follows_tensor_rate else None
         solution = question(
             attack,
             observation,

@@ -45,25 +45,24 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
     Worst is the most participations so far together with the least data. In a round that is
     observed, it is a probe that is accounted, with all its releases, in place of the training.
     """
-    rounds, repeated = participations(workload, round)
-    schedules: set[tuple[bool, ...]] = set()
+    taken = participations(workload, round)
+    public: set[tuple[bool, ...]] = set()
     if isinstance(workload.stack.aggregation, NoisyAggregation):
-        taking_part = [workload.schedule.participants(past) for past in range(1, round + 1)]
-        clients = range(len(workload.parts))
-        schedules = {tuple(client in each for each in taking_part) for client in clients}
+        public = {tuple(past in each for past in range(1, round + 1)) for each in taken}
     claims = [
         claim(
             workload.stack,
             workload.declared,
-            rounds=rounds,
+            rounds=plain,
             repeated_rounds=repeated,
             repeats=workload.scenario.observe.releases,
             num_examples=held,
             delta=workload.scenario.privacy.delta,
             buffers_released=workload.releases_statistics,
             release=workload.release,
-            schedules=schedules,
+            schedules=public,
         )
+        for plain, repeated in _most(workload, taken)
         for held in worst_off(workload.training, map(len, workload.parts))
     ]
     return max(claims, key=lambda claim: claim.epsilon)
@@ -76,14 +75,27 @@ def spent_by(workload: Workload, round: int) -> float:
     return spent(workload, min(later, workload.scenario.training.rounds)).epsilon
 
 
-def participations(workload: Workload, round: int) -> tuple[int, int]:
-    """The most that any client has had after `round` rounds: (plain ones, repeated releases)."""
-    counts, repeated = [0] * len(workload.parts), [0] * len(workload.parts)
+def participations(workload: Workload, round: int) -> set[tuple[int, ...]]:
+    """Which of the first `round` rounds a client takes part in; each answer that there is."""
+    rounds: dict[int, list[int]] = {}
     for past in range(1, round + 1):
-        again = workload.scenario.observe.releases > 1 and workload.schedule.is_observed(past)
         for client in workload.schedule.participants(past):
-            (repeated if again else counts)[client] += 1
-    return max(counts), max(repeated)
+            rounds.setdefault(client, []).append(past)
+    return set(map(tuple, rounds.values()))
+
+
+def _most(workload: Workload, taken: set[tuple[int, ...]]) -> list[tuple[int, int]]:
+    """(plain participations, repeated ones), of which no client has more of both."""
+    again = workload.scenario.observe.releases > 1
+    counts = set()
+    for rounds in taken:
+        repeated = sum(again and workload.schedule.is_observed(past) for past in rounds)
+        counts.add((len(rounds) - repeated, repeated))
+    most: list[tuple[int, int]] = []
+    for plain, repeated in sorted(counts, reverse=True):
+        if not most or repeated > most[-1][1]:
+            most.append((plain, repeated))
+    return most
 
 
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
@@ -99,7 +111,7 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
         workload,
         claim,
         audit,
-        rounds=max(participations(workload, last)),
+        taken=participations(workload, last),
         on_progress=on_progress,
     )
     return {

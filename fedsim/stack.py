@@ -66,6 +66,17 @@ class Stack:
         """Of each statistic that is private, how its law is in use (`StatisticDefense.law`)."""
         return {defense.statistic: defense.law(release) for defense in self.statistic_defenses}
 
+    def update_laws(
+        self, declared: LocalTraining, release: Release | None = None
+    ) -> list[Mapping[str, float]]:
+        """Of each update defense, the parameters in use (`UpdateDefense.law`).
+
+        Raises:
+            FedsimError: as `guarantees`.
+        """
+        proven = self.guarantees(declared, release)
+        return [d.law(held) for d, held in zip(self.update_defenses, proven, strict=False)]
+
     @property
     def vantage(self) -> Vantage:
         """What the server sees: each client's update, or only their combination."""

@@ -175,7 +175,8 @@ class Observation:
     training: LocalTraining
     """Of rows its `batch_size` is how many took part on average, each with the same chance."""
     defense: tuple[Mapping[str, Any], ...]
-    """The declared defense stack, `name` and parameters of each, in order of application."""
+    """The announced defense stack, `name` and parameters in use of each, in order of application:
+    `std` of Gaussian noise is there whether or not it was declared by another parameter."""
     vantage: Vantage
     round: int
     client: int

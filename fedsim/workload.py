@@ -26,7 +26,13 @@ from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import Classifier
 from fedsim.recording import observation_id
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import build_learner, build_stack, declared_training, plugin_class
+from fedsim.scenario.build import (
+    announced,
+    build_learner,
+    build_stack,
+    declared_training,
+    plugin_class,
+)
 from fedsim.schedule import Probe, Schedule
 from fedsim.types import (
     Dataset,
@@ -284,6 +290,7 @@ class Workload:
         """
         spec = self.computation.describe()
         assert spec is not None
+        refs = self.scenario.defenses[self.stack_name]
         return Observation(
             id=self.observation_id(round, client, probe),
             update=update.tensors,
@@ -292,10 +299,7 @@ class Workload:
             buffers=buffers,
             spec=spec,
             training=self._training(probe),
-            defense=tuple(
-                {"name": ref.name, **ref.parameters}
-                for ref in self.scenario.defenses[self.stack_name]
-            ),
+            defense=announced(self.stack, refs, self._declared(probe), self.release),
             vantage=self.stack.vantage,
             round=round,
             client=client,

@@ -8,7 +8,7 @@ included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from fedsim.canaries import one_run, two_worlds
 from fedsim.privacy import ledger
@@ -78,7 +78,7 @@ def audited_epsilon(
     claim: PrivacyClaim,
     audit: Audit,
     *,
-    rounds: int,
+    taken: Collection[tuple[int, ...]],
     on_progress: Step = quiet,
 ) -> float:
     """A lower bound of the stack's ε at the claim's δ.
@@ -91,7 +91,7 @@ def audited_epsilon(
         workload: of the stack.
         claim: what the ledger says of it; it has passed `check`.
         audit: how to try it.
-        rounds: that the worst-off client takes part in.
+        taken: rounds that a client takes part in, of every client.
         on_progress: counts trainings of the canary, or the rounds of one run.
 
     Raises:
@@ -106,9 +106,9 @@ def audited_epsilon(
         )
         return one_run_bound(told, coins, delta=claim.delta, confidence=audit.confidence).epsilon
     absent, present = two_worlds.scores(
-        workload, claim.unit, claim.relation, rounds, audit.canaries, on_progress
+        workload, claim.unit, claim.relation, taken, audit.canaries, on_progress
     )
-    gaussian = claim.accountant == ledger.EXACT
+    gaussian = claim.accountant in (ledger.EXACT, ledger.OF_SERVER)
     each = 1 - (1 - audit.confidence) / (2 if gaussian else 1)
     found = threshold_bound(absent, present, delta=claim.delta, confidence=each).epsilon
     if gaussian:

@@ -27,6 +27,7 @@ from fedsim.stack import Stack
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 
 EXACT = "exact Gaussian"
+OF_SERVER = f"{EXACT}, correlated noise of the server"
 RENYI = "RDP, sampled without replacement"
 
 _INDEPENDENT = ("poisson", "balls_in_bins")
@@ -88,7 +89,7 @@ def claim(
             return _unproven(_REPEATED)
         taken = schedules or [(True,) * (rounds + repeated_rounds)]
         epsilon = _of_the_server(held.mechanism, frozenset(taken), delta)
-        return _stated(epsilon, delta, held.mechanism, f"{EXACT}, correlated noise of the server")
+        return _stated(epsilon, delta, held.mechanism, OF_SERVER)
     independent = held.mechanism.sampling in _INDEPENDENT
     if (held.mechanism.correlation or independent) and repeated_rounds and repeats > 1:
         return _unproven(_REPEATED)

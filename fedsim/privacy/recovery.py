@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import math
 
-from fedsim.types import Observation
-
 
 def tensor_rate(
     *,
@@ -46,48 +44,6 @@ def tensor_rate(
     if min(width, dimension, images, classes) < 1:
         raise ValueError("expected width, dimension, images and classes of at least 1")
     return classes * (images + noise * clipped) * math.sqrt(dimension / (kept * width))
-
-
-def observed_rate(observation: Observation) -> float | None:
-    """`tensor_rate` of what was observed; None without a two-layer head.
-
-    The noise is what the defenses declare, and one image's part of an entry of ∂L/∂A is estimated
-    from its mean square less the noise's. Clipping is in both already.
-    """
-    head = observation.model.parameters.get("head")
-    seen = observation.update.get("head.output.weight")
-    if not head or seen is None:
-        return None
-    images, training = observation.num_images, observation.training
-    std = _declared_std(observation) / math.sqrt(observation.releases)
-    energy = float(seen.double().square().mean()) - std**2
-    part = math.sqrt(max(energy, 0.0) / images)
-    if std and not part:
-        return None
-    return tensor_rate(
-        width=head.get("planted") or head["width"],
-        dimension=observation.parameters["head.hidden.weight"].shape[1],
-        images=images,
-        classes=observation.model.num_classes,
-        noise=std / part if std else 0.0,
-        kept=1 - training.dropout,
-    )
-
-
-def _declared_std(observation: Observation) -> float:
-    """Of the noise that the declared defenses add to each entry of the update."""
-    bound, variance = math.inf, 0.0
-    for member in observation.defense:
-        if member["name"] == "clip":
-            bound = float(member["norm"])
-        elif member["name"] == "gaussian_noise":
-            multiplier = member.get("multiplier")
-            std = float(member["std"]) if multiplier is None else float(multiplier) * bound
-            variance += std**2
-        elif member["name"] == "dp_sgd":
-            each = float(member["noise_multiplier"]) * float(member["norm"])
-            variance += (each / observation.training.batch_size) ** 2
-    return math.sqrt(variance)
 
 
 def gaussian_information(energy: float, std: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from fedsim.recording import read_tensors
 from fedsim.report.leaderboard import LeaderboardRow
@@ -79,23 +80,29 @@ def accused(
         if not parts:
             continue
         scores = torch.cat([part["membership"] for part in parts])
-        members = torch.cat([part["members"] for part in parts])[scores.argsort(descending=True)]
+        members = torch.cat([part["members"] for part in parts])
         limit = line.membership_tpr_limit
         found.append(
             Accused(
                 label=line.defense,
                 series=series[line.defense],
-                rates=[(0.0, 0.0), *zip(_rate(~members), _rate(members), strict=True)],
+                rates=_rates(scores, members),
                 limit=None if limit is None else (FALSE_POSITIVES, limit),
             )
         )
     return sorted(found, key=lambda one: one.series)
 
 
-def _rate(members: torch.Tensor) -> list[float]:
-    """The share of them that has been accused, by descending score."""
-    values: list[float] = (members.cumsum(0) / members.sum().clamp_min(1)).tolist()
-    return values
+def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:
+    """(false, true) positive rates at every threshold; equal scores are on one side of it."""
+    falling = scores.sort(descending=True)
+    members = members[falling.indices]
+    last = torch.cat([falling.values[1:] != falling.values[:-1], torch.ones(1, dtype=torch.bool)])
+    false, true = (
+        (part.double().cumsum(0) / part.sum().clamp_min(1))[last].tolist()
+        for part in (~members, members)
+    )
+    return [(0.0, 0.0), *zip(false, true, strict=True)]
 
 
 def _files(line: LeaderboardRow, runs: Sequence[Run]) -> list[tuple[ResultRow, Path]]:

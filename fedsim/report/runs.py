@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from fedsim.report.settings import differences
 from fedsim.types import FedsimError
 
 RESULTS = "results.jsonl"
@@ -264,7 +265,23 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
                 f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
             )
         found |= dict.fromkeys(path.parent.resolve() for path in paths)
-    return [_load_run(folder) for folder in found]
+    return _told_apart([_load_run(folder) for folder in found])
+
+
+def _told_apart(runs: list[Run]) -> list[Run]:
+    """Runs of one scenario with other settings become variants of it: they measure other things."""
+    groups: dict[str, list[int]] = {}
+    for index, run in enumerate(runs):
+        if run.rows:
+            groups.setdefault(run.rows[0].scenario, []).append(index)
+    told = list(runs)
+    for members in groups.values():
+        own = [runs[index] for index in members]
+        apart = differences([r.scenario for r in own], [r.rows[0].variant for r in own])
+        for index, run, more in zip(members, own, apart, strict=True):
+            rows = [row.model_copy(update={"variant": {**row.variant, **more}}) for row in run.rows]
+            told[index] = replace(run, rows=rows)
+    return told
 
 
 def measurements(runs: Iterable[Run]) -> list[ResultRow]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fedsim import plugins
 from fedsim.adversary import Attack
@@ -15,6 +15,7 @@ from fedsim.defense import (
     TrainingDefense,
     UpdateDefense,
 )
+from fedsim.guarantee import Release
 from fedsim.learners.base import Learner
 from fedsim.models.base import ModelPlugin
 from fedsim.plugins import Plugin
@@ -85,6 +86,24 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
         assert isinstance(member, Defense)
         members.append(member)
     return chain(*members)
+
+
+def announced(
+    stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
+) -> tuple[Mapping[str, object], ...]:
+    """What everybody knows of the defenses of `refs`, which `stack` was built of.
+
+    Their names and parameters, those in use in place of those they follow from.
+
+    Raises:
+        FedsimError: as `Stack.guarantees`.
+    """
+    laws = iter(stack.update_laws(declared, release))
+    known = []
+    for ref in refs:
+        updates = issubclass(plugin_class("fedsim.defenses", ref.name), UpdateDefense)
+        known.append({"name": ref.name, **ref.parameters, **(next(laws) if updates else {})})
+    return tuple(known)
 
 
 def build_learner(ref: PluginRef) -> Learner:

@@ -41,11 +41,11 @@ def score_rows(found: Reconstruction, truth: RowTruth) -> Scores:
     if found.rows is not None:
         values |= _of_rows(found.rows, truth)
     if found.membership is not None:
-        separated = _of_membership(found.membership, truth.members)
-        if isinstance(separated, Unavailable):
-            notes["membership_auc"] = separated.reason
-        else:
-            means |= separated
+        for name, told in _of_membership(found.membership, truth.members).items():
+            if isinstance(told, Unavailable):
+                notes[name] = told.reason
+            else:
+                means[name] = told
     if found.rows is None and found.membership is None:
         raise ScoringError("the reconstruction is empty: no rows, no memberships")
     if math.isfinite(found.loss):
@@ -85,11 +85,20 @@ def membership_auc(scores: Tensor, members: Tensor) -> float:
     return float((below + 0.5 * level).mean() / len(outside))
 
 
-def membership_tpr(scores: Tensor, members: Tensor, false_positives: float) -> float:
-    """Share of members above the least threshold with no more than so many false positives."""
+def membership_tpr(scores: Tensor, members: Tensor, false_positives: float) -> float | Unavailable:
+    """Share of members above the lowest threshold with no more than so many false positives.
+
+    Expected of a non-member that is not among those the threshold is chosen by: above the k-th
+    highest of n are k / (n + 1) of others.
+    """
     outside = scores[~members].double().sort(descending=True).values
-    allowed = math.floor(false_positives * len(outside))
-    return float((scores[members].double() > outside[allowed]).double().mean())
+    rank = math.floor(false_positives * (len(outside) + 1) + 1e-9)
+    if rank == 0:
+        needed = math.ceil(1 / false_positives - 1e-9) - 1
+        return Unavailable(
+            f"{len(outside)} candidates took no part; a rate of {false_positives:g} takes {needed}"
+        )
+    return float((scores[members].double() > outside[rank - 1]).double().mean())
 
 
 def _of_rows(rows: Tensor, truth: RowTruth) -> dict[Metric, Tensor | Unavailable]:
@@ -119,14 +128,14 @@ def _of_rows(rows: Tensor, truth: RowTruth) -> dict[Metric, Tensor | Unavailable
     return found
 
 
-def _of_membership(scores: Tensor, members: Tensor) -> dict[Metric, float] | Unavailable:
+def _of_membership(scores: Tensor, members: Tensor) -> dict[Metric, float | Unavailable]:
     if scores.shape != members.shape or bool(scores.isnan().any()):
         raise ScoringError(
             f"expected a score of each of {len(members)} candidates, none of them NaN, got "
             f"{tuple(scores.shape)}"
         )
     if bool(members.all()) or not bool(members.any()):
-        return Unavailable("all candidates took part, or none did")
+        return {"membership_auc": Unavailable("all candidates took part, or none did")}
     return {
         "membership_auc": membership_auc(scores, members),
         "membership_tpr": membership_tpr(scores, members, FALSE_POSITIVES),

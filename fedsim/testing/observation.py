@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.defense import AggregationDefense, TrainingDefense, UpdateDefense
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.local import features_of
-from fedsim.plugins import load
 from fedsim.recording import observation_id
-from fedsim.stack import chain
+from fedsim.scenario.build import announced, build_stack
+from fedsim.scenario.model import PluginRef
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
 
 
@@ -45,13 +44,8 @@ def make_observation(
         ValueError: the number of images is not what the training needs, or several clients' updates
             are not combined.
     """
-    members = []
-    for reference in defense:
-        parameters = {key: value for key, value in reference.items() if key != "name"}
-        member = load("fedsim.defenses", reference["name"]).model_validate(parameters)
-        assert isinstance(member, UpdateDefense | TrainingDefense | AggregationDefense)
-        members.append(member)
-    stack = chain(*members)
+    refs = [reference(member) for member in defense]
+    stack = build_stack(refs)
     declared = training or LocalTraining(
         algorithm="fedsgd", steps=1, batch_size=len(images) // num_clients, lr=0.1
     )
@@ -103,7 +97,7 @@ def make_observation(
         buffers=buffers,
         spec=spec,
         training=training,
-        defense=tuple(dict(reference) for reference in defense),
+        defense=announced(stack, refs, declared, None),
         vantage=stack.vantage,
         round=1,
         client=client,
@@ -113,6 +107,12 @@ def make_observation(
     )
     truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
     return observation, truth
+
+
+def reference(plugin: Mapping[str, Any]) -> PluginRef:
+    """An entry of a scenario, `name` and parameters, as it holds it once it is read."""
+    parameters = {key: value for key, value in plugin.items() if key != "name"}
+    return PluginRef(name=plugin["name"], parameters=parameters)
 
 
 def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:

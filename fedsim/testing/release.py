@@ -14,8 +14,9 @@ from fedsim import rng
 from fedsim.learners.base import Problem, Request
 from fedsim.learners.sgd import as_pixels
 from fedsim.recording import observation_id
-from fedsim.scenario.build import build_learner, build_stack, declared_training
+from fedsim.scenario.build import announced, build_learner, build_stack, declared_training
 from fedsim.scenario.model import Data, PluginRef, Scenario
+from fedsim.testing.observation import reference
 from fedsim.types import Dataset, Observation, RowTruth, Table, Update
 
 _CPU = torch.device("cpu")
@@ -48,7 +49,7 @@ def make_release(
         FedsimError: they do not fit each other.
         ValueError: several clients' releases are not combined.
     """
-    stack = build_stack([_reference(member) for member in defense])
+    stack = build_stack([reference(member) for member in defense])
     if num_clients > 1 and stack.aggregation is None:
         raise ValueError("several clients' releases need an aggregation defense to combine them")
     size = rows.shape[1]
@@ -87,7 +88,7 @@ def make_kernel_release(
         PluginError: a defense is not installed.
         FedsimError: they do not fit each other.
     """
-    stack = build_stack([_reference(member) for member in defense])
+    stack = build_stack([reference(member) for member in defense])
     channels = images.shape[1]
     dataset = Dataset(
         name="example",
@@ -123,6 +124,7 @@ def _observed(
 ) -> tuple[Observation, RowTruth]:
     """The release of the `members` among what the clients hold together, equally divided."""
     scenario, stack = problem.scenario, problem.stack
+    refs = [reference(member) for member in defense]
     computation = build_learner(scenario.learner).start(problem)
     before, buffers = computation.initial()
     declared = declared_training(scenario)
@@ -157,7 +159,7 @@ def _observed(
         buffers=buffers,
         spec=spec,
         training=declared,
-        defense=tuple(dict(member) for member in defense),
+        defense=announced(stack, refs, declared, computation.release),
         vantage=stack.vantage,
         round=1,
         client=client,
@@ -181,8 +183,3 @@ def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
     rows[:, -2] = 1
     return rows, torch.arange(count) % 3 > 0
-
-
-def _reference(member: Mapping[str, Any]) -> PluginRef:
-    parameters = {key: value for key, value in member.items() if key != "name"}
-    return PluginRef(name=member["name"], parameters=parameters)

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import fedsim
 from fedsim import canaries, rows
+from fedsim.canaries import two_worlds
+from fedsim.defense import NoisyAggregation, ServerRound
+from fedsim.privacy import correlated
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Audit
 from fedsim.scenario.resolve import resolve
 from fedsim.stack import Stack
-from fedsim.types import FedsimError, Tensors
+from fedsim.types import FedsimError, Tensors, Update
 from fedsim.workload import Workload, load_dataset
 
 CLIENT = [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": 1.5}]
@@ -175,3 +180,57 @@ def test_a_claim_without_a_canary_is_refused() -> None:
     canaries.check(audit, {"client": claim}, 40)
     with pytest.raises(FedsimError, match="no canary for the claim of odd, per client under repl"):
         canaries.check(audit, {"odd": replace(claim, relation="replace_one")}, 40)
+
+
+def noisy_server(**changes: Any) -> Workload:
+    """A server with correlated noise of its own, of few clients asked at a time."""
+    server = {"name": "dp_ftrl", "noise_multiplier": 3.0, "correlation": 0.7}
+    return workload(
+        "server",
+        **{
+            "data": {"source": {"name": "digits", "size": 8}, "clients": 4},
+            "training": {"rounds": 16, "local": {"batch_size": 35}},
+            "federation": {"participation": 0.25},
+            "privacy": {"delta": 0.1},
+            "defenses": {"server": [{"name": "clip", "norm": 0.5}, server]},
+            "audit": {"canaries": 300},
+            **changes,
+        },
+    )
+
+
+def test_who_is_asked_when_is_that_of_the_run() -> None:
+    """Rounds in a row would show more of a client than those that it is asked in."""
+    audited = noisy_server()
+    claim = rows.spent(audited, 16)
+    taken = rows.participations(audited, 16)
+    present = [[past in each for past in range(1, 17)] for each in taken]
+    in_a_row = correlated.sensitivity(16, 0.7, max(map(len, taken)))
+    assert correlated.reach(present, 0.7) < 0.9 * in_a_row
+    bound = audited_epsilon(audited)
+    assert bound is not None
+    assert 0.3 * claim.epsilon < bound <= claim.epsilon
+    rounds, weights = two_worlds._asked(audited, taken)
+    assert tuple(sorted(rounds)) in taken
+    # Signal over noise of the weighted sum of C^-1 (C z + Z) is ||C z||.
+    matrix = np.array([[0.7 ** max(i - j, 0) * (i >= j) for j in range(16)] for i in range(16)])
+    chosen = np.isin(np.arange(1, 17), list(rounds))
+    noise = np.linalg.solve(matrix.T, weights)
+    told = float(weights @ chosen) / float(np.linalg.norm(noise))
+    assert told == pytest.approx(correlated.reach(present, 0.7))
+
+
+def test_a_server_with_less_noise_than_claimed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    audited = noisy_server(audit={"canaries": 500})
+    claim = rows.spent(audited, 16)
+    assert isinstance(audited.stack.aggregation, NoisyAggregation)
+    server = type(audited.stack.aggregation)
+    honest: Callable[..., Update] = server.noised
+
+    def lying(self: Any, combined: Update, round: ServerRound) -> Update:
+        return honest(self, combined, replace(round, sensitivity=0.6 * round.sensitivity))
+
+    monkeypatch.setattr(server, "noised", lying)
+    bound = audited_epsilon(audited)
+    assert bound is not None
+    assert bound > claim.epsilon

@@ -11,11 +11,8 @@ import torch.nn.functional as F
 from fedsim.privacy.recovery import (
     chance_within,
     gaussian_information,
-    observed_rate,
     tensor_rate,
 )
-from fedsim.testing import make_observation
-from fedsim.testing.observation import example_batch
 
 BASE = {"width": 16384, "dimension": 512, "images": 4, "classes": 10}
 
@@ -30,31 +27,6 @@ def test_the_rate_follows_the_papers_laws() -> None:
     assert tensor_rate(**BASE, noise=4.0) == pytest.approx(2 * rate)
     assert tensor_rate(**BASE, noise=4.0, clipped=3.0) == pytest.approx(4 * rate)
     assert tensor_rate(**BASE, kept=0.25) == pytest.approx(2 * rate)
-
-
-def test_the_rate_of_an_observation_sees_its_noise() -> None:
-    def rate(*defense: dict[str, object]) -> float:
-        head = {"width": 640, "planted": 512, "planted_std": 0.5, "planted_gain": 0.1}
-        seen, _ = make_observation(
-            *example_batch(3),
-            model="mlp",
-            model_parameters={"hidden": [12], "head": head},
-            defense=defense,
-        )
-        found = observed_rate(seen)
-        assert found is not None
-        return found
-
-    plain = rate()
-    assert plain == pytest.approx(tensor_rate(width=512, dimension=12, images=3, classes=10))
-    assert rate({"name": "clip", "norm": 1e-3}) == pytest.approx(plain)
-    noisy = [rate({"name": "gaussian_noise", "std": std}) for std in (0.001, 0.002, 0.004)]
-    assert (noisy[2] - plain) / (noisy[1] - plain) == pytest.approx(2, rel=0.1)
-    assert (noisy[1] - plain) / (noisy[0] - plain) == pytest.approx(2, rel=0.1)
-    clipped = {"name": "clip", "norm": 1e-3}
-    assert rate(clipped, {"name": "gaussian_noise", "multiplier": 0.001}) > plain
-    seen, _ = make_observation(*example_batch(2))
-    assert observed_rate(seen) is None
 
 
 @pytest.mark.parametrize("wrong", [{"kept": 0.0}, {"clipped": 0.5}, {"noise": -1.0}, {"width": 0}])

@@ -14,6 +14,7 @@ import pytest
 from synthetic_run import STACKS, write_run
 
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
+from fedsim.report.settings import differences
 
 
 @pytest.fixture(scope="session")
@@ -99,6 +100,41 @@ def test_sweeps_are_found_below_a_folder_and_kept_apart(tmp_path: Path) -> None:
         )
     variants = [row.variant for row in leaderboard_rows([tmp_path])]
     assert variants == ["training.local.mode=eval", "training.local.mode=train"]
+
+
+def overridden(run: Path, copy: Path, change: str, by: str) -> Path:
+    """A copy of `run`, with a scenario that an option of the command line has changed."""
+    shutil.copytree(run, copy)
+    text = (copy / "scenario.yaml").read_text(encoding="utf-8")
+    assert change in text
+    (copy / "scenario.yaml").write_text(text.replace(change, by), encoding="utf-8")
+    return copy
+
+
+def test_runs_of_other_settings_are_kept_apart(run_folder: Path, tmp_path: Path) -> None:
+    """Their rows may agree in all that they state, and none must hide another's."""
+    fewer = overridden(run_folder, tmp_path / "fewer", "clients: 10", "clients: 2")
+    once = leaderboard_rows([run_folder])
+    both = leaderboard_rows([run_folder, fewer])
+    assert {row.variant for row in both} == {"data.clients=10", "data.clients=2"}
+    assert len(both) == 2 * len(once)
+    assert [row.n for row in both] == 2 * [row.n for row in once]
+    swept = {"data.clients": 10}
+    assert differences([{"data": {"clients": n}} for n in (2, 10)], [swept, swept]) == [{}, {}]
+
+
+def test_runs_of_other_seeds_and_engines_are_pooled(run_folder: Path, tmp_path: Path) -> None:
+    other = overridden(run_folder, tmp_path / "other", "seed: 7", "seed: 8")
+    text = (other / "scenario.yaml").read_text(encoding="utf-8")
+    text += "federation: {engine: simulation}\n"
+    (other / "scenario.yaml").write_text(text, encoding="utf-8")
+    rows = (other / "results.jsonl").read_text(encoding="utf-8")
+    (other / "results.jsonl").write_text(
+        re.sub(r'"seed": (\d+)', r'"seed": 9\1', rows), encoding="utf-8"
+    )
+    once, both = leaderboard_rows([run_folder]), leaderboard_rows([run_folder, other])
+    assert [row.variant for row in both] == [row.variant for row in once]
+    assert [row.n for row in both] == [2 * row.n for row in once]
 
 
 def test_a_run_named_twice_counts_once(run_folder: Path, tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import FALSE_POSITIVES, METRICS, ScoringError, row_baseline, score_rows
+from fedsim.scoring import (
+    FALSE_POSITIVES,
+    METRICS,
+    ScoringError,
+    Unavailable,
+    row_baseline,
+    score_rows,
+)
 from fedsim.scoring.rows import membership_auc, membership_tpr
 from fedsim.types import Reconstruction, RowTruth
 
@@ -74,10 +81,26 @@ def test_true_positives_where_few_are_falsely_accused() -> None:
     members = torch.arange(140) < 40
     scores = torch.arange(140, dtype=torch.float64).flip(0)  # every member above all others
     assert membership_tpr(scores, members, 0.05) == 1
-    scores[40:46] = 1000.0  # six of 100 others above everybody: one more than may be
+    scores[40:46] = 1000.0  # six of 100 others above everybody: the threshold is among them
     assert membership_tpr(scores, members, 0.05) == 0
-    assert membership_tpr(scores, members, 0.06) == 1
+    assert membership_tpr(scores, members, 0.07) == 1
     assert membership_tpr(torch.zeros(140), members, 0.05) == 0
+    few = membership_tpr(scores[:58], members[:58], 0.05)
+    assert isinstance(few, Unavailable)
+    assert few.reason == "18 candidates took no part; a rate of 0.05 takes 19"
+
+
+@pytest.mark.parametrize("others", [19, 20, 38, 39, 100])
+def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
+    """Where the threshold is the highest of few others, as many members are above as should."""
+    stream = torch.Generator().manual_seed(others)
+    members = torch.arange(others + 40) < 40
+    drawn = torch.rand(4000, others + 40, generator=stream, dtype=torch.float64)
+    told = [membership_tpr(scores, members, 0.05) for scores in drawn]
+    mean = sum(rate for rate in told if isinstance(rate, float)) / len(told)
+    expected = int(0.05 * (others + 1) + 1e-9) / (others + 1)
+    assert mean == pytest.approx(expected, abs=0.003)
+    assert mean < 0.053
 
 
 def test_membership_scores() -> None:

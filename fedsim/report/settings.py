@@ -1,0 +1,56 @@
+"""What tells runs of one scenario apart that `--set` changed, so that they are not pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+_DECISIVE = (
+    "data",
+    "learner",
+    "model",
+    "training",
+    "federation.participation",
+    "federation.strategy",
+    "federation.strategy_parameters",
+    "observe.plant",
+    "privacy",
+)
+"""Keys of a scenario on which figures depend and that rows do not all state; nor its seed, over
+which trials are pooled."""
+_NEVER = ("training.evaluate_every",)
+
+
+def differences(
+    scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Of each resolved scenario, the values of the keys in which not all are the same.
+
+    `stated` are the keys of each that its rows show already, as those of a sweep. An empty
+    scenario, as of a run that has lost its own, differs in nothing.
+    """
+    known = {key for variant in stated for key in variant}
+    settings = [dict(_decisive(scenario)) for scenario in scenarios]
+    keys = {key: None for setting in settings for key in setting if not _within(key, known)}
+    there = [setting for setting in settings if setting]
+    differing = [key for key in keys if any(s.get(key) != there[0].get(key) for s in there)]
+    return [{key: setting.get(key) for key in differing if setting} for setting in settings]
+
+
+def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in _leaves(scenario):
+        if _within(key, _DECISIVE) and not _within(key, _NEVER):
+            yield key, value
+
+
+def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a list is a value."""
+    for key, value in mapping.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def _within(key: str, of: Sequence[str] | set[str]) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in of)

@@ -1,0 +1,64 @@
+"""What theory says of attacks on one observation."""
+
+from __future__ import annotations
+
+import math
+
+from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.privacy.recovery import tensor_rate
+from fedsim.types import Observation
+
+
+def observed_rate(observation: Observation) -> float | None:
+    """`tensor_rate` of what was observed; None without a two-layer head, or if noise is all of it.
+
+    The noise is what the defenses announce, and one image's part of an entry of ∂L/∂A is estimated
+    from its mean square less the noise's. Clipping is in both already.
+    """
+    head = observation.model.parameters.get("head")
+    seen = observation.update.get("head.output.weight")
+    variance = _noise(observation)
+    if not head or seen is None or variance is None:
+        return None
+    images, training = observation.num_images, observation.training
+    factor = mean_gradient_factor(training)
+    energy = factor**2 * float(seen.double().square().mean()) - variance
+    part = math.sqrt(max(energy, 0.0) / images)
+    if variance and not part:
+        return None
+    return tensor_rate(
+        width=head.get("planted") or head["width"],
+        dimension=observation.parameters["head.hidden.weight"].shape[1],
+        images=images,
+        classes=observation.model.num_classes,
+        noise=math.sqrt(variance) / part if variance else 0.0,
+        kept=1 - training.dropout,
+    )
+
+
+def _noise(observation: Observation) -> float | None:
+    """Variance of the announced noise on an entry of the mean gradient; None if it is not known."""
+    training = observation.training
+    weights = step_weights(training)
+    total, variance = sum(weights), 0.0
+    for member in observation.defense:
+        if member["name"] == "gaussian_noise":
+            variance += (mean_gradient_factor(training) * float(member["std"])) ** 2
+        elif member["name"] in ("dp_sgd", "correlated_noise"):
+            correlation = float(member.get("correlation", 0.0))
+            if correlation and observation.releases > 1:
+                return None  # what all of them share does not average out
+            step = float(member["noise_multiplier"]) * float(member["norm"]) / training.batch_size
+            taken = _correlated(weights, correlation, observation.round)
+            variance += taken * (step / total) ** 2
+        elif member["name"] == "dp_ftrl":
+            return None
+    # The mean of several clients' updates, and of several releases of one.
+    return variance / (observation.num_clients * observation.releases)
+
+
+def _correlated(weights: list[float], correlation: float, round: int) -> float:
+    """Variance of Σ_t w_t (z_t - λ z_(t-1)), z_t of variance 1; there is a z_0 but in round 1."""
+    following = [*weights[1:], 0.0]
+    kept = sum((w - correlation * f) ** 2 for w, f in zip(weights, following, strict=True))
+    return kept + (correlation * weights[0]) ** 2 * (round > 1)
