@@ -52,7 +52,7 @@ class RandomProjection(DataDefense):
     delta: Annotated[float, Field(gt=0, lt=1)]
     calibration: Literal["tight", "paper", "sheffet", "mutual_information"] = "tight"
     """`tight`: σ = l sqrt(1/s̄ - 1), which is least. `paper`: σ = l sqrt(1/s̄), more than needed.
-    The other two are older and need far more: `sheffet` (ICML 2017) by the least singular value,
+    The other two are older and need far more: `sheffet` (ALT 2019) by the least singular value,
     whatever the leverage; `mutual_information` by what a row shares with the release, after
     Showkatbakhsh, Karakus and Diggavi (ISIT 2018)."""
     shared_among: Annotated[int, Field(ge=1, le=100_000)] = 1

@@ -1,8 +1,10 @@
 """fedsim: what does a federated-learning deployment leak, and which defense is worth its price?
 
->>> import fedsim                                           # doctest: +SKIP
->>> record = fedsim.run("scenarios/quickstart.yaml")        # doctest: +SKIP
->>> fedsim.attack(record.observations()[0], "inverting_gradients")   # doctest: +SKIP
+    import fedsim
+
+    if __name__ == "__main__":  # attacks run in processes that import this file again
+        finished = fedsim.run("scenarios/quickstart.yaml")
+        fedsim.attack(finished.observations()[0], "inverting_gradients")
 
 Names are loaded when first used, so `import fedsim` costs nothing.
 """

@@ -57,14 +57,21 @@ class Needs:
         label_order: Sequence[Labels] = ("none", "inferred", "known")
         bn_order: Sequence[BatchNormKnowledge] = ("none", "running", "inferred", "exact")
         if label_order.index(labels) < label_order.index(self.labels):
-            return f"needs knowledge.labels: {self.labels}, the scenario grants {labels}"
+            return _advice("labels", self.labels, labels)
         if bn_order.index(bn) < bn_order.index(self.bn):
-            return f"needs knowledge.bn: {self.bn}, the scenario grants {bn}"
+            return _advice("bn", self.bn, bn)
         if self.features == "known" and features == "none":
-            return "needs knowledge.features: known, the scenario grants none"
+            return _advice("features", "known", "none")
         if self.rows == "others" and rows == "none":
-            return "needs knowledge.rows: others, the scenario grants none"
+            return _advice("rows", "others", "none")
         return None
+
+
+def _advice(what: str, needed: str, granted: str) -> str:
+    return (
+        f"needs knowledge.{what}: {needed} (of `fedsim attack`: --{what} {needed}), and what is "
+        f"granted is {granted}"
+    )
 
 
 @dataclass(kw_only=True)

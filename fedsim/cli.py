@@ -215,7 +215,7 @@ def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(help="Only these.")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the attacks, defenses, models and data sources that are installed."""
+    """Show the attacks, defenses, learners, models and data sources that are installed."""
     with exits():
         from fedsim import listing
 

@@ -1,7 +1,7 @@
 """The noise of earlier random projections, for comparison.
 
-Source: Sheffet, Differentially Private Ordinary Least Squares, ICML 2017, as stated by Lu et al.,
-The Normal Distributions Indistinguishability Spectrum, Figure 14.
+Source: Sheffet, Old Techniques in Differentially Private Linear Regression, ALT 2019, as stated by
+Lu et al., The Normal Distributions Indistinguishability Spectrum, Figure 14.
 """
 
 from __future__ import annotations

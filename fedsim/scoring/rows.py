@@ -82,7 +82,7 @@ def membership_auc(scores: Tensor, members: Tensor) -> float:
     ordered = outside.sort().values
     below = torch.searchsorted(ordered, inside, side="left")
     level = torch.searchsorted(ordered, inside, side="right") - below
-    return float((below + 0.5 * level).mean() / len(outside))
+    return float((below.double() + 0.5 * level).mean() / len(outside))
 
 
 def membership_tpr(scores: Tensor, members: Tensor, false_positives: float) -> float | Unavailable:

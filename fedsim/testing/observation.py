@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.defense import NoisyAggregation, ServerRound
+from fedsim.guarantee import Release
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.local import features_of
 from fedsim.recording import observation_id
 from fedsim.scenario.build import announced, build_stack
 from fedsim.scenario.model import PluginRef
+from fedsim.stack import Stack
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
 
 
@@ -87,7 +90,7 @@ def make_observation(
                 buffers=trained.buffers if training.mode == "train" else {},
             )
         )
-    update = stack.aggregation.combine(updates) if stack.aggregation else updates[0]
+    update = combined(stack, updates, declared, None, seed)
     client = -1 if stack.aggregation else 0
     observation = Observation(
         id=observation_id("example", 1, client, "training"),
@@ -107,6 +110,28 @@ def make_observation(
     )
     truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
     return observation, truth
+
+
+def combined(
+    stack: Stack,
+    updates: list[Update],
+    declared: LocalTraining,
+    release: Release | None,
+    seed: int,
+) -> Update:
+    """What the server sees of all `updates` in its first round; without aggregation, the first."""
+    aggregation = stack.aggregation
+    if aggregation is None:
+        return updates[0]
+    together = aggregation.combine(updates)
+    if not isinstance(aggregation, NoisyAggregation):
+        return together
+    *_, before, _ = stack.guarantees(declared, release)
+    stream = rng.generator(seed, "defense", "server")
+    count, bound = len(updates), before.sensitivity
+    return aggregation.noised(
+        together, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
+    )
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:

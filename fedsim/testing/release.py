@@ -16,7 +16,7 @@ from fedsim.learners.sgd import as_pixels
 from fedsim.recording import observation_id
 from fedsim.scenario.build import announced, build_learner, build_stack, declared_training
 from fedsim.scenario.model import Data, PluginRef, Scenario
-from fedsim.testing.observation import reference
+from fedsim.testing.observation import combined, reference
 from fedsim.types import Dataset, Observation, RowTruth, Table, Update
 
 _CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def _observed(
         state = stack.init(released, declared, computation.release)
         defended, _ = stack.apply(released, state, stream)
         updates.append(Update(tensors=defended, num_examples=1))
-    seen = stack.aggregation.combine(updates) if stack.aggregation else updates[0]
+    seen = combined(stack, updates, declared, computation.release, seed)
     spec = computation.describe()
     assert spec is not None
     client = -1 if stack.aggregation else 0

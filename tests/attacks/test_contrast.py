@@ -117,3 +117,9 @@ def test_images_are_passed_on_with_their_contrast(monkeypatch: pytest.MonkeyPatc
     expected = exposed(state.best, state.matching.box)
     attack.step(state)
     torch.testing.assert_close(passed_on, [expected])
+
+
+def test_contrast_is_trusted_as_far_as_a_correlation_goes() -> None:
+    """At a noise share of three quarters the odds are even: half of the variance is right."""
+    assert [trusted(noise) for noise in (0.0, 1.0, 1.5)] == [1.0, 0.0, 0.0]
+    assert trusted(0.75) == pytest.approx(0.5**0.5)

@@ -250,14 +250,14 @@ def test_through_opaque_noise_only_the_label_is_seen() -> None:
     assert sum(told) / 4 > 0.85
 
 
-def single(seen: float, mean: float, std: float, scale: float) -> Tensor:
+def single(seen: float, mean: float, std: float, scale: float, reach: float = 50) -> Tensor:
     """The posterior mean of one number, known as N(mean, std²), behind Laplace noise."""
     model = Model(
         rows=torch.tensor([[seen]], dtype=torch.float64),
         alpha=torch.ones(1, 1, dtype=torch.float64),
         labels=torch.ones(1, 1, dtype=torch.float64),
         scale=scale,
-        bound=50 * scale,
+        bound=reach * scale,
         draws=math.inf,
         lift=0.0,
         ridge=1.0,
@@ -280,6 +280,11 @@ def test_the_mean_is_that_of_quadrature(seen: float, scale: float) -> None:
     weights = np.exp(-np.abs(seen - grid) / scale - (grid - 0.5) ** 2 / (2 * 0.49))
     expected = float((grid * weights).sum() / weights.sum())
     assert float(single(seen, 0.5, 0.7, scale)) == pytest.approx(expected, abs=0.02)
+
+
+def test_no_row_is_farther_than_the_noise_reaches() -> None:
+    """Whatever the others are like."""
+    assert float(single(4.0, 0.5, 0.7, 1.0, reach=0.25)) == 3.75
 
 
 def regression(count: int, draw: int | None, seed: int = 0) -> tuple[Matched, Tensor]:
@@ -393,6 +398,18 @@ def test_the_declared_law_is_that_of_the_noise() -> None:
     assert float(away.max()) <= bound
     # The mean of 960 exponential variables, hardly cut off.
     assert float(away.mean()) == pytest.approx(scale, rel=5 / math.sqrt(away.numel()))
+
+
+def test_the_density_is_that_of_the_noise() -> None:
+    """It sums to 1, and is next to nothing where no noise reaches."""
+    matched, _ = regression(3, None)
+    row = torch.zeros(1, 2, dtype=torch.float64)
+    model = replace(matched.model, rows=row, scale=0.3, bound=0.7)
+    axis = torch.linspace(-0.7, 0.7, 801, dtype=torch.float64)
+    densities = model.log_density(torch.cartesian_prod(axis, axis))[:, 0].exp()
+    whole = torch.trapezoid(torch.trapezoid(densities.view(801, 801), axis), axis)
+    assert float(whole) == pytest.approx(1.0, rel=1e-4)
+    assert float(model.log_density(row + 0.71)) < -1e5
 
 
 def test_the_variance_is_that_of_the_noise() -> None:

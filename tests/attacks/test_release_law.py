@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import normal_solution, solve
+from fedsim.privacy import gaussian
 from fedsim.testing import make_release
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.release_law import Law, law
@@ -169,6 +170,34 @@ def test_declared_noise_is_part_of_the_law() -> None:
         for column in noisy.update["release"].T
     )
     assert ratio(law(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_calibrated_noise_is_that_of_its_multiplier() -> None:
+    """An attacker that could not read ε and δ would fail, and the defense look perfect."""
+    clip, calibrated = {"name": "clip", "norm": 2.0}, {"epsilon": 1.0, "delta": 1e-5}
+    multiplier = float(gaussian.noise_multiplier(**calibrated))
+    ratios = []
+    for scale in (calibrated, {"multiplier": multiplier}, {"std": 2 * multiplier}):
+        noisy, knowledge = observed(columns=7, defense=(clip, {"name": "gaussian_noise", **scale}))
+        ratios.append(ratio(law(noisy, knowledge)))
+    assert ratios[0] == pytest.approx(ratios[1]) == pytest.approx(ratios[2])
+    assert ratios[0] != 0
+
+
+def test_of_summed_coefficients_the_others_have_a_law_too() -> None:
+    """Their covariance is that of the t distribution, and each client adds its own noise."""
+    noise = {"name": "gaussian_noise", "std": 0.7}
+    for method, divisor in (("ls", 9), ("als", 9 - 3 - 1)):
+        observation, knowledge = observed(
+            "least_squares", method=method, columns=9, clients=3, defense=(noise,)
+        )
+        expected = 3 * 0.49 * torch.eye(3, dtype=torch.float64)
+        for rows in ROWS.chunk(3)[1:]:
+            _, features, residual = moments(gram(rows=rows))
+            expected += residual * torch.linalg.inv(features) / divisor
+        found = law(observation, knowledge).variance
+        assert found is not None
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
 def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:

@@ -10,9 +10,12 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.testing import make_release
+from fedsim.testing.release import example_rows
+from fedsim.types import Knowledge
 from fedsim_attacks.release_law import Law
 from fedsim_attacks.row_posterior import Posterior
-from fedsim_attacks.row_prior import Prior
+from fedsim_attacks.row_prior import Prior, prior
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,16 @@ def test_it_is_the_integral(
     best = rows[losses.argsort()[:1]]
     found = case.mean(list(best), 20_000, rng.generator(0, "posterior"))
     torch.testing.assert_close(found, expected, rtol=0, atol=0.01)
+
+
+def test_other_rows_are_taken_as_they_were_before_they_were_scaled() -> None:
+    """A row longer than the bound is scaled to it, and its constant feature tells by how much."""
+    rows, members = example_rows(24)
+    observation, _ = make_release(rows, members, learner="sketch", parameters={"columns": 9})
+    scaled = rows * torch.linspace(0.5, 1.0, len(rows), dtype=torch.float64)[:, None]
+    known, found = (
+        prior(observation.release, Knowledge(rows="others", other_rows=(each,)), True)
+        for each in (rows, scaled)
+    )
+    torch.testing.assert_close(found.mean, known.mean)
+    torch.testing.assert_close(found.precision, known.precision)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -11,11 +13,15 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.adversary import create, solve
+from fedsim.models.base import HeadConfig
+from fedsim.models.head import TwoLayerHead
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import Knowledge
 from fedsim_attacks import hermite
+from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.tensor_features import (
+    combine,
     components,
     derivative_moments,
     greedily_ordered,
@@ -182,3 +188,12 @@ def test_the_oracle_needs_the_truth_and_gives_its_order() -> None:
         found = solve(oracle, observation, knowledge, seed=1).reconstruction.features
         assert found is not None
         assert bool((F.cosine_similarity(found, truth.features[order]) > 0.9).all())
+
+
+@pytest.mark.parametrize("classes", [4, 5, 7])
+def test_a_class_of_each_group_is_combined(classes: int) -> None:
+    """Also where one group has a class more: their planted weights cancel."""
+    config = HeadConfig(width=8, planted=6, planted_rows="two_groups")
+    outer = TwoLayerHead(config, 3, classes).output.weight.detach()
+    seen = SimpleNamespace(grad_output=outer, server=slice(2, None), config=config)
+    assert not combine(cast(HeadGradient, seen)).any()

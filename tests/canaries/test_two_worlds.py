@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 
 import fedsim
 from fedsim import canaries, rows
+from fedsim.canaries import audit as module
 from fedsim.canaries import two_worlds
 from fedsim.defense import NoisyAggregation, ServerRound
 from fedsim.privacy import correlated
@@ -135,6 +137,30 @@ def test_a_fifth_less_noise_than_claimed_is_caught(
     bound = audited_epsilon(audited)
     assert bound is not None
     assert (bound > claim.epsilon) == (less < 1)
+
+
+@pytest.mark.parametrize(("stack", "each"), [("client", [0.995, 0.995]), ("sampled", [0.99])])
+def test_bounds_that_are_both_tried_share_what_may_go_wrong(
+    stack: str, each: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The larger of two bounds at 99% would hold at 98% only."""
+    local = {"batch_size": 5, "lr": 0.2}
+    audited = workload(
+        stack,
+        defenses={"client": CLIENT, "sampled": EXAMPLE},
+        training={"rounds": 1, "local": local},
+    )
+    asked = []
+
+    def bound(*_: object, delta: float, confidence: float) -> SimpleNamespace:
+        asked.append(confidence)
+        return SimpleNamespace(epsilon=0.0)
+
+    monkeypatch.setattr(module.two_worlds, "scores", lambda *_: (np.zeros(9), np.zeros(9)))
+    monkeypatch.setattr(module, "threshold_bound", bound)
+    monkeypatch.setattr(module, "gaussian_bound", bound)
+    assert audited_epsilon(audited) == 0.0
+    assert asked == pytest.approx(each)
 
 
 def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:

@@ -22,7 +22,7 @@ from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.leverage import bound, lowering
-from fedsim_defenses.random_projection import RandomProjection
+from fedsim_defenses.random_projection import Projected, RandomProjection
 
 DELTA = 1e-3
 RELEASE = Release(kind="sketch", row_norm=1.5, columns=40, features=4)
@@ -157,6 +157,17 @@ def test_shared_noise_counts_only_in_the_plain_mean_of_all() -> None:
     assert spent((shared, GaussianNoise(std=1.0), Aggregate())) == alone
     assert chain(shared, Aggregate()).least_clients == 4
     assert chain(shared).least_clients == 1
+
+
+def test_the_leverage_in_the_union_says_nothing_of_one_clients_rows() -> None:
+    """Its own release is hidden by its share of the noise alone, whatever else it holds."""
+    shared = RandomProjection(epsilon=1.0, delta=DELTA, shared_among=4, leverage=0.3)
+    held = shared.guarantee(RELEASE)
+    alone, together = held.mechanism, held.pooled
+    assert isinstance(alone, Projected) and isinstance(together, Projected)
+    assert (alone.relation, together.relation) == ("add_or_remove", "relative")
+    assert alone.leverage == bound(shared.sigma(RELEASE), RELEASE.row_norm, 1.0)
+    assert together.leverage == bound(2 * shared.sigma(RELEASE), RELEASE.row_norm, 0.3)
 
 
 def test_the_ledger_never_guesses() -> None:

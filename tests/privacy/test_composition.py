@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
+from fedsim.guarantee import Composed, CurveMechanism
 from fedsim.privacy import composition, gaussian
 from fedsim.privacy.composition import LogDelta
 from fedsim.privacy.numerics import Array
@@ -74,3 +76,34 @@ def test_it_is_less_than_the_sum_and_nothing_costs_nothing() -> None:
     expected = float(gaussian.epsilon(1.0, 1e-5))
     assert composition.epsilon([normal(1.0), nothing], 1e-5) == pytest.approx(expected, rel=1e-3)
     assert composition.epsilon([nothing], 1e-5) == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(CurveMechanism):
+    """A mechanism of which the curve is known: a Gaussian one."""
+
+    multiplier: float
+
+    def log_delta(self, epsilons: Array) -> Array:
+        return gaussian.log_delta(self.multiplier, epsilons)
+
+
+def test_releases_count_as_often_as_they_are_made() -> None:
+    """Four of a noise multiplier of 2 are one of 1, however they come together."""
+    one = Known(unit="example", relation="close", accountant="normal", beta=1.0, multiplier=2.0)
+    expected = float(gaussian.epsilon(1.0, 1e-5))
+    for mechanism, releases in (
+        (one, 4),
+        (Composed.of((one, one)), 2),
+        (Composed.of((one,) * 4), 1),
+    ):
+        assert expected <= mechanism.epsilon(1e-5, releases) <= 1.001 * expected
+
+
+def test_one_relative_claim_makes_all_relative() -> None:
+    close, relative = (
+        Known(unit="example", relation=relation, accountant="normal", beta=1.0, multiplier=2.0)
+        for relation in ("close", "relative")
+    )
+    for parts, relation in (((close, close), "close"), ((close, relative), "relative")):
+        assert Composed.of(parts).relation == relation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
@@ -12,8 +13,7 @@ from fedsim.scoring.rows import membership_auc
 
 def area(rates: list[tuple[float, float]]) -> float:
     """Below the curve, by trapezoids."""
-    pairs = zip(rates, rates[1:], strict=False)
-    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairs)
+    return sum((b[0] - a[0]) * (a[1] + b[1]) / 2 for a, b in pairwise(rates))
 
 
 def test_the_area_below_the_curve_is_the_score() -> None:

@@ -60,13 +60,13 @@ def test_features_are_matched_by_direction() -> None:
     """An attack that knows no norms: nearest in distance would be the wrong one."""
     truth = torch.tensor([[10.0, 0.0], [0.6, 0.8]])
     found = Reconstruction(
-        features=torch.tensor([[0.0, 1.0], [1.0, 0.0]]).double(), loss=0.0, iterations=0
+        features=torch.tensor([[3.0, 4.0], [1.0, 0.0]]).double(), loss=0.0, iterations=0
     )
     labels = torch.tensor([0, 1])
     pixels = torch.zeros(2, 1, 8, 8)
     scores = score(found, GroundTruth(images=pixels, labels=labels, features=truth.double()))
     assert scores.assignment == [1, 0]
-    assert scores.per_image["feature_cosine"] == pytest.approx([1.0, 0.8])
+    assert scores.per_image["feature_cosine"] == pytest.approx([1.0, 1.0])
 
 
 def test_other_dimensions_are_refused() -> None:

@@ -6,6 +6,7 @@ import base64
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +22,15 @@ from fedsim.report import (
     LeaderboardRow,
     invalid_reasons,
     leaderboard_rows,
+    load_runs,
     positive_controls,
     render,
     save_grid,
     write_report,
 )
+from fedsim.report import page as module
+from fedsim.report.recovered import accused
+from fedsim.report.verdict import verdicts
 
 METRICS = (
     "rmse",
@@ -232,6 +237,83 @@ def test_a_failing_attack_fails_the_control(tmp_path: Path) -> None:
     """Rules 11 and 15: one lucky trial among failures does not pass the control."""
     rows = board(tmp_path, [line(20.0), *(line(None, trial=i) for i in range(1, 4))])
     assert positive_controls(rows)[0].status == "failed"
+
+
+def test_where_only_features_are_attacked_the_best_attack_is_the_control(tmp_path: Path) -> None:
+    """Rule 15: by the least span error that any attack leaves of the undefended stack."""
+    rows = board(tmp_path, [of_features(0.9, attack="rough"), of_features(0.2, attack="fine")])
+    (control,) = positive_controls(rows)
+    assert control.status == "passed"
+    assert "fine leaves a span error of 0.200" in control.reason
+    (control,) = positive_controls(board(tmp_path, [of_features(0.6)]))
+    assert control.status == "failed"
+
+
+def test_features_leak_by_the_upper_end_of_the_interval(tmp_path: Path) -> None:
+    """Rule 13: three lucky trials of four are not enough, though their mean is."""
+    for errors, level in (([0.4] * 4, "features"), ([0.2, 0.2, 0.2, 1.0], "unseen")):
+        rows = board(tmp_path, [of_features(error, trial=i) for i, error in enumerate(errors)])
+        (control,) = positive_controls(rows)
+        assert control.status == "passed"
+        (verdict,) = verdicts(rows, control)
+        assert verdict.level == level
+
+
+def test_what_was_measured_differently_is_not_averaged(tmp_path: Path) -> None:
+    """Two clients of one trial are two measurements, a copy is none, and a mean over several
+    releases is another case than a single one."""
+    one, other, copy, many = line(20.0), line(10.0), line(20.0), line(30.0)
+    other["client"], many["releases"] = 1, 4
+    rows = board(tmp_path, [one, other, copy, many])
+    assert [(row.n, mean(row)) for row in rows] == [(1, 30.0), (2, 15.0)]
+
+
+def test_who_is_accused_first_is_the_one_of_highest_score(tmp_path: Path) -> None:
+    """The curve of the report's figure starts at the scores that accuse most."""
+    told = line(0.0, attack="membership_inference", membership_auc=0.75)
+    told["metrics"]["psnr"], told["release"] = None, {"kind": "sketch"}
+    told["baseline"]["membership_auc"] = 0.5
+    rows = board(tmp_path, [told])
+    path = tmp_path / "reconstructions/none/membership_inference/round-0001"
+    path.mkdir(parents=True)
+    members = torch.tensor([False, True, False, True])
+    scores = torch.tensor([-1.0, 3.0, 1.0, 0.0])
+    save_file({"membership": scores, "members": members}, path / "client-0000-b1-t0.safetensors")
+    (found,) = accused(rows, load_runs([tmp_path]), {"none": 0})
+    assert found.rates == [(0, 0), (0, 0.5), (0.5, 0.5), (0.5, 1), (1, 1)]
+
+
+def of_features(error: float, **case: Any) -> dict[str, Any]:
+    """A results row of an attack on features alone."""
+    row = line(0.0, subspace_error=error, **case)
+    row["metrics"]["psnr"] = None
+    return row
+
+
+def test_of_claims_that_differ_the_weakest_stands(tmp_path: Path) -> None:
+    """And of audits the one that found most: no run's luck makes a stack look more private."""
+    lines = [line(20.0, trial=i) for i in range(3)]
+    for row, (epsilon, audited) in zip(lines, ((1.0, 0.9), (3.0, 0.4), (2.0, None)), strict=True):
+        claim = {"epsilon": epsilon, "delta": 1e-5 * epsilon, "audited_epsilon": audited}
+        row["privacy"] |= claim
+    (found,) = board(tmp_path, lines)
+    assert (found.epsilon, found.delta) == (3.0, pytest.approx(3e-5))
+    assert found.audited_epsilon == 0.9
+    lines[0]["privacy"]["epsilon"] = "inf"
+    (found,) = board(tmp_path, lines)
+    assert found.epsilon == math.inf
+
+
+def test_theory_is_scaled_to_the_undefended_cells(tmp_path: Path) -> None:
+    """What it predicts is known up to a constant: that which meets what was measured undefended."""
+    lines = [of_features(0.2), of_features(0.8, defense="dp", stack=DP)]
+    for row, rate in zip(lines, (10.0, 30.0), strict=True):
+        row["theory"] = {"tensor_rate": rate}
+    errors = module._errors(board(tmp_path, lines), {"inverting_gradients": 1})
+    assert [(one.label, one.predicted) for one in errors] == [
+        ("none", [(1, pytest.approx(0.2))]),
+        ("dp", [(1, pytest.approx(0.6))]),
+    ]
 
 
 def assert_invalid(rows: list[LeaderboardRow], folder: Path, why: str) -> None:
