@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from fedsim import memory, plugins, rng
@@ -209,9 +210,16 @@ def rebuild(observation: Observation) -> Classifier:
 
     Raises:
         PluginError: the model is not installed here.
+        FedsimError: the weights are those of another model.
     """
-    model = build(observation.model, seed=0)
-    model.load_state_dict({**observation.parameters, **observation.buffers}, strict=False)
+    try:
+        model = build(observation.model, seed=0)
+        state = {**observation.parameters, **observation.buffers}
+        lost, extra = model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValidationError) as error:
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {error}") from error
+    for name in (*lost, *extra):
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
     return model.to(_device(observation))
 
 

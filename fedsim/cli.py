@@ -163,6 +163,8 @@ def attack(
         from fedsim.scenario import parameters_of
 
         parameters = parameters_of("fedsim.attacks", name, settings or [])
+        if out:  # an attack may take hours, and what it found is not to be lost for a folder
+            out.mkdir(parents=True, exist_ok=True)
         with Live(Console(stderr=True, quiet=quiet)) as display:
             display.stage(name, restarts)
             found, row = attack_recording(
@@ -181,9 +183,9 @@ def attack(
                     name, f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
                 ),
             )
+        typer.echo(json.dumps(row, indent=2))
         if out:
             _save(found, row, out)
-        typer.echo(json.dumps(row, indent=2))
 
 
 @app.command()

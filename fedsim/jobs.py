@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.adversary import Progress, Solution, create
-from fedsim.recording import load_observation, load_truth, write_tensors
+from fedsim.recording import checked_id, load_observation, load_truth, write_tensors
 from fedsim.theory import observed_rate
 from fedsim.types import (
     FedsimError,
@@ -97,7 +97,7 @@ class Result:
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
     """Where the reconstruction of an observation by the attack called `label` is written."""
-    stack, _, rest = observation_id.partition("/")
+    stack, _, rest = checked_id(observation_id).partition("/")
     return root / "reconstructions" / stack / label / f"{rest}.safetensors"
 
 
@@ -137,8 +137,9 @@ def run_jobs(
                     on_result(pending.pop(future), future.result())
         except BrokenProcessPool as error:
             raise RunFailed(
-                "a worker process of the attack stage died, most likely for want of memory; "
-                "finished rows are kept: continue with --resume, and with fewer --workers"
+                "a worker process of the attack stage died, for want of memory or because a "
+                'script calls fedsim.run outside `if __name__ == "__main__":`; finished rows are '
+                "kept: continue with --resume (resume=True), and with fewer --workers"
             ) from error
         except BaseException:
             # Workers leave Ctrl-C to this process; an attack under way may take hours.

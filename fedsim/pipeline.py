@@ -21,7 +21,7 @@ from fedsim.record import Run
 from fedsim.report import save_grids, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
-from fedsim.types import Dataset, FedsimError, RunFailed, Table
+from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
 from fedsim.victims import Granted
 from fedsim.workload import Workload, load_dataset
 
@@ -115,6 +115,8 @@ class _Plan:
             claims = {name: rows.spent(w, last) for name, w in self.workloads.items()}
             canaries.check(scenario.audit, claims, scenario.data.clients)
         self._refuse_other_run()
+        self._refuse_foreign_rows()
+        self._refuse_missing_weights()
 
     def execute(self, display: progress.Display) -> None:
         """Federate every stack, attack every recording, write the record."""
@@ -140,7 +142,13 @@ class _Plan:
             )
         # A kill between a line and its checkpoint repeats the round: the last line of each counts.
         latest = {(row["defense"], row["round"]): row for row in record.read_lines(path)}
-        stacks = list(self.workloads)
+        stacks, rounds = list(self.workloads), range(1, self.scenario.training.rounds + 1)
+        for stack in stacks:
+            if lost := [round for round in rounds if (stack, round) not in latest]:
+                raise RunFailed(
+                    f"{path}: the line of round {lost[0]} of {stack} is lost; remove "
+                    f"{self.out / 'checkpoints' / stack}.safetensors to train again"
+                )
         record.write_lines(
             path,
             sorted(latest.values(), key=lambda row: (stacks.index(row["defense"]), row["round"])),
@@ -150,12 +158,7 @@ class _Plan:
         path = self.out / "results.jsonl"
         record.drop_torn_line(path)
         done = {rows.key(row) for row in record.read_lines(path)}
-        every = [
-            (_job(entry, recording.path_of(self.out, seen.id)), seen)
-            for entry in self.scenario.attacks
-            for workload in self.workloads.values()
-            for seen in workload.recordings()
-        ]
+        every = self._jobs()
         pending = [(job, seen) for job, seen in every if job.key not in done]
         display.stage("attack", len(every), len(every) - len(pending))
         context = rows.Context(
@@ -187,6 +190,15 @@ class _Plan:
                 on_progress=on_progress,
                 on_result=on_result,
             )
+
+    def _jobs(self) -> list[tuple[Job, Observation]]:
+        """Every attack on every recording that there is to be."""
+        return [
+            (_job(entry, recording.path_of(self.out, seen.id)), seen)
+            for entry in self.scenario.attacks
+            for workload in self.workloads.values()
+            for seen in workload.recordings()
+        ]
 
     def _audit(self, display: progress.Display) -> dict[str, float]:
         """Of each stack with a claim, what canaries show of it, if the scenario asks for it."""
@@ -242,14 +254,36 @@ class _Plan:
             return
         if not self.resume:
             raise FedsimError(
-                f"{self.out} holds a run already: continue it with --resume, or name another "
-                "folder with --out"
+                f"{self.out} holds a run already: continue it with --resume (in Python, "
+                "resume=True), or name another folder with --out (out=...)"
             )
-        if previous.read_text(encoding="utf-8") != self.resolved:
+        if previous.read_bytes() != self.resolved.encode():
             raise FedsimError(
                 f"{self.out} holds a run of another scenario (see its scenario.yaml): resume with "
                 "the same scenario and overrides, or name another folder with --out"
             )
+
+    def _refuse_foreign_rows(self) -> None:
+        """A line names files and stacks; what was changed by hand must not reach them."""
+        last, stacks = self.scenario.training.rounds, self.workloads
+        keys = {job.key for job, _ in self._jobs()}
+        record.read_lines(self.out / "results.jsonl", lambda row: rows.key(row) in keys)
+        record.read_lines(
+            self.out / "rounds.jsonl",
+            lambda row: row["defense"] in stacks and row["round"] in range(1, last + 1),
+        )
+        record.read_lines(
+            self.out / "audit.jsonl",
+            lambda row: row["defense"] in stacks and "audited_epsilon" in row,
+        )
+
+    def _refuse_missing_weights(self) -> None:
+        wanted = self.scenario.scoring
+        if wanted.lpips_weights is None or not isinstance(self.dataset, Dataset):
+            return
+        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+        if isinstance(lpips, scoring.Unavailable):
+            raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
 
     def _on_round(
         self, path: Path, workload: Workload, display: progress.Display

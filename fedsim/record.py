@@ -11,12 +11,13 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedsim.recording import write_bytes
+from fedsim.types import FedsimError
 
 Row = dict[str, Any]
 
@@ -30,12 +31,30 @@ def append_line(path: Path, row: Row) -> None:
         os.fsync(file.fileno())
 
 
-def read_lines(path: Path) -> list[Row]:
-    """The rows of a JSON-lines file; a last line cut short by a kill is left out."""
+def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
+    """The rows of a JSON-lines file; a last line cut short by a kill is left out.
+
+    Raises:
+        FedsimError: a line is damaged, or holds a row that does not belong there.
+    """
     if not path.exists():
         return []
-    lines = path.read_bytes().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+    rows = []
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = json.loads(line)
+            good = isinstance(row, dict) and belongs(row)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            good = False
+        if not good:
+            raise FedsimError(
+                f"{path}, line {number}: damaged, or of another run; remove the line to have its "
+                "work done again"
+            )
+        rows.append(row)
+    return rows
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +45,8 @@ _ID = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/(client-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
 )
 _GLOBAL = "global.safetensors"
+_MOST = 1_000_000
+"""Of anything that is counted in a recording."""
 
 
 class _Sidecar(BaseModel):
@@ -79,12 +82,12 @@ def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
         FedsimError: a part is not what a recording may be called (it would be a path).
     """
     who = "aggregate" if client < 0 else f"client-{client:04d}"
-    return _checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
+    return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
 
 
 def path_of(root: Path, id: str) -> Path:
     """Where the JSON file of the observation `id` lies below `root`."""
-    return root / "observations" / f"{_checked_id(id)}.json"
+    return root / "observations" / f"{checked_id(id)}.json"
 
 
 def save_observation(observation: Observation, root: Path) -> Path:
@@ -92,7 +95,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
 
     The global weights are shared by all observations of a round and written once.
     """
-    base = root / "observations" / _checked_id(observation.id)
+    base = root / "observations" / checked_id(observation.id)
     shared = base.parent / _GLOBAL
     if not shared.exists():
         state = {f"parameter.{n}": t for n, t in observation.parameters.items()}
@@ -129,6 +132,8 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     Raises:
         FedsimError: it is missing, damaged, or not a recording.
     """
+    if not path.name:
+        raise FedsimError(f"{path}: no such recording; expected a file below a run's observations/")
     path = path.with_suffix(".json")
     try:
         sidecar = _Sidecar.model_validate_json(path.read_text(encoding="utf-8"))
@@ -138,13 +143,13 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         ) from error
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise FedsimError(f"{path}: not a recording of fedsim: {error}") from error
-    _checked_id(sidecar.id)
+    checked_id(sidecar.id)
     spec = sidecar.model or sidecar.release
     if spec is None:
         raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
     seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
     state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
-    return Observation(
+    observation = Observation(
         id=sidecar.id,
         update=_under("update.", seen, sidecar.parameters),
         buffers_update=_under("buffer.", seen, sidecar.buffers),
@@ -161,6 +166,9 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         seed=sidecar.seed,
         releases=sidecar.releases,
     )
+    for wrong in _inconsistencies(observation, sidecar):
+        raise FedsimError(f"{path}: {wrong}; record it again")
+    return observation
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
@@ -172,7 +180,7 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
         tensors = {"images": truth.images, "labels": truth.labels}
         if truth.features is not None:
             tensors["features"] = truth.features
-    write_tensors(root / "truth" / _checked_id(id) / f"client-{client:04d}.safetensors", tensors)
+    write_tensors(root / "truth" / checked_id(id) / f"client-{client:04d}.safetensors", tensors)
 
 
 def load_truth(root: Path, id: str) -> Truth:
@@ -181,10 +189,12 @@ def load_truth(root: Path, id: str) -> Truth:
     Raises:
         FedsimError: there is none, or it cannot be read.
     """
-    folder = root / "truth" / _checked_id(id)
+    folder = root / "truth" / checked_id(id)
     parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
     if not parts:
         raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+    if not all(_is_truth(part) for part in parts):
+        raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
     if "rows" in parts[0]:
         return RowTruth(
             rows=torch.cat([part["rows"] for part in parts]),
@@ -203,6 +213,24 @@ def load_truth(root: Path, id: str) -> Truth:
     )
 
 
+def _is_truth(part: Mapping[str, Tensor]) -> bool:
+    """Whether it is what `save_truth` writes, of images or of rows."""
+    if "rows" in part:
+        rows, members = part["rows"], part.get("members")
+        if members is None or "scored" not in part or rows.ndim != 2:
+            return False
+        return (
+            members.dtype == part["scored"].dtype == torch.bool
+            and members.shape == rows.shape[:1]
+            and part["scored"].shape == rows.shape[1:]
+        )
+    images, labels = part.get("images"), part.get("labels")
+    if images is None or labels is None or images.ndim != 4:
+        return False
+    whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
+    return whole and bool((labels >= 0).all()) and images.is_floating_point()
+
+
 def root_of(recording: Path) -> Path | None:
     """The run's folder that a recording lies in; None if it lies in none."""
     for parent in recording.resolve().parents:
@@ -213,7 +241,7 @@ def root_of(recording: Path) -> Path | None:
 
 def has_truth(root: Path, id: str) -> bool:
     """Whether the ground truth of the observation `id` is below `root`."""
-    return any((root / "truth" / _checked_id(id)).glob("client-*.safetensors"))
+    return any((root / "truth" / checked_id(id)).glob("client-*.safetensors"))
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
@@ -271,6 +299,45 @@ def write_bytes(path: Path, content: bytes) -> None:
         raise
 
 
+def _inconsistencies(seen: Observation, sidecar: _Sidecar) -> Iterator[str]:
+    """What would make an attack stumble, or answer a question that nobody asked."""
+    training = seen.training
+    for name, count in (
+        ("training.steps", training.steps),
+        ("training.batch_size", training.batch_size),
+        ("num_clients", seen.num_clients),
+        ("releases", seen.releases),
+    ):
+        if not 1 <= count <= _MOST:
+            yield f"{name}: expected 1 to {_MOST}, got {count}"
+    for name, value in (("lr", training.lr), ("momentum", training.momentum)):
+        if not 0 <= value < math.inf or (name == "lr" and not value):
+            yield f"training.{name}: expected a finite number above 0, got {value}"
+    if isinstance(seen.spec, ModelSpec):
+        channels, *sides = seen.spec.input_shape
+        if not (min(channels, *sides) >= 1 and max(channels, *sides) <= _MOST):
+            yield f"model.input_shape: expected 1 to {_MOST} each, got {seen.spec.input_shape}"
+        if not 1 <= seen.spec.num_classes <= _MOST:
+            yield f"model.num_classes: expected 1 to {_MOST}, got {seen.spec.num_classes}"
+        for name, values in (("mean", seen.spec.mean), ("std", seen.spec.std)):
+            good = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
+            if len(values) != channels or not good:
+                yield f"model.{name}: expected {channels} finite numbers, got {values}"
+    for name in sidecar.parameters:
+        before, update = seen.parameters.get(name), seen.update.get(name)
+        if before is None or update is None:
+            yield f"parameter {name}: named, but not recorded"
+        elif before.shape != update.shape or not update.is_floating_point():
+            yield (
+                f"parameter {name}: expected an update of {tuple(before.shape)} floating-point "
+                f"numbers, got {tuple(update.shape)} of {update.dtype}"
+            )
+    if not sidecar.parameters:
+        yield "no parameters are named"
+    if lost := set(sidecar.buffers) - set(seen.buffers):
+        yield f"buffer {min(lost)}: named, but not recorded"
+
+
 def _verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
     if path.is_file() and _sha256(path) != digest:
         raise FedsimError(f"{path}: does not match the checksum in its recording; record it again")
@@ -292,7 +359,12 @@ def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -
     return {name: tensors[prefix + name] for name in names if prefix + name in tensors}
 
 
-def _checked_id(id: str) -> str:
+def checked_id(id: str) -> str:
+    """`id` itself, which then is safe as a path.
+
+    Raises:
+        FedsimError: it is no observation's.
+    """
     if not _ID.fullmatch(id) or ".." in id:
         raise FedsimError(f"{id!r} is not the id of an observation")
     return id

@@ -66,7 +66,7 @@ def test_only_the_pipeline_sees_the_federation() -> None:
 
 
 def test_attacks_reach_neither_data_nor_truth() -> None:
-    allowed = ("types", "adversary", "models", "plugins", "rng")
+    allowed = ("types", "adversary", "models", "paths", "plugins", "rng")
     wrong = own_except("fedsim_attacks", *(f"fedsim.{name}" for name in allowed))
     permitted = {"fedsim.rng", "fedsim.plugins"}
     assert not [

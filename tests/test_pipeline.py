@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from test_imports import run_stripped
 
 import fedsim
 from fedsim.record import Row, Run
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, RunFailed
 
 SCENARIO: dict[str, Any] = {
     "name": "tiny",
@@ -134,6 +135,42 @@ def test_resuming_a_finished_run_changes_nothing(finished: Run) -> None:
     before = (finished.out / "results.jsonl").read_bytes()
     fedsim.run(SCENARIO, out=finished.out, resume=True, workers=1)
     assert (finished.out / "results.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("results.jsonl", {"observation": "../../../outside"}),
+        ("results.jsonl", {"defense": {"name": "zzz", "stack": []}}),
+        ("rounds.jsonl", {"round": 99}),
+    ],
+)
+def test_rows_that_the_run_never_had_are_refused_before_any_work(
+    finished: Run, file: str, change: dict[str, Any], tmp_path: Path
+) -> None:
+    """They name files and stacks."""
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    first, *others = (out / file).read_text().splitlines()
+    changed = json.dumps({**json.loads(first), **change})
+    (out / file).write_text("\n".join([*others, changed, ""]))
+    with pytest.raises(FedsimError, match=f"{file}, line {len(others) + 1}: damaged"):
+        fedsim.run(SCENARIO, out=out, resume=True)
+
+
+def test_a_lost_round_is_not_passed_over(finished: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    shutil.copytree(finished.out, out)
+    (out / "rounds.jsonl").unlink()
+    with pytest.raises(RunFailed, match=r"round 1 of none is lost; remove .*checkpoints/none"):
+        fedsim.run(SCENARIO, out=out, resume=True)
+
+
+def test_weights_of_a_metric_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
+    scoring = {"lpips_weights": str(tmp_path / "none.pth")}
+    with pytest.raises(FedsimError, match=r"scoring\.lpips_weights: "):
+        fedsim.run({**SCENARIO, "scoring": scoring}, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_recording_is_replayed_from_python(finished: Run) -> None:

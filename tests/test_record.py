@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fedsim.record import append_line, drop_torn_line, environment, read_lines, write_lines
+from fedsim.types import FedsimError
 
 
 def test_lines_are_read_as_written(tmp_path: Path) -> None:
@@ -28,6 +29,16 @@ def test_a_line_cut_short_is_left_out_and_appended_over(tmp_path: Path) -> None:
     drop_torn_line(path)
     append_line(path, {"n": 3})
     assert read_lines(path) == [{"n": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0\0", b"\xff{}", b"[]", b'{"n": ', b'{"m": 1}', b"[" * 9999]
+)
+def test_a_damaged_line_is_named_and_never_skipped(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"n": 1}\n' + damage + b'\n{"n": 3}\n')
+    with pytest.raises(FedsimError, match=r"rows\.jsonl, line 2: damaged.*remove the line"):
+        read_lines(path, lambda row: row["n"] > 0)
 
 
 def test_no_nan_is_ever_written(tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fedsim.recording import (
     load_observation,
@@ -138,6 +140,59 @@ def test_what_is_no_recording_is_refused(content: str, tmp_path: Path) -> None:
         load_observation(path)
     with pytest.raises(FedsimError, match="no such recording"):
         load_observation(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"training": {"batch_size": 0}}, r"training\.batch_size: expected 1 to"),
+        ({"training": {"steps": 10**12}}, r"training\.steps: expected 1 to"),
+        ({"training": {"lr": 0.0}}, r"training\.lr: expected a finite number"),
+        ({"training": {"momentum": float("nan")}}, r"training\.momentum"),
+        ({"num_clients": -5}, "num_clients: expected 1 to"),
+        ({"releases": 0}, "releases: expected 1 to"),
+        ({"spec": {"num_classes": 0}}, r"model\.num_classes"),
+        ({"spec": {"input_shape": (1, 10**9, 2)}}, r"model\.input_shape"),
+        ({"spec": {"std": (0.0,)}}, r"model\.std: expected 1 finite"),
+        ({"spec": {"mean": (0.5, 0.5)}}, r"model\.mean: expected 1 finite"),
+        ({"update": {}}, "parameter w: named, but not recorded"),
+        ({"update": {"w": torch.zeros(3, 2)}}, "parameter w: expected an update of"),
+        ({"update": {"w": torch.zeros(2, 3, dtype=torch.int32)}}, "floating-point"),
+        ({"parameters": {}, "update": {}}, "no parameters are named"),
+    ],
+)
+def test_a_recording_that_contradicts_itself_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    """Its checksums are right, and an attack would stumble over it or answer something else."""
+    nested = {
+        name: replace(getattr(OBSERVATION, name), **value)
+        for name, value in changes.items()
+        if name in ("training", "spec")
+    }
+    path = save_observation(replace(OBSERVATION, **{**changes, **nested}), tmp_path)
+    with pytest.raises(FedsimError, match=message):
+        load_observation(path)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"images": torch.zeros(1, 1, 2, 2)},
+        {"images": torch.zeros(1, 2, 2), "labels": torch.zeros(1, dtype=torch.int64)},
+        {"images": torch.zeros(1, 1, 2, 2), "labels": torch.zeros(2, dtype=torch.int64)},
+        {"images": torch.zeros(1, 1, 2, 2), "labels": torch.tensor(1)},
+        {"images": torch.zeros(1, 1, 2, 2), "labels": torch.tensor([-1])},
+        {"images": torch.zeros(1, 1, 2, 2), "labels": torch.zeros(1)},
+        {"rows": torch.zeros(2, 3)},
+        {"rows": torch.zeros(2, 3), "members": torch.ones(2), "scored": torch.ones(3)},
+    ],
+)
+def test_what_is_no_ground_truth_is_refused(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    folder = tmp_path / "truth" / OBSERVATION.id
+    write_tensors(folder / "client-0000.safetensors", tensors)
+    with pytest.raises(FedsimError, match="not the ground truth"):
+        load_truth(tmp_path, OBSERVATION.id)
 
 
 def test_a_failed_write_leaves_the_old_file(

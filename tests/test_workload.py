@@ -233,6 +233,19 @@ def test_weights_of_another_model_are_refused(
         refusal.check(workload)
 
 
+def test_weights_below_a_home_that_nobody_has_are_refused() -> None:
+    training = {"rounds": 1, "weights": "~nosuchuser/x"}
+    said = "~nosuchuser/x: .* write the path in full"
+    resolved = scenario(training=training)
+    with pytest.raises(FedsimError, match=rf"^training\.weights: {said}"):
+        refusal.check(Workload(resolved, "none"))
+    with pytest.raises(FedsimError, match=f"^{said}"):
+        fingerprint(resolved, "none")
+    frozen = {"learner": {"name": "ntk", "kernel": "continuous"}, "attacks": []}
+    with pytest.raises(FedsimError, match=said):
+        Workload(scenario(training=training, **frozen), "none")
+
+
 def test_a_resume_notices_other_weights(tmp_path: Path) -> None:
     path = tmp_path / "weights.safetensors"
     resolved = scenario(training={**BASE["training"], "weights": str(path)})

@@ -21,6 +21,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedsim.federation import client_state, spool
+from fedsim.paths import from_home
 from fedsim.recording import read_tensors, write_bytes
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
@@ -77,7 +78,8 @@ class Checkpoints:
         done = index.round if index else 0
         for folder in self._folders():
             for path in folder.glob("round-*"):
-                if int(path.name.removeprefix("round-")) > done:
+                number = path.name.removeprefix("round-")
+                if number.isdecimal() and int(number) > done and path.is_dir():
                     shutil.rmtree(path)
         states = client_state.folder(self._out, self._stack)
         if not done:
@@ -152,7 +154,7 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
         mode="json", include={"seed", "device", "data", "learner", "model", "training", "observe"}
     )
     if scenario.training.weights is not None:
-        with Path(scenario.training.weights).expanduser().open("rb") as file:
+        with from_home(scenario.training.weights).open("rb") as file:
             sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
     sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
     sections["federation"] = scenario.federation.model_dump(

@@ -26,7 +26,7 @@ class ReportError(FedsimError):
 
 class _Part(BaseModel):
     # Rows of a later version may hold more; what is read here is checked.
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
 
 
 class Metrics(_Part):
@@ -336,8 +336,8 @@ def _record(path: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(_text(path))
-    except json.JSONDecodeError as error:
-        raise ReportError(f"{path}: not JSON: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ReportError(f"{path}: not JSON that fedsim writes: {error}") from error
     return _mapping(path, record)
 
 
@@ -347,8 +347,8 @@ def _scenario(path: Path) -> tuple[str | None, dict[str, Any]]:
     text = _text(path)
     try:
         return text, _mapping(path, yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise ReportError(f"{path}: not YAML: {error}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ReportError(f"{path}: not YAML that fedsim writes: {error}") from error
 
 
 def _mapping(path: Path, value: object) -> dict[str, Any]:
