@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from fedsim import rng as streams
 from fedsim.adversary import Attack, AttackState, Needs
 from fedsim.models.base import normalize
+from fedsim.paths import from_home
 from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
 from fedsim_attacks.generator import Generator, over_parameterized, read_generator
 from fedsim_attacks.inverting_gradients import decayed, regularized
@@ -109,7 +109,7 @@ class GenerativePrior(Attack[Search]):
         assert labels is not None
         count, spec = observation.num_images, observation.model
         if self.weights is not None and self.public is not None:
-            path = Path(self.weights).expanduser()
+            path = from_home(self.weights)
             generator = read_generator(path, spec.input_shape, self.public)
         else:
             with streams.global_stream(int(torch.randint(2**31, (), generator=rng))):

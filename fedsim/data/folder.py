@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal, final
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 from fedsim.data.base import DataSource
 from fedsim.data.images import from_pil, statistics
 from fedsim.data.tree import Parts, Tree, open_tree
+from fedsim.paths import from_home
 from fedsim.types import Dataset, FedsimError
 
 _MAX_BYTES = 1 << 33
@@ -65,7 +65,7 @@ class ImageFolder(DataSource):
             FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, or the
                 whole would not fit in 8 GiB.
         """
-        with open_tree(Path(self.path).expanduser()) as tree:
+        with open_tree(from_home(self.path)) as tree:
             train = self._labelled(tree, "train")
             test = self._labelled(tree, "test")
             classes = sorted({item.class_name for item in train})

@@ -200,13 +200,13 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
     """(count,) client of each training image, from a CSV or JSON file."""
     try:
-        owner_of = _parse(path.read_text(encoding="utf-8"), path.suffix.lower() == ".json")
+        owner_of = _parse(path.read_text(encoding="utf-8-sig"), path.suffix.lower() == ".json")
     except OSError as error:
         raise FedsimError(
             f"the partition file {path} cannot be read ({error.strerror}): correct "
             "data.partition.path"
         ) from error
-    except (ValueError, KeyError, TypeError, csv.Error) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, csv.Error) as error:
         raise FedsimError(
             f"the partition file {path} is not understood ({type(error).__name__}: {error}): write "
             "a CSV file with columns index,client or a JSON list of each image's client"

@@ -5,14 +5,17 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Annotated, final
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from fedsim.data.rows import Column, TableSource
+from fedsim.paths import from_home
 from fedsim.types import FedsimError, Table
+
+_MAX_DIGITS = 18
+"""Of a client's number, which is kept in 64 bits."""
 
 
 class ClassColumn(BaseModel):
@@ -23,6 +26,12 @@ class ClassColumn(BaseModel):
     name: str
     classes: Annotated[tuple[str, ...], Field(min_length=2, max_length=2)]
     """The text of the class that becomes -1, then that of +1."""
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ClassColumn:
+        if len(set(self.classes)) < len(self.classes):
+            raise ValueError(f"column {self.name}: both classes are {self.classes[0]!r}")
+        return self
 
 
 @final
@@ -84,7 +93,7 @@ class TableFile(TableSource):
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
         """(line number, column -> text) of each row."""
         try:
-            with Path(self.path).expanduser().open(encoding="utf-8", newline="") as file:
+            with from_home(self.path).open(encoding="utf-8-sig", newline="") as file:
                 yield from self._parsed(file)
         except OSError as error:
             raise FedsimError(
@@ -128,7 +137,7 @@ class TableFile(TableSource):
 def _number(row: dict[str, str], column: str, where: str) -> float:
     text = row[column].strip()
     try:
-        value = float(text)
+        value = math.nan if "_" in text else float(text)  # Python reads 1_0 as 10
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
@@ -141,9 +150,9 @@ def _number(row: dict[str, str], column: str, where: str) -> float:
 
 def _count(row: dict[str, str], column: str, where: str) -> int:
     text = row[column].strip()
-    if not text.isdecimal():
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
         raise FedsimError(
             f"{where}, column {column!r}: {text[:40]!r} is no client; expected a whole number "
-            "from 0"
+            f"from 0 of at most {_MAX_DIGITS} digits"
         )
     return int(text)

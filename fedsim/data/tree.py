@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import zipfile
-import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -81,7 +80,7 @@ class Tree(ABC):
         Raises:
             FedsimError: it is too large, damaged, or not of 8 bits per channel; with its name.
         """
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
 
         name = self.name(path)
         try:
@@ -100,20 +99,12 @@ class Tree(ABC):
                     f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it"
                 )
             return picture.convert(mode)
-        except (
-            Image.DecompressionBombError,
-            NotImplementedError,
-            OSError,
-            RuntimeError,
-            SyntaxError,
-            ValueError,
-            zipfile.BadZipFile,
-            zlib.error,
-        ) as error:
-            raise FedsimError(
-                f"{name} cannot be read as an image ({type(error).__name__}: {error}): repair or "
-                "remove it"
-            ) from error
+        except (FedsimError, MemoryError):
+            raise
+        except UnidentifiedImageError as error:  # its text names a buffer
+            raise _unreadable(name, f"its content is not {_format(path)}") from error
+        except Exception as error:  # decoders raise anything on damaged data
+            raise _unreadable(name, f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
 
 @final
@@ -156,6 +147,10 @@ class ZipTree(Tree):
         return self._archive.read(self._members[path])
 
 
+def _unreadable(name: str, cause: str) -> FedsimError:
+    return FedsimError(f"{name} cannot be read as an image ({cause}): repair or remove it")
+
+
 def _format(path: Parts) -> str | None:
     return _FORMATS.get(PurePath(path[-1]).suffix.lower())
 
@@ -172,7 +167,7 @@ def open_tree(root: Path) -> Iterator[Tree]:
         return
     try:
         archive = zipfile.ZipFile(root)
-    except (OSError, zipfile.BadZipFile) as error:
+    except (OSError, NotImplementedError, ValueError, zipfile.BadZipFile) as error:
         raise FedsimError(
             f"{root} is neither a directory nor a readable zip archive ({error}): correct `path`"
         ) from error

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedsim.data.base import DataSource
+from fedsim.paths import from_home
 from fedsim.types import Dataset, FedsimError
 
 
@@ -45,7 +46,7 @@ class VisionSource(DataSource):
         )
 
     def _split(self, train: bool) -> Any:
-        root = Path(self.root).expanduser().absolute()
+        root = from_home(self.root).absolute()
         try:
             return self._open(root, train)
         except (RuntimeError, OSError) as error:

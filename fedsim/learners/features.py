@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +10,7 @@ from fedsim import rng
 from fedsim.learners.base import Problem, model_spec
 from fedsim.models.base import build, normalize
 from fedsim.models.weights import read_weights
+from fedsim.paths import from_home
 from fedsim.types import Dataset
 
 _BATCH = 256
@@ -37,8 +36,8 @@ class Features:
         if self._spec:
             self._model = build(self._spec, rng.derive(scenario.seed, "model"))
             if scenario.training.weights is not None:
-                path = Path(scenario.training.weights).expanduser()
-                parameters, buffers = read_weights(path, self._model)
+                weights = from_home(scenario.training.weights)
+                parameters, buffers = read_weights(weights, self._model)
                 self._model.load_state_dict({**parameters, **buffers}, strict=False)
             self._model.to(self._device).eval()
         self.dimension = self.of(torch.zeros(1, *dataset.input_shape)).shape[1]

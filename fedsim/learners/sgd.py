@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import final
 
 import torch
@@ -28,6 +27,7 @@ from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
+from fedsim.paths import from_home
 from fedsim.stack import Stack
 from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Tensors
 
@@ -81,7 +81,7 @@ class _Training(Computation):
             FedsimError: `training.weights` cannot be read, or are of another model.
         """
         if self._scenario.training.weights is not None:
-            return read_weights(Path(self._scenario.training.weights).expanduser(), self.model)
+            return read_weights(from_home(self._scenario.training.weights), self.model)
         make = honest if self._scenario.observe.plant else build
         fresh = make(self.spec, rng.derive(self._scenario.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}

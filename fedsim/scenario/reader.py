@@ -21,6 +21,9 @@ MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_NODES = 50_000
 """Values in a document, counting what aliases repeat."""
+MAX_DIGITS = 500
+"""Of a number. Python may refuse to write or read integers of more than 640 decimal digits, and a
+hexadecimal digit is 1.2 decimal ones."""
 
 _SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"(~|null|Null|NULL)?"), lambda text: None),
@@ -88,6 +91,7 @@ class _Node:
     value: Any
     children: Mapping[str | int, _Node] = field(default_factory=dict)
     size: int = 1
+    depth: int = 1
 
 
 class _Builder:
@@ -135,8 +139,7 @@ class _Builder:
             if anchor:
                 self.anchors[anchor] = None
             self.depth += 1
-            if self.depth > MAX_DEPTH:
-                self.refuse(_line(event), f"nested deeper than {MAX_DEPTH} levels; flatten it")
+            self.check_depth(event, self.depth)
             node = replace(self.fresh(event, events), size=self.nodes - before)
             self.depth -= 1
             if anchor:
@@ -163,14 +166,19 @@ class _Builder:
             said = "refers to itself" if unfinished else "has no anchor before it"
             self.refuse(_line(event), f"alias *{event.anchor} {said}; write the value out")
         self.nodes += target.size
+        self.check_depth(event, self.depth + target.depth)
         return replace(target, line=_line(event))
+
+    def check_depth(self, event: yaml.Event, depth: int) -> None:
+        if depth > MAX_DEPTH:
+            self.refuse(_line(event), f"nested deeper than {MAX_DEPTH} levels; flatten it")
 
     def sequence(self, line: int, events: Iterator[yaml.Event]) -> _Node:
         items: list[_Node] = []
         while not isinstance(event := next(events), yaml.SequenceEndEvent):
             items.append(self.node(event, events))
         children: dict[str | int, _Node] = dict(enumerate(items))
-        return _Node(line, [item.value for item in items], children)
+        return _parent(line, [item.value for item in items], children)
 
     def mapping(self, line: int, events: Iterator[yaml.Event]) -> _Node:
         own: dict[str | int, _Node] = {}
@@ -189,7 +197,7 @@ class _Builder:
             else:
                 own[key] = replace(child, line=at)
         children = {**merged, **own}
-        return _Node(line, {key: child.value for key, child in children.items()}, children)
+        return _parent(line, {key: child.value for key, child in children.items()}, children)
 
     def merge(self, node: _Node, line: int) -> dict[str | int, _Node]:
         """What `<<` adds; earlier mappings of a list win, as YAML 1.1 has it."""
@@ -213,11 +221,15 @@ class _Builder:
             return text
         for pattern, convert in _SCALARS:
             if pattern.fullmatch(text):
-                try:
-                    return convert(text)
-                except ValueError:  # Python refuses integers of more than 4300 digits
+                if len(text) > MAX_DIGITS:
                     self.refuse(_line(event), f"a number of {len(text)} digits; shorten it")
+                return convert(text)
         return text
+
+
+def _parent(line: int, value: Any, children: dict[str | int, _Node]) -> _Node:
+    depth = 1 + max((child.depth for child in children.values()), default=0)
+    return _Node(line, value, children, depth=depth)
 
 
 def _line(event: yaml.Event) -> int:

@@ -220,9 +220,15 @@ def test_files_that_do_not_fit_are_refused(file: Path, tmp_path: Path) -> None:
     refused(other, "not finite")
 
 
-def test_an_attack_with_a_bad_file_fails_before_it_starts(tmp_path: Path) -> None:
-    attack = GenerativePrior(weights=str(tmp_path / "none"), public="faces")
-    with pytest.raises(FedsimError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("weights", "said"), [("none", "cannot be read"), ("~nosuchuser/x", "write the path in full")]
+)
+def test_an_attack_with_a_bad_file_fails_before_it_starts(
+    weights: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attack = GenerativePrior(weights=weights, public="faces")
+    with pytest.raises(FedsimError, match=said):
         solve(attack, *of_its_range(1)[:2], seed=0)
 
 

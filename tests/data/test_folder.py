@@ -128,8 +128,9 @@ def test_a_test_class_without_training_images_is_refused(write):
     ids=["empty", "garbage", "truncated", "another format"],
 )
 def test_a_damaged_image_is_named(write, content):
-    with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read"):
+    with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read") as caught:
         ImageFolder(path=write({**FILES, "train/a/bad.png": content})).load()
+    assert "BytesIO" not in str(caught.value)
 
 
 def test_more_than_8_bits_are_refused(write):
@@ -143,6 +144,63 @@ def test_neither_directory_nor_zip(tmp_path):
     for path in ("x.zip", "absent"):
         with pytest.raises(FedsimError, match="correct `path`"):
             ImageFolder(path=str(tmp_path / path)).load()
+
+
+def test_a_home_that_nobody_has_is_refused():
+    with pytest.raises(FedsimError, match=r"^~nosuchuser/x: .* write the path in full"):
+        ImageFolder(path="~nosuchuser/x").load()
+
+
+@pytest.mark.parametrize(
+    ("method", "at", "value"),
+    [
+        ("ZIP_LZMA", 9, 0xFF),  # LZMAError: the properties after the header of the stream
+        ("ZIP_LZMA", 2, 0xFF),
+        ("ZIP_BZIP2", 4, 0xFF),
+        ("ZIP_DEFLATED", 0, 0x07),  # zlib.error: no such kind of block
+    ],
+)
+def test_a_damaged_stream_is_named(tmp_path, method, at, value):
+    path = tmp_path / "set.zip"
+    files = {"train/a/bad.png": png((1, 2, 3)), **FILES}
+    with zipfile.ZipFile(path, "w", getattr(zipfile, method)) as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"bad.png") + len("bad.png") + at] = value
+    path.write_bytes(content)
+    with pytest.raises(FedsimError, match=r"train/a/bad\.png cannot be read"):
+        ImageFolder(path=str(path)).load()
+
+
+def test_a_stream_that_ends_early_is_named(tmp_path):
+    """The directory of the archive states more bytes of the member than there are (EOFError)."""
+    path = tmp_path / "set.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        archive.writestr("train/a/1.png", png((1, 2, 3)))
+        archive.writestr("test/a/1.png", png((1, 2, 3)))
+    content = bytearray(path.read_bytes())
+    entry = content.index(b"PK\x01\x02")
+    content[entry + 20 : entry + 28] = (1 << 20).to_bytes(4, "little") * 2
+    path.write_bytes(content)
+    with pytest.raises(FedsimError, match=r"train/a/1\.png cannot be read"):
+        ImageFolder(path=str(path)).load()
+
+
+@pytest.mark.parametrize(
+    ("offset", "value"),
+    [(0, b"PX"), (6, b"\xff"), (46 + len("train/a/"), b"\xff")],
+    ids=["signature", "version needed", "name that is no UTF-8"],
+)
+def test_a_damaged_archive_is_refused(tmp_path, offset, value):
+    path = tmp_path / "set.zip"
+    write_zip(path, {"train/a/\xe9.png": b"", **FILES})
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\x01\x02") + offset
+    content[at : at + len(value)] = value
+    path.write_bytes(content)
+    with pytest.raises(FedsimError, match="correct `path`"):
+        ImageFolder(path=str(path)).load()
 
 
 def test_names_that_climb_out_are_never_read(tmp_path):

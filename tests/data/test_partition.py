@@ -153,15 +153,16 @@ def test_a_partition_with_too_few_images_for_a_client_is_refused():
         partition(data, Partition(name="natural"), 5, seed=0, least=2)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 @pytest.mark.parametrize("kind", ["csv", "json"])
-def test_a_file_says_whose_each_image_is(kind, tmp_path):
+def test_a_file_says_whose_each_image_is(kind, encoding, tmp_path):
     owners = [(7 * index) % 3 for index in range(COUNT)]
     path = tmp_path / f"owners.{kind}"
     if kind == "json":
-        path.write_text(json.dumps(owners))
+        path.write_text(json.dumps(owners), encoding)
     else:
         rows = [f"{index},{owner}" for index, owner in enumerate(owners)]
-        path.write_text("\n".join(["index,client", *reversed(rows)]))
+        path.write_text("\n".join(["index,client", *reversed(rows)]), encoding)
     parts = partition(dataset(), Partition(name="file", path=str(path)), 3, seed=0)
     for client, part in enumerate(parts):
         assert part.tolist() == [index for index in range(COUNT) if owners[index] == client]
@@ -178,6 +179,7 @@ def test_a_file_says_whose_each_image_is(kind, tmp_path):
         ("a.json", "[0, 1", "not understood"),
         ("a.json", '{"0": 0, "1": 1, "2": 0}', "not understood"),
         ("a.json", "[0, 1, 1.5]", "not understood"),
+        ("a.json", "[" * 100_000 + "]" * 100_000, "not understood"),
         ("a.json", "[0, 1, 2]", "see client 2"),
         ("a.json", "[0, 0, 0]", "see client 1"),
         ("a.json", "[0, 1, 99999999999999999999]", "see client"),

@@ -124,7 +124,11 @@ def test_every_partition_divides_a_table(name: str) -> None:
         ("1,inf,x,no,0\n", r"line 5, column 'weight': 'inf'"),
         ("one,2,x,no,0\n", r"line 5, column 'age': 'one'"),
         ("1,2,x,maybe,0\n", r"line 5, column 'sick': 'maybe' is none of the classes no and yes"),
+        ("1_0,2,x,no,0\n", r"line 5, column 'age': '1_0' is no finite number"),
         ("1,2,x,no,-1\n", r"line 5, column 'site': '-1' is no client"),
+        ("1,2,x,no,1_0\n", r"line 5, column 'site': '1_0' is no client"),
+        (f"1,2,x,no,{10**19 - 1}\n", r"line 5, column 'site': '9+' is no client"),
+        (f"1,2,x,no,{'9' * 5000}\n", r"line 5, column 'site': '9{40}' is no client"),
         ('1,"2,x,no,0\n', "no CSV file"),
     ],
 )
@@ -140,6 +144,7 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
         ({"features": [{"name": "height", "low": 0, "high": 1}]}, "no column is called 'height'"),
         ({"client": "clinic"}, "no column is called 'clinic'"),
         ({"path": "nowhere.csv"}, "nowhere.csv cannot be read .*correct `path`"),
+        ({"path": "~nosuchuser/a.csv"}, "~nosuchuser/a.csv: .* write the path in full"),
     ],
 )
 def test_a_bad_schema_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -165,6 +170,7 @@ def test_an_empty_file_and_other_bytes_are_refused(tmp_path: Path) -> None:
         {"features": [*FEATURES, FEATURES[0]]},
         {"features": [{"name": "age", "low": 1, "high": 1}]},
         {"target": {"name": "sick", "classes": ["a", "b", "c"]}},
+        {"target": {"name": "sick", "classes": ["yes", "yes"]}},
         {"row_norm": 0},
         {"features": []},
     ],
@@ -172,6 +178,14 @@ def test_an_empty_file_and_other_bytes_are_refused(tmp_path: Path) -> None:
 def test_a_schema_without_sense_is_refused(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         source(tmp_path / "a.csv", **changes)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    """Excel's "CSV UTF-8" begins with one."""
+    wanted, path = source(tmp_path / "a.csv"), tmp_path / "a.csv"
+    plain = wanted.load()
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert torch.equal(wanted.load().train_rows, plain.train_rows)
 
 
 def test_the_bundled_tables() -> None:

@@ -291,6 +291,15 @@ CASES = {
     "a number of 5000 digits": Case(
         "rounds: 3", f"rounds: {'9' * 5000} # <-", "", "a number of 5000 digits; shorten it"
     ),
+    "a hexadecimal number of 5000 digits": Case(
+        "seed: 7", f"seed: 0x{'f' * 5000} # <-", "", "digits; shorten it"
+    ),
+    "an octal number of 5000 digits": Case(
+        "seed: 7", f"seed: 0o{'7' * 5000} # <-", "", "digits; shorten it"
+    ),
+    "a swept hexadecimal number of 5000 digits": Case(
+        "seed: 7", f"sweep: {{seed: [0x{'f' * 5000}]}} # <-", "", "digits; shorten it"
+    ),
     "negative seed": Case("seed: 7", "seed: -7 # <-", "seed", "expected >= 0, got -7"),
     "seed of 64 bits": Case("seed: 7", f"seed: {2**64} # <-", "seed", "expected < 922337203685477"),
     "unknown engine": Case(
@@ -429,6 +438,12 @@ CASES = {
     "half a character": Case("name: base", 'name: "\\ud800" # <-', "", "remove the escape"),
     "a control character": Case("name: base", "name: a\x07b # <-", "", "U+0007 is not allowed"),
     "nested too deep": Case("seed: 7", f"seed: {'[' * 40}{']' * 40} # <-", "", "deeper than 32"),
+    "nested too deep through an alias": Case(
+        "seed: 7",
+        f"x: &x {'[' * 20}{']' * 20}\ny: {'[' * 20}*x{']' * 20} # <-",
+        "",
+        "deeper than 32",
+    ),
     # Sweeps
     "a sweep that is no mapping": Case(
         "seed: 7", "sweep: [1, 2] # <-", "sweep", "expected a mapping such as"
@@ -567,6 +582,25 @@ def test_aliases_cannot_grow_without_bound(tmp_path: Path) -> None:
     assert "more than 50,000 values" in refused(run(path), tmp_path)
 
 
+def test_aliases_cannot_nest_without_bound(tmp_path: Path) -> None:
+    """Each level is within the limit; all of them together exceed Python's."""
+    levels = [f"a{i}: &a{i} {'[' * 29}*a{i - 1}{']' * 29}" for i in range(1, 40)]
+    path = tmp_path / "x.yaml"
+    path.write_text("\n".join(["a0: &a0 1", *levels]), encoding="utf-8")
+    assert "x.yaml:3: nested deeper than 32 levels" in refused(run(path), tmp_path)
+
+
+@pytest.mark.parametrize(("inner", "outer"), [(1, 30), (16, 15), (30, 1)])
+def test_an_alias_may_nest_as_deep_as_what_it_stands_for(inner: int, outer: int) -> None:
+    """The limit is 32 levels: the document's, those of the lists, and that of the number."""
+
+    value = f"{'[' * (inner - 1)}1{']' * (inner - 1)}"
+    before, after = "[" * outer, "]" * outer
+    parse_yaml(f"x: &x {value}\ny: {before}*x{after}", "x.yaml")
+    with pytest.raises(ScenarioError, match=r"x\.yaml:2: nested deeper than 32 levels"):
+        parse_yaml(f"x: &x {value}\ny: [{before}*x{after}]", "x.yaml")
+
+
 def test_many_problems_are_told_in_time(tmp_path: Path) -> None:
     """Each list below took minutes when every problem was compared with every other."""
     many = ", ".join(["x"] * 15_000)
@@ -602,6 +636,7 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         ("a..b=3", "is no key path; expected one such as attacks[0].iterations"),
         ("seed=[1", "--set seed=[1: not valid YAML"),
         ("seed=!!int 3", "is not supported; remove it"),
+        (f"seed=0x{'f' * 5000}", "a number of 5002 digits; shorten it"),
         ("data={}", "--set data={}: data.source: missing; add `source: ...`"),
         ("observe.rounds=[1, 9]", "observe.rounds[1]: round 9 is beyond training.rounds (3)"),
     ],
