@@ -1,6 +1,7 @@
 """Does correlated noise pay once it is accounted honestly? Accuracy of a KAN at equal ε.
 
-A KAN learns the bundled digits (8x8) by DP-CGD: the model, the clipping and the noise are those of
+A KAN learns the bundled digits, or images of a folder or zip with `train/` and `test/`, reduced to
+8x8 pixels, by DP-CGD: the model, the clipping and the noise are those of
 `kan` and `correlated_noise`, the noise multiplier of each (accounting, ε, λ) is calibrated by
 `fedsim.privacy`. Every arm chooses among the same learning rates on a seed that is used for nothing
 else, and is measured at the best on others; the arms share weights, batches and z_t. Prints JSON
@@ -8,7 +9,7 @@ lines; `--report` turns files of them into a table and a plot.
 
     python benchmarks/kan.py [--accounting balls_in_bins fixed_size paper] [--epsilon 1 3 8]
         [--correlation 0 0.3 0.5 0.7 0.9] [--seeds 5] [--rates 1 2.5 6 15 40]
-        > figures.jsonl
+        [--images cifar10-images.zip --limit 500] > figures.jsonl
     python benchmarks/kan.py --report figures.jsonl [--plot FILE.png]
 """
 
@@ -29,6 +30,7 @@ from torch.func import functional_call
 
 from fedsim import rng
 from fedsim.data.bundled import Digits
+from fedsim.data.folder import ImageFolder
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import loss_function
 from fedsim.privacy.correlated_gaussian import CorrelatedCalibration
@@ -36,7 +38,7 @@ from fedsim.types import Dataset, LocalTraining, ModelSpec
 from fedsim.workload import as_pixels
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 
-STEPS, BINS, DELTA, NORM = 300, 10, 1e-4, 0.5
+STEPS, BINS, DELTA, NORM, SIDE = 300, 10, 1e-4, 0.5, 8
 MODEL = {"hidden": 16, "intervals": 4, "init_scale": 0.5}
 TUNING_SEED = 1000
 NAMES = {
@@ -49,8 +51,8 @@ NAMES = {
 class Bench:
     """The data and the model of one run after another."""
 
-    def __init__(self) -> None:
-        self._data: Dataset = Digits(size=8).load()
+    def __init__(self, data: Dataset) -> None:
+        self._data = data
         self._spec = ModelSpec(
             name="kan",
             parameters=MODEL,
@@ -212,6 +214,8 @@ def main() -> None:
     parser.add_argument("--correlation", nargs="*", type=float, default=[0, 0.3, 0.5, 0.7, 0.9])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--rates", nargs="*", type=float, default=[1.0, 2.5, 6.0, 15.0, 40.0])
+    parser.add_argument("--images", type=Path, help="default: the bundled digits")
+    parser.add_argument("--limit", type=int, help="images of each class in each split")
     parser.add_argument("--report", nargs="*", type=Path)
     parser.add_argument("--plot", type=Path)
     asked = parser.parse_args()
@@ -220,7 +224,10 @@ def main() -> None:
         report([json.loads(line) for line in lines], asked.plot)
         return
     torch.set_num_threads(1)
-    bench = Bench()
+    if asked.images:
+        bench = Bench(ImageFolder(path=str(asked.images), size=SIDE, limit=asked.limit).load())
+    else:
+        bench = Bench(Digits(size=SIDE).load())
     for accounting in asked.accounting:
         for epsilon in asked.epsilon:
             for correlation in asked.correlation:

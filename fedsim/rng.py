@@ -1,7 +1,8 @@
 """Every random stream is derived from (seed, path), so that order of execution never matters.
 
 A path is such as `("batch", round, client)`. The digest is SHA-256, so streams of neighbouring
-paths are unrelated and a stream is the same in every process and on every engine.
+paths are unrelated and a stream is the same in every process and on every engine. PyTorch seeds a
+generator on the CPU by 32 bits of that, so that among 77,000 streams two are the same with even odds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def generator(seed: int, *path: str | int) -> torch.Generator:
-    """A CPU generator for the stream `path` under `seed`."""
+    """A CPU generator for the stream `path` under `seed`: one of 2^32."""
     return torch.Generator().manual_seed(derive(seed, *path))
 
 

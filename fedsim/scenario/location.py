@@ -18,6 +18,10 @@ _PART = re.compile(
 )
 
 
+_DEEPEST, _SHOWN = 32, 60
+"""Parts of a path, as deep as a scenario may be, and characters of a wrong one in a message."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with a scenario."""
@@ -83,7 +87,7 @@ def parse(text: str) -> KeyPath:
     """
     path: list[str | int] = []
     position = 0
-    while position < len(text):
+    while position < len(text) and len(path) < _DEEPEST:
         match = _PART.match(text, position)
         if not match or (match["key"] and bool(match["dot"]) != bool(path)):
             break
@@ -95,5 +99,6 @@ def parse(text: str) -> KeyPath:
             path.append(match["key"])
         position = match.end()
     if not path or position < len(text):
-        raise ValueError(f"{text!r} is no key path; expected one such as attacks[0].iterations")
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+        raise ValueError(f"{shown!r} is no key path; expected one such as attacks[0].iterations")
     return tuple(path)
