@@ -204,7 +204,7 @@ def test_anchors_and_merges_are_expanded_with_the_places_of_what_is_written() ->
 KEYS = st.one_of(st.integers(0, 10**6), st.text(st.characters(exclude_categories=["Cs"])))
 
 
-@given(st.lists(KEYS, min_size=1).filter(lambda path: isinstance(path[0], str)))
+@given(st.lists(KEYS, min_size=1, max_size=32).filter(lambda path: isinstance(path[0], str)))
 def test_key_paths_are_written_so_that_they_can_be_read(path: list[str | int]) -> None:
     assert parse(dotted(tuple(path))) == tuple(path)
 
