@@ -2,7 +2,7 @@
 
 A path is such as `("batch", round, client)`. The digest is SHA-256, so streams of neighbouring
 paths are unrelated and a stream is the same in every process and on every engine. PyTorch seeds a
-generator on the CPU by 32 bits of that, so that among 77,000 streams two are the same with even odds.
+generator on the CPU by 32 bits of that: of 77,000 streams two are the same with even odds.
 """
 
 from __future__ import annotations

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -22,6 +24,8 @@ from fedsim.types import AuditMethod, FedsimError
 
 if TYPE_CHECKING:
     from fedsim.privacy.verdict import Verdict
+
+_Found = TypeVar("_Found", "Answer", "Verdict")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,9 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     >>> round(delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0).delta, 6)
     0.00683
     """
-    return curve(mechanism, keys).delta(_epsilon(epsilon))
+    made, at = curve(mechanism, keys), _epsilon(epsilon)
+    with computed():
+        return _told(made.delta(at))
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
@@ -96,7 +102,9 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     Raises:
         FedsimError: as of `delta`.
     """
-    return curve(mechanism, keys).epsilon(_delta(delta))
+    made, at = curve(mechanism, keys), _delta(delta)
+    with computed():
+        return _told(made.epsilon(at))
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
@@ -107,7 +115,14 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
     """
     made = make(mechanism, "calibration", keys)
     assert isinstance(made, Calibration)
-    return made.calibrate(_epsilon(epsilon), _delta(delta))
+    least, at = _epsilon(epsilon), _delta(delta)
+    if least > _MOST_EPSILON:
+        raise FedsimError(
+            f"epsilon: got {least:g}; expected at most {_MOST_EPSILON:g}, beyond which noise is "
+            "not looked for"
+        )
+    with computed():
+        return _told(made.calibrate(least, at))
 
 
 def audit(
@@ -133,9 +148,11 @@ def audit(
 
     made = make(mechanism, "experiment", keys)
     assert isinstance(made, Experiment)
-    return try_claim(
-        made, delta=_delta(delta), draws=draws, confidence=confidence, seed=seed, method=method
-    )
+    at = _delta(delta)
+    with computed():
+        return _told(
+            try_claim(made, delta=at, draws=draws, confidence=confidence, seed=seed, method=method)
+        )
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
@@ -147,6 +164,46 @@ def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
     made = make(mechanism, "curve", keys)
     assert isinstance(made, Curve)
     return made
+
+
+@contextmanager
+def computed() -> Iterator[None]:
+    """Silence the numerics' warnings, and say of what they cannot compute that it is so.
+
+    Raises:
+        FedsimError: in place of their errors.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        try:
+            yield
+        except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
+            raise _beyond(f"{error}" or type(error).__name__) from error
+
+
+def _told(found: _Found) -> _Found:
+    """What was found, if it is a number wherever it has to be."""
+    for name, value in asdict(found).items():
+        numbers = _numbers(value)
+        if any(map(math.isnan, numbers)) or (name in _FINITE and any(map(math.isinf, numbers))):
+            raise _beyond(f"{name} is not a finite number")
+    return found
+
+
+def _numbers(value: Any) -> list[float]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    each = value if isinstance(value, tuple) else (value,)
+    return [number for number in each if isinstance(number, float)]
+
+
+def _beyond(cause: str) -> FedsimError:
+    return FedsimError(f"beyond what can be computed: {cause}; use less extreme keys")
+
+
+_FINITE = frozenset({"delta", "sigma", "noise_multiplier", "max_leverage", "scale", "bound"})
+"""Where infinity is no answer."""
+_MOST_EPSILON = 1e6
 
 
 def load(mechanism: str, part: str) -> type[BaseModel]:
@@ -218,8 +275,6 @@ def listing() -> list[dict[str, Any]]:
 
     A key has name, type, default, required, range and description.
     """
-    from dataclasses import asdict
-
     from fedsim.plugins import parameters
 
     rows = []

@@ -6,18 +6,24 @@ gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 Direction = Literal["forward", "reverse", "both"]
 """Of δ between two neighbours P and Q, the least with P(S) <= exp(ε) Q(S) + δ for every S:
 `forward` is P with the row and Q without it, `reverse` the other way round, `both` their larger."""
+
+
+Size = Annotated[float, Field(ge=1e-12, le=1e12)]
+"""A noise, a norm or a distance, of a magnitude that can be computed with."""
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +54,11 @@ class Answer:
     """Of an estimated figure: a confidence interval of the figure that was asked for."""
     confidence: float | None = None
     """That of the interval."""
+
+
+def larger(found: Mapping[Direction, float]) -> Direction:
+    """The direction of the larger figure; that of a NaN, which is larger than nothing."""
+    return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
 
 class Keys(BaseModel, ABC):
@@ -91,6 +102,10 @@ class Experiment(Keys):
     @abstractmethod
     def claim(self, delta: float) -> float:
         """The ε that is claimed at δ."""
+
+    def work(self) -> int:
+        """About how many numbers one release draws or goes through."""
+        return 1
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:

@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Experiment
+from fedsim.privacy.contract import Experiment, Size
+from fedsim.privacy.experiments import Sabotage
 
 Floats = NDArray[np.float64]
 
@@ -18,6 +19,8 @@ _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
 _CHUNK = 1 << 20
 """Entries of an array of (draws, patterns)."""
+_HELD = 1 << 27
+"""Entries of an array of (draws, steps) or (patterns, steps), at most."""
 
 
 @final
@@ -32,12 +35,12 @@ class CorrelatedExperiment(Experiment):
     steps: Annotated[int, Field(ge=1, le=100_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    noise_multiplier: Annotated[float, Field(gt=0)]
+    noise_multiplier: Size
     """Standard deviation of z_t over the clipping norm."""
     sampling: Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
     variant: Literal["exact", "paper"] = "exact"
     """Whose claim is tried."""
-    sabotage: Annotated[float, Field(gt=0)] = 1.0
+    sabotage: Sabotage = 1.0
     """What the noise's standard deviation is multiplied with, behind the claim's back."""
 
     @model_validator(mode="after")
@@ -46,6 +49,11 @@ class CorrelatedExperiment(Experiment):
             raise ValueError(
                 f"sampling {self.sampling} is audited over at most {int(math.log2(_PATTERNS))} "
                 "steps: the score sums over all patterns of participation"
+            )
+        if self._count * self.steps > _HELD:
+            raise ValueError(
+                f"steps: {self.steps} of {self._count} patterns of participation are too many to "
+                "audit; use fewer, or a larger sampling_rate"
             )
         return self
 
@@ -63,6 +71,19 @@ class CorrelatedExperiment(Experiment):
         ).epsilon(delta)
         return answer.interval[1] if answer.interval else answer.epsilon
 
+    def work(self) -> int:
+        """See `Experiment`."""
+        return 4 * self.steps + self._count  # a step is whitened with a stride
+
+    @property
+    def _count(self) -> int:
+        """Patterns of participation."""
+        if self.sampling in ("full", "single_epoch"):
+            return 1
+        if self.sampling == "balls_in_bins":
+            return round(1 / self.sampling_rate)
+        return int(2**self.steps)
+
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios, of the whole sequence of releases."""
         masks, chances = self._participations()
@@ -70,7 +91,7 @@ class CorrelatedExperiment(Experiment):
         # relative to batches without the example, where that is public
         reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
         whitened = [factor * self._summed(masks) for factor in reach]
-        chunk = max(1, _CHUNK // len(masks))
+        chunk = max(1, min(_CHUNK // len(masks), _HELD // self.steps))
         found = []
         for start in range(0, draws, chunk):
             count = min(chunk, draws - start)
@@ -89,7 +110,7 @@ class CorrelatedExperiment(Experiment):
         if self.sampling == "single_epoch":  # the first batch: its noise is seen the longest
             return np.eye(1, self.steps), np.ones(1)
         if self.sampling == "balls_in_bins":
-            bins = round(1 / self.sampling_rate)
+            bins = self._count
             turns = np.arange(self.steps) % bins
             masks = (turns == np.arange(bins)[:, None]).astype(float)
             return masks, np.full(bins, 1 / bins)

@@ -19,7 +19,7 @@ from fedsim.privacy.dominating_pair import (
     Poisson,
     TooFewDraws,
 )
-from fedsim.types import FedsimError, Relation
+from fedsim.types import FedsimError
 
 Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
 
@@ -45,9 +45,9 @@ class _Keys(Keys):
     `fixed_size`: batches of the same size, uniform without replacement in each step."""
     variant: Literal["exact", "paper"] = "exact"
     """`paper`: Theorem F.12 of the KAN paper, for `fixed_size` and `poisson`."""
-    relation: Relation = "zero_out"
-    """Neighbours: an example's contribution is exchanged for zero (where sampling is independent
-    between examples, also its addition or removal), or for any other."""
+    relation: Literal["zero_out", "add_or_remove", "replace_one"] = "zero_out"
+    """Neighbours: an example's contribution is exchanged for zero, an example is there or not (the
+    same, but only where sampling is independent between examples), or for any other."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the Monte-Carlo draws, where they are needed."""
     draws: Annotated[int, Field(ge=1000, le=100_000_000)] | None = None
@@ -62,6 +62,11 @@ class _Keys(Keys):
             raise ValueError(
                 "relation: replace_one is accounted for sampling: full, single_epoch and "
                 "fixed_size, variant: exact"
+            )
+        if self.relation == "add_or_remove" and not independent:
+            raise ValueError(
+                "relation: add_or_remove is accounted for sampling: poisson and balls_in_bins, "
+                "where an example's being there changes nobody else's batch"
             )
         if self.sampling == "balls_in_bins" and abs(self._bins * self.sampling_rate - 1) > 1e-9:
             raise ValueError(

@@ -15,17 +15,19 @@ from typing import Annotated, ClassVar, final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Curve, Experiment
+from fedsim.privacy.contract import Count, Curve, Experiment, Size
 from fedsim.privacy.gaussian_sampling import GaussianSamplingCurve, Neighbours
+from fedsim.privacy.regression import Leverages
 
 Floats = NDArray[np.float64]
 Leverage = Annotated[float, Field(ge=0, lt=1)]
+Sabotage = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 
 class _Sabotaged(Experiment):
-    sabotage: Annotated[float, Field(gt=0)] = 1.0
+    sabotage: Sabotage = 1.0
     """What the noise's standard deviation is multiplied with, behind the claim's back."""
 
     @abstractmethod
@@ -42,9 +44,9 @@ class GaussianExperiment(_Sabotaged):
     """A number that the row moves by `sensitivity`, behind Gaussian noise."""
 
     gaussian_dp: ClassVar[bool] = True
-    sensitivity: Annotated[float, Field(gt=0)] = 1.0
+    sensitivity: Size = 1.0
     """How far one row moves what is released, in L2 norm."""
-    sigma: Annotated[float, Field(gt=0)]
+    sigma: Size
     """Standard deviation of the noise, in the same units."""
 
     def curve(self) -> Curve:
@@ -71,7 +73,7 @@ class RandomProjectionExperiment(_Sabotaged):
 
     leverage: Leverage
     """p = v' M⁻¹ v of the row, in the regularized database that holds it."""
-    r: Annotated[int, Field(ge=1)]
+    r: Count
     """Random combinations released."""
 
     def curve(self) -> Curve:
@@ -89,7 +91,7 @@ class RandomProjectionExperiment(_Sabotaged):
 
 
 @final
-class LeastSquaresExperiment(_Sabotaged):
+class LeastSquaresExperiment(Leverages, _Sabotaged):
     """N(x, |e|² (B'B)⁻¹ / r) for least squares' solution x and residuals e, seen along one row.
 
     In units of the release with the row, the release without it has mean m and variance v along
@@ -100,10 +102,6 @@ class LeastSquaresExperiment(_Sabotaged):
     """Leverage of the row in B."""
     q: Leverage
     """Leverage of the row in [B, b]; at least p."""
-    r: Annotated[int, Field(ge=1)]
-    """Divisor of the covariance: the rows of the sketch."""
-    d: Annotated[int, Field(ge=1)]
-    """Columns of B."""
 
     def curve(self) -> Curve:
         """Least squares'."""
@@ -114,7 +112,7 @@ class LeastSquaresExperiment(_Sabotaged):
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios."""
         p, q = regularized(self.p, self.sabotage), regularized(self.q, self.sabotage)
-        mean = -math.sqrt(self.r * p * (q - p)) / (1 - p)
+        mean = -math.sqrt(self.r * p * max(0.0, q - p)) / (1 - p)  # rounded, q may be less
         along, across = (1 - q) / (1 - p) ** 2, (1 - q) / (1 - p)
         first = rng.standard_normal(draws)
         others = rng.chisquare(self.d - 1, draws) if self.d > 1 else np.zeros(draws)
@@ -128,11 +126,11 @@ class LeastSquaresExperiment(_Sabotaged):
 class TruncatedLaplaceExperiment(_Sabotaged):
     """A number that the row moves by `sensitivity`, behind truncated Laplace noise."""
 
-    sensitivity: Annotated[float, Field(gt=0)] = 1.0
+    sensitivity: Size = 1.0
     """How far one row moves the number."""
-    scale: Annotated[float, Field(gt=0)]
+    scale: Size
     """b of the density exp(-|x| / b), in the units of the release."""
-    bound: Annotated[float, Field(gt=0)]
+    bound: Size
     """The largest magnitude of the noise, in the units of the release."""
 
     def curve(self) -> Curve:
@@ -166,10 +164,23 @@ class GaussianSamplingExperiment(Neighbours, _Sabotaged):
     mean: 0.8 is k / 0.64 draws.
     """
 
-    k: Annotated[int, Field(ge=1)]
+    k: Count
     """Draws."""
-    distance: Annotated[float | None, Field(gt=0, lt=1)] = None
+    distance: Annotated[float | None, Field(ge=1e-12, lt=1)] = None
     """M = |K^½ K'⁻¹ K^½ - I|, in Frobenius norm."""
+
+    @model_validator(mode="after")
+    def _some_draws(self) -> GaussianSamplingExperiment:
+        if self._drawn < 1:
+            raise ValueError(
+                f"sabotage: {self.sabotage:g} leaves no draw of k = {self.k}; use at most "
+                f"{math.floor(100 * math.sqrt(self.k)) / 100:g}, or a larger k"
+            )
+        return self
+
+    @property
+    def _drawn(self) -> int:
+        return round(self.k / self.sabotage**2)
 
     def curve(self) -> Curve:
         """Gaussian sampling's."""
@@ -184,7 +195,7 @@ class GaussianSamplingExperiment(Neighbours, _Sabotaged):
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios; `present` is K'."""
-        count, known = round(self.k / self.sabotage**2), self.eigenvalues()
+        count, known = self._drawn, self.eigenvalues()
         up, down = (0.0, self.apart()) if known is None else known[0]
         ratio = np.zeros(draws)
         for a in filter(None, (-up, down)):
@@ -197,11 +208,11 @@ class GaussianSamplingExperiment(Neighbours, _Sabotaged):
 class PoissonGaussianExperiment(Experiment):
     """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
 
-    sabotage: Annotated[float, Field(gt=0)] = 1.0
+    sabotage: Sabotage = 1.0
     """What the noise's standard deviation is multiplied with, behind the claim's back."""
-    steps: Annotated[int, Field(ge=1)]
+    steps: Annotated[int, Field(ge=1, le=10_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
-    noise_multiplier: Annotated[float, Field(gt=0)]
+    noise_multiplier: Annotated[float, Field(ge=0.1, le=1e12)]
     """Standard deviation of a step's noise over the bound of one row's contribution."""
 
     def claim(self, delta: float) -> float:
@@ -213,6 +224,10 @@ class PoissonGaussianExperiment(Experiment):
         event = PoissonSampledDpEvent(self.sampling_rate, GaussianDpEvent(self.noise_multiplier))
         accountant.compose(event, self.steps)
         return float(accountant.get_epsilon(delta))
+
+    def work(self) -> int:
+        """See `Experiment`."""
+        return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
         """(draws,) log likelihood ratios, summed over the steps."""

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, Size
 from fedsim.privacy.numerics import (
     Array,
     checked,
@@ -172,10 +172,16 @@ def _mills_slope(x: Array) -> Array:
 class GaussianCurve(Curve):
     """The Gaussian mechanism: a value plus normal noise."""
 
-    sensitivity: float = Field(gt=0)
+    sensitivity: Size
     """L2 distance between the values of two neighbours, in the units of the release."""
-    sigma: float = Field(ge=0)
-    """Standard deviation of the noise, in the units of the release."""
+    sigma: float = Field(ge=0, le=1e12)
+    """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
+
+    @model_validator(mode="after")
+    def _some_noise(self) -> GaussianCurve:
+        if 0 < self.sigma < 1e-12:
+            raise ValueError(f"sigma: expected 0 or >= 1e-12, got {self.sigma:g}")
+        return self
 
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
@@ -201,12 +207,13 @@ class GaussianCurve(Curve):
 class GaussianCalibration(Calibration):
     """The least noise of the Gaussian mechanism."""
 
-    sensitivity: float = Field(gt=0)
+    sensitivity: Size
     """L2 distance between the values of two neighbours, in the units of the release."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""
         multiplier = float(noise_multiplier(epsilon, delta))
-        return GaussianCurve(
+        # What is found may lie beyond what may be asked.
+        return GaussianCurve.model_construct(
             sensitivity=self.sensitivity, sigma=multiplier * self.sensitivity
         ).delta(epsilon)

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from fedsim.privacy import kernel_distance, wishart
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction, Keys
+from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Keys, Size
 from fedsim.privacy.numerics import Array
 from fedsim.types import FedsimError
 
@@ -22,15 +22,15 @@ Variant = Literal["exact", "paper"]
 class Neighbours(Keys):
     """How neighbours' matrices K and K' differ: by `distance`, or by `beta` and `lift`."""
 
-    distance: float | None = Field(default=None, gt=0)
+    distance: Size | None = None
     """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
-    beta: float | None = Field(default=None, gt=0, le=1e12)
+    beta: Size | None = None
     """In place of distance, of quadratic kernels: how far one row moves at most, in L2 norm."""
-    lift: float | None = Field(default=None, gt=0, le=1e12)
+    lift: Size | None = None
     """With beta: γ of the γ I that is added to the kernel matrix."""
-    gain: float = Field(default=1.0, gt=0, le=1e12)
+    gain: Size = 1.0
     """With beta: the largest eigenvalue of S in the kernel (x'z)(x'Sz)."""
-    row_norm: float = Field(default=1.0, gt=0, le=1e12)
+    row_norm: Size = 1.0
     """With beta: the bound on a row's L2 norm."""
 
     @model_validator(mode="after")
@@ -66,7 +66,7 @@ class Neighbours(Keys):
 class GaussianSamplingCurve(Neighbours, Curve):
     """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
 
-    k: int = Field(ge=1)
+    k: Count
     """Draws."""
     variant: Variant = "exact"
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""

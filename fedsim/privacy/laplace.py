@@ -15,10 +15,10 @@ import math
 
 import numpy as np
 from numpy.typing import ArrayLike
-from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction, Size
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
+from fedsim.types import FedsimError
 
 _MOST = np.finfo(float).max
 
@@ -119,11 +119,11 @@ def _positive(name: str, value: ArrayLike) -> Array:
 class TruncatedLaplaceCurve(Curve):
     """Truncated Laplace noise on one number."""
 
-    sensitivity: float = Field(gt=0)
+    sensitivity: Size
     """Distance between the numbers of two neighbours, in the units of the release."""
-    scale: float = Field(gt=0)
+    scale: Size
     """b of the density exp(-|x| / b), in the units of the release."""
-    bound: float = Field(gt=0)
+    bound: Size
     """The largest magnitude of the noise, in the units of the release."""
 
     def delta(self, epsilon: float) -> Answer:
@@ -158,12 +158,18 @@ class TruncatedLaplaceCurve(Curve):
 class TruncatedLaplaceCalibration(Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
-    sensitivity: float = Field(gt=0)
+    sensitivity: Size
     """Distance between the numbers of two neighbours, in the units of the release."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""
         most = float(bound(self.sensitivity, epsilon, delta))
-        return TruncatedLaplaceCurve(
+        if not math.isfinite(most):
+            raise FedsimError(
+                f"delta: {delta:g} at epsilon {epsilon:g} takes noise beyond what can be computed; "
+                "use a larger delta or epsilon"
+            )
+        # What is found may lie beyond what may be asked.
+        return TruncatedLaplaceCurve.model_construct(
             sensitivity=self.sensitivity, scale=self.sensitivity / epsilon, bound=most
         ).delta(epsilon)

@@ -20,13 +20,17 @@ from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
 from fedsim.privacy import quadratic
-from fedsim.privacy.contract import Answer, Curve, Direction
+from fedsim.privacy.contract import Answer, Curve, Direction, larger
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
 _WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _ROUNDING = 64 * np.finfo(float).eps
 """Times the dimension: below this share of the largest, an eigenvalue is 0."""
+_LARGEST = 1e100
+"""Of means and covariances: squares must not overflow."""
+_LARGE = f"{{}}: holds a number beyond ± {_LARGEST:g}; use other units of measurement"
+_FARTHEST = 1e30
 _CERTAIN = 1e-10
 """Above this share of the largest, an eigenvalue is not 0."""
 
@@ -58,6 +62,11 @@ class Pair:
         target = checked_delta(delta)
         if self.apart:
             return np.full(target.shape, np.inf)[()]
+        if (self.shift > _FARTHEST**2).any():
+            raise FedsimError(
+                f"mean1 and mean2: more than {_FARTHEST:g} standard deviations apart, where ε is "
+                "not looked for; ask for delta"
+            )
         return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
 
     def log_ratio(self, z: Array) -> Array:
@@ -108,6 +117,11 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     first, second = (np.linalg.cholesky(cov) for cov in covs)
     solved = np.linalg.solve(second, np.linalg.solve(second, covs[1] - covs[0]).T)
     a, vectors = np.linalg.eigh(_symmetric(solved))
+    if np.abs(a).max() > _LARGEST:  # its square is computed with
+        raise FedsimError(
+            f"cov1 and cov2: variances differ by a factor of more than {_LARGEST:g}; drop the "
+            "dimensions that hardly vary"
+        )
     root = np.linalg.solve(second, first).T @ vectors
     rest = (root**2).sum(0)
     shift = rest * (vectors.T @ np.linalg.solve(second, gap)) ** 2
@@ -182,12 +196,16 @@ def _array(name: str, value: Any, dimensions: int) -> Array:
     words = {1: "a list of numbers", 2: "a square list of lists of numbers"}[dimensions]
     try:
         array = np.array(value, dtype=np.float64)
+    except OverflowError as error:
+        raise FedsimError(_LARGE.format(name)) from error
     except (TypeError, ValueError) as error:
         raise FedsimError(f"{name}: expected {words}; got {type(value).__name__}") from error
     if array.ndim != dimensions or array.size == 0:
         raise FedsimError(f"{name}: expected {words}; got the shape {array.shape}")
     if not np.isfinite(array).all():
         raise FedsimError(f"{name}: holds a value that is not finite; every entry has to be")
+    if np.abs(array).max() > _LARGEST:
+        raise FedsimError(_LARGE.format(name))
     return array
 
 
@@ -238,7 +256,7 @@ class NormalCurve(Curve):
     """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
     method: Literal["exact", "monte_carlo"] = "exact"
     """`monte_carlo`: the paper's estimator, for δ only."""
-    error: float = Field(default=0.001, gt=0, lt=1)
+    error: float = Field(default=0.001, ge=1e-12, lt=1)
     """Of `monte_carlo`: half the width of the interval."""
     confidence: float = Field(default=0.99, gt=0, lt=1)
     """Of `monte_carlo`: the probability that the interval contains δ."""
@@ -250,7 +268,7 @@ class NormalCurve(Curve):
         if self.method == "monte_carlo":
             return self._estimated(epsilon)
         found = {way: float(pair.log_delta(epsilon)) for way, pair in self._pairs().items()}
-        way = max(found, key=lambda each: found[each])
+        way = larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
@@ -258,7 +276,7 @@ class NormalCurve(Curve):
         if self.method == "monte_carlo":
             raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
         found = {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
-        way = max(found, key=lambda each: found[each])
+        way = larger(found)
         return self._answer(found[way], float(np.log(delta)), way)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
@@ -306,7 +324,7 @@ def _read(path: Path) -> dict[str, Any]:
         read = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise FedsimError(f"file: {path} cannot be read ({error.strerror}); check it") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also of a number of too many digits
         raise FedsimError(f"file: {path} is not JSON ({error}); write it anew") from error
     if not isinstance(read, dict):
         raise FedsimError(f"file: {path} holds no object; expected the keys {', '.join(names)}")

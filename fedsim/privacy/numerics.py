@@ -28,6 +28,8 @@ def checked(name: str, value: ArrayLike, low: float, high: float, expected: str)
         array = np.asarray(value, dtype=np.float64)
     except (TypeError, ValueError) as error:
         raise FedsimError(f"{name}: got {value!r}; expected {expected}") from error
+    except OverflowError as error:
+        raise FedsimError(f"{name}: got too large a number; expected {expected}") from error
     wrong = ~((array >= low) & (array <= high))
     if wrong.any():
         raise FedsimError(f"{name}: got {array[wrong].flat[0]:g}; expected {expected}")

@@ -43,10 +43,11 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
     floor = lowest * math.log(10)
     center = answer.epsilon if math.isfinite(answer.epsilon) else 0.0
     reach = max(2 * center, 1.0)
-    while reach < 1e6 and curve.delta(reach).log_delta > floor / 2:
-        reach *= 2
-    epsilons = np.linspace(0.0, reach, _POINTS)
-    lines = curve.log_deltas(epsilons)
+    with calculator.computed():
+        while reach < 1e6 and curve.delta(reach).log_delta > floor / 2:
+            reach *= 2
+        epsilons = np.linspace(0.0, reach, _POINTS)
+        lines = curve.log_deltas(epsilons)
     figure = Figure(figsize=(6.4, 4.0), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

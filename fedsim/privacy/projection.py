@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
+from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Size
 from fedsim.privacy.numerics import (
     Array,
     checked,
@@ -232,7 +232,7 @@ class RandomProjectionCurve(Curve):
 
     leverage: float = Field(ge=0, le=1)
     """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
-    r: int = Field(ge=1)
+    r: Count
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def delta(self, epsilon: float) -> Answer:
@@ -262,9 +262,9 @@ class RandomProjectionCurve(Curve):
 class RandomProjectionCalibration(Calibration):
     """The least noise of Gaussian random projection: σ of D'G + N."""
 
-    row_norm: float = Field(gt=0)
+    row_norm: Size
     """The largest L2 norm of a row, in the units of the data."""
-    r: int = Field(ge=1)
+    r: Count
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
     variant: Variant = "tight"
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""

@@ -88,6 +88,7 @@ def epsilon(
     while (beyond := falling(most)[0] < 0).any():
         most = np.where(beyond, 2 * most, most)
     found = solve(falling, np.zeros(shape), most)
+    found = np.where(np.isnan(falling(found)[0]), np.nan, found)  # or it would look like a root
     return np.where(falling(np.zeros(shape))[0] >= 0, 0.0, found)[()]
 
 

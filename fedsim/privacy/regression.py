@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
 from fedsim.privacy import quadratic
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction
+from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Keys, Size, larger
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
@@ -269,35 +269,39 @@ def _form(
 _METHOD = "contour integral (Lu et al., Theorem 4)"
 
 
-class LeastSquaresCurve(Curve):
-    """Sketched least squares: a normal release around the solution."""
+class Leverages(Keys):
+    """What δ of least squares depends on."""
 
     p: float = Field(ge=0, le=1)
     """Leverage of the row in B, the features."""
     q: float = Field(ge=0, le=1)
     """Leverage of the row in [B, b], the features and the target; at least p."""
-    r: int = Field(ge=1)
+    r: Count
     """Rows of the sketch that the release stands for."""
-    d: int = Field(ge=1)
+    d: Count
     """Features: columns of B."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> LeastSquaresCurve:
+    def _ordered(self) -> Self:
         _checked(self.p, self.q, self.r, self.d)
         return self
+
+
+class LeastSquaresCurve(Leverages, Curve):
+    """Sketched least squares: a normal release around the solution."""
 
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
         lines = self.log_deltas(np.array([epsilon]))
         found = {way: float(values[0]) for way, values in lines.items()}
-        way = max(found, key=lambda each: found[each])
+        way = larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
         """See `Curve`."""
         keys = (self.p, self.q, self.r, self.d, delta)
         found = {way: float(epsilon(*keys, way)) for way in _WAYS}
-        way = max(found, key=lambda each: found[each])
+        way = larger(found)
         return self._answer(found[way], float(np.log(delta)), way)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
@@ -317,11 +321,11 @@ class LeastSquaresCurve(Curve):
 class LeastSquaresCalibration(Calibration):
     """The least noise of sketched least squares: σ of the rows σ I appended to [B, b]."""
 
-    row_norm: float = Field(gt=0)
+    row_norm: Size
     """The largest L2 norm of a row of [B, b], in the units of the data."""
-    r: int = Field(ge=1)
+    r: Count
     """Rows of the sketch that the release stands for."""
-    d: int = Field(ge=1)
+    d: Count
     """Features: columns of B."""
     variant: Variant = "tight"
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""

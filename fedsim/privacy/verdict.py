@@ -16,6 +16,11 @@ DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
 """By default. Of one run, more than about 0.1 / δ canaries would show less."""
 
 
+_MOST_DRAWS = 100_000_000
+_MOST_WORK = 2_000_000_000
+"""Numbers that are drawn or gone through in one world: minutes."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """What was claimed, and what releases drawn under two neighbours say to it."""
@@ -71,6 +76,9 @@ def try_claim(
         draws = DRAWS[method]
     if draws < 1:
         raise FedsimError(f"draws: {draws} is too few; use {DRAWS[method]} for a useful bound")
+    most = min(_MOST_DRAWS, _MOST_WORK // experiment.work())
+    if draws > most:
+        raise FedsimError(f"draws: {draws} is too many to draw; use at most {most}")
     bound = _one_run if method == "one_run" else _two_worlds
     found = bound(experiment, delta, draws, confidence, seed)
     return Verdict(

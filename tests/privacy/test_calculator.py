@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli import app
 from fedsim.privacy import calculator, kernel_distance
-from fedsim.privacy.contract import Answer, Calibration, Curve
+from fedsim.privacy.contract import Answer, Calibration, Curve, larger
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ REFUSED = [
     ("calibrate gaussian sensitivity=1 --epsilon 1", "--delta is missing"),
     ("delta gaussian sensitivity=1 sigma=nan --epsilon 1", "sigma: expected a finite number"),
     ("delta gaussian sensitivity=1 sigma=-2 --epsilon 1", "sigma: expected >= 0, got -2"),
-    ("delta gaussian sensitivity=0 sigma=2 --epsilon 1", "sensitivity: expected > 0"),
+    ("delta gaussian sensitivity=0 sigma=2 --epsilon 1", "sensitivity: expected >= 1e-12"),
     ("delta gaussian sensitivity=much sigma=2 --epsilon 1", "expected a number, got 'much'"),
     ("delta gaussian sensitivity --epsilon 1", "is not key=value"),
     ("delta gaussian sigma=1 sigma=2 --epsilon 1", "sigma: given twice"),
@@ -247,3 +247,175 @@ def test_every_part_of_the_table_can_be_loaded() -> None:
                 cls = calculator.load(name, part)
                 assert issubclass(cls, base)
                 assert all(field.description for field in cls.model_fields.values())
+
+
+LEAST_SQUARES = "audit least_squares r=20 d=3 --delta 1e-5"
+SAMPLING = "gaussian_sampling k=5"
+FEW = "--delta 1e-5 --draws 1000"
+STEPS = "steps=3 sampling_rate=0.5"
+MANY = "9" * 400
+EXTREME = [
+    (f"{LEAST_SQUARES} p=0.5 q=0.2", "p: got 0.5, more than q = 0.2"),
+    (f"{LEAST_SQUARES} p=0.5 q=0", "p: got 0.5, more than q = 0"),
+    (f"audit {SAMPLING} distance=0.1 sabotage=10 {FEW}", "no draw of k = 5; use at most 2.23"),
+    (f"delta {SAMPLING} distance=1e-300 --epsilon 1", "distance: expected >= 1e-12"),
+    (f"epsilon {SAMPLING} distance=1e-300 --delta 1e-5", "distance: expected >= 1e-12"),
+    (f"calibrate least_squares row_norm=1 r=20 d={10**12} --epsilon 1 --delta 0.1", "d: expected"),
+    (
+        f"calibrate least_squares row_norm=1 r=20 d={10**9} --epsilon 1 --delta 1e-5",
+        "beyond what can be computed",
+    ),
+    (
+        "calibrate least_squares row_norm=1e-300 r=20 d=3 --epsilon 1 --delta 0.1",
+        "row_norm: expected >= 1e-12",
+    ),
+    (
+        "calibrate least_squares row_norm=1 r=20 d=3 --epsilon 1e18 --delta 0.1",
+        "epsilon: got 1e+18; expected at most 1e+06",
+    ),
+    (
+        "calibrate truncated_laplace sensitivity=1 --epsilon 1 --delta 5e-324",
+        "delta: 4.94066e-324 at epsilon 1 takes noise beyond what can be computed",
+    ),
+    ("calibrate gaussian sensitivity=1e308 --epsilon 1 --delta 0.1", "expected <= 1e+12"),
+    ("epsilon gaussian sensitivity=1 sigma=1e-300 --delta 0.1", "sigma: expected 0 or >= 1e-12"),
+    (
+        "epsilon truncated_laplace sensitivity=1 scale=1e-300 bound=100 --delta 0.1",
+        "scale: expected >= 1e-12",
+    ),
+    (
+        "epsilon truncated_laplace sensitivity=1 scale=1e-12 bound=100 --delta 1e-5",
+        "beyond what can be computed",
+    ),
+    (f"audit gaussian sigma=1e308 {FEW}", "sigma: expected <= 1e+12"),
+    (f"audit poisson_gaussian {STEPS} noise_multiplier=1e308 {FEW}", "expected <= 1e+12"),
+    (f"audit poisson_gaussian {STEPS} noise_multiplier=1e-300 {FEW}", "expected >= 0.1"),
+    *(
+        (f"audit correlated_gaussian {STEPS} sampling=full noise_multiplier={noise} {FEW}", said)
+        for noise, said in (
+            ("1e308", "expected <= 1e+12"),
+            ("1e18", "expected <= 1e+12"),
+            ("1e-300", "expected >= 1e-12"),
+        )
+    ),
+    *(
+        (f"audit {line} sabotage={factor} {FEW}", f"sabotage: expected {said}")
+        for line in (
+            "gaussian sigma=1",
+            "random_projection leverage=0.5 r=20",
+            f"{SAMPLING} distance=0.1",
+            f"correlated_gaussian {STEPS} sampling=full noise_multiplier=1",
+        )
+        for factor, said in (("1e300", "<= 1000"), ("1e-300", ">= 0.001"))
+    ),
+    (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**13}", "too many to draw"),
+    (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**26}", "use at most 100000000"),
+    (f"audit gaussian sigma=1 --delta 1e-5 --draws {10**13} --method one_run", "too many to draw"),
+    (f"delta random_projection leverage=0.1 r={MANY} --epsilon 1", "r: expected <= 1"),
+    (f"delta least_squares p=0.1 q=0.2 r=20 d={MANY} --epsilon 1", "d: expected <= 1"),
+    (f"delta gaussian_sampling distance=0.1 k={MANY} --epsilon 1", "k: expected <= 1"),
+    (f"epsilon gaussian_sampling distance=0.1 k={10**12} --delta 0.1", "k: expected <= 1"),
+    (
+        "audit poisson_gaussian steps=100000 sampling_rate=0.5 noise_multiplier=1 --delta 1e-5",
+        "steps: expected <= ",
+    ),
+    (
+        "audit correlated_gaussian steps=100000 sampling=full noise_multiplier=1 --delta 1e-5",
+        "draws: 1000000 is too many to draw; use at most 4999",
+    ),
+    (
+        "audit correlated_gaussian steps=100000 sampling=balls_in_bins sampling_rate=1e-5 "
+        f"noise_multiplier=1 {FEW}",
+        "patterns of participation are too many",
+    ),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), EXTREME)
+def test_what_cannot_be_computed_is_refused_with_its_cause(
+    line: str, said: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    result = invoke(*line.split())
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert said in " ".join(result.output.split())
+    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
+
+
+@pytest.mark.parametrize("question", ["delta", "epsilon"])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"mean1": [0.0], "mean2": [1e308]}, "mean2: holds a number beyond ± 1e+100; use other"),
+        ({"cov1": [[1e308]], "cov2": [[1e-308]]}, "cov1: holds a number beyond"),
+        (
+            {"cov1": [[1e100]], "cov2": [[1e-200]]},
+            "variances differ by a factor of more than 1e+100",
+        ),
+        ({"mean1": [int("9" * 4000)]}, "mean1: holds a number beyond"),
+        ("9" * 5000, "is not JSON"),
+    ],
+)
+def test_a_file_of_extreme_numbers_is_refused_with_its_cause(
+    question: str, content: Any, said: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    path, one = tmp_path / "pair.json", {"mean1": [0], "cov1": [[1]], "mean2": [1], "cov2": [[1]]}
+    text = content if isinstance(content, str) else json.dumps({**one, **content})
+    path.write_text(text, encoding="utf-8")
+    asked = {"delta": "--epsilon", "epsilon": "--delta"}[question]
+    result = invoke(question, "normal", f"file={path}", asked, 0.1)
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert said in " ".join(result.output.split())
+    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "audit poisson_gaussian steps=3 sampling_rate=0.5 noise_multiplier=1 sabotage=0.001 "
+        "--delta 1e-5 --draws 1000",
+        "epsilon least_squares p=0.3 q=0.9999999999999999 r=10 d=10 --delta 1e-5",
+    ],
+)
+def test_what_overflows_on_the_way_warns_nobody(
+    line: str, recwarn: pytest.WarningsRecorder
+) -> None:
+    result = invoke(*line.split())
+    assert result.exit_code in (0, 1)
+    assert isinstance(result.exception, SystemExit | None)
+    assert not [one for one in recwarn if issubclass(one.category, RuntimeWarning)]
+
+
+def test_the_epsilon_of_means_too_far_apart_is_refused_and_their_delta_told(tmp_path: Path) -> None:
+    path = tmp_path / "pair.json"
+    one = {"mean1": [0], "cov1": [[1]], "mean2": [1e100], "cov2": [[1]]}
+    path.write_text(json.dumps(one), encoding="utf-8")
+    with pytest.raises(FedsimError, match="more than 1e\\+30 standard deviations apart"):
+        calculator.epsilon("normal", {"file": path}, delta=0.1)
+    assert calculator.delta("normal", {"file": path}, epsilon=1.0).delta == 1.0
+
+
+@pytest.mark.parametrize("name", ["delta", "sigma", "scale"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_no_answer_is_printed_that_is_not_a_number(
+    name: str, value: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsim.privacy.gaussian import GaussianCurve
+
+    told = {"epsilon": 1.0, "delta": 0.1, "log_delta": -1.0, "method": "", name: value}
+    monkeypatch.setattr(GaussianCurve, "delta", lambda *_: Answer(**told))
+    result = invoke("delta", "gaussian", "sensitivity=1", "sigma=1", "--epsilon", 1)
+    assert result.exit_code == 2, result.output
+    assert f"{name} is not a finite number; use less extreme keys" in " ".join(
+        result.output.split()
+    )
+
+
+def test_a_direction_that_is_not_a_number_is_not_the_smaller() -> None:
+    assert larger({"forward": 1.0, "reverse": math.nan}) == "reverse"
+    assert larger({"forward": math.nan, "reverse": 1.0}) == "forward"
+    assert larger({"forward": 1.0, "reverse": 2.0}) == "reverse"
+
+
+def test_the_noise_of_an_extreme_question_is_still_told() -> None:
+    found = calculator.calibrate("gaussian", {"sensitivity": 1}, epsilon=0.0, delta=1e-300)
+    assert found.sigma == pytest.approx(1 / math.sqrt(2 * math.pi) / 1e-300)

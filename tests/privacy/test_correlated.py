@@ -280,3 +280,24 @@ def test_amplification_starts_at_zero_despite_rounding(steps: int) -> None:
     at_zero = correlated.log_delta_fixed_size(2.0, 0.0, **case)
     assert -math.inf < at_zero < 0
     assert at_zero == pytest.approx(correlated.log_delta_fixed_size(2.0, 1e-9, **case), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "relation"),
+    [
+        ("full", "add_or_remove"),
+        ("single_epoch", "add_or_remove"),
+        ("fixed_size", "add_or_remove"),
+        ("fixed_size", "close"),
+        ("poisson", "relative"),
+        ("poisson", "replace_one"),
+        ("balls_in_bins", "replace_one"),
+    ],
+)
+def test_relations_that_nothing_is_proven_of_are_refused(sampling: str, relation: str) -> None:
+    """One example more or less changes what the others' batches are, unless each draws alone."""
+    keys = {"steps": 10, "sampling_rate": 0.1, "noise_multiplier": 3.0, "sampling": sampling}
+    with pytest.raises(ValueError, match="relation"):
+        CorrelatedCurve.model_validate({**keys, "relation": relation})
+    proven = "add_or_remove" if sampling in ("poisson", "balls_in_bins") else "replace_one"
+    CorrelatedCurve.model_validate({**keys, "relation": proven})
