@@ -7,6 +7,7 @@ Everything heavy is imported inside the commands, so that `fedsim --help` answer
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from enum import StrEnum
@@ -163,8 +164,8 @@ def attack(
         from fedsim.scenario import parameters_of
 
         parameters = parameters_of("fedsim.attacks", name, settings or [])
-        if out:  # an attack may take hours, and what it found is not to be lost for a folder
-            out.mkdir(parents=True, exist_ok=True)
+        if out:
+            _refuse_unwritable(out)
         with Live(Console(stderr=True, quiet=quiet)) as display:
             display.stage(name, restarts)
             found, row = attack_recording(
@@ -290,6 +291,15 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
     width = get_terminal_size((120, 24)).columns
     rows = leaderboard_rows(folders)
     return render(rows, format.value, width=width, color=sys.stdout.isatty())
+
+
+def _refuse_unwritable(out: Path) -> None:
+    """An attack may take hours, and what it found is not to be lost for want of a folder."""
+    from fedsim.types import FedsimError
+
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise FedsimError(f"--out {out}: {there} is no folder that can be written to")
 
 
 def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:

@@ -213,6 +213,17 @@ def test_attack_refuses(words: list[str], said: str, finished: Path, tmp_path: P
     assert not (tmp_path / "o").exists()
 
 
+def test_attack_refuses_a_folder_that_cannot_be(finished: Path, tmp_path: Path) -> None:
+    """Before the attack, not after hours of it."""
+    (tmp_path / "file").write_text("")
+    words = ("attack", recording(finished), "--attack", "label_inference", "--out")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = invoke(*words, wrong)
+        assert result.exit_code == 2, result.output
+        assert f"--out {wrong}: {tmp_path / 'file'} is no folder" in result.stderr
+        assert not result.stdout
+
+
 def test_attack_refuses_what_is_no_recording(finished: Path, tmp_path: Path) -> None:
     for wrong in (tmp_path / "absent.json", finished / "record.json"):
         result = invoke("attack", wrong, "--attack", "inverting_gradients")
