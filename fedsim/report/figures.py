@@ -63,5 +63,10 @@ def _describe_member(member: dict[str, Any]) -> str:
     return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
 
 
+_READABLE = 8
+"""Characters of a number that somebody chose; longer ones were computed."""
+
+
 def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str)
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return f"{value:.4g}" if isinstance(value, float) and len(text) > _READABLE else text

@@ -14,6 +14,7 @@ import pytest
 from synthetic_run import STACKS, write_run
 
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
+from fedsim.report.figures import describe_stack
 from fedsim.report.settings import differences
 
 
@@ -168,3 +169,10 @@ def test_damaged_folders_are_refused_with_the_place(run_folder: Path, tmp_path: 
     (tmp_path / "scenario.yaml").write_text("!!python/object/apply:os.system ['true']")
     with pytest.raises(ReportError, match="not YAML"):
         leaderboard_rows([tmp_path])
+
+
+def test_numbers_that_nobody_chose_are_shown_short() -> None:
+    chosen = {"name": "clip", "norm": 1.0}
+    computed = {"name": "gaussian_noise", "std": 0.008944227189049546, "epsilon": 1e-06}
+    shown = describe_stack([chosen, computed])
+    assert shown == "clip(norm=1.0) → gaussian_noise(std=0.008944, epsilon=1e-06)"
