@@ -247,7 +247,7 @@ class BodyGradient:
         return self._gradient(images)
 
 
-def noise_share(observation: Observation, seen: HeadGradient) -> float:
+def relative_noise_variance(observation: Observation, seen: HeadGradient) -> float:
     """Variance of the noise in an entry of the body's update, over |body's update|².
 
     Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
@@ -264,12 +264,10 @@ def noise_share(observation: Observation, seen: HeadGradient) -> float:
     return rounding / sum(count for _, count in spacings) / energy
 
 
-def noise_energy(
-    observation: Observation, seen: HeadGradient, names: Collection[str] = ()
-) -> float:
+def noise_share(observation: Observation, seen: HeadGradient, names: Collection[str] = ()) -> float:
     """Share of |update|² that is noise, in the body's tensors of these `names`, or in all of it.
 
-    `seen` as for `noise_share`; the share is an estimate and may exceed 1.
+    `seen` as for `relative_noise_variance`; the share is an estimate and may exceed 1.
     """
     body = {name: t for name, t in observation.update.items() if name.startswith("body.")}
     part = [body[name] for name in names or body]
@@ -278,7 +276,9 @@ def noise_energy(
     )
     if not energy:
         return 0.0
-    return noise_share(observation, seen) * sum(t.numel() for t in part) * whole / energy
+    return (
+        relative_noise_variance(observation, seen) * sum(t.numel() for t in part) * whole / energy
+    )
 
 
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:

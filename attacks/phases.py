@@ -28,8 +28,8 @@ from fedsim_attacks.body_gradient import (
     BodyGradient,
     Misfit,
     Signals,
-    noise_energy,
     noise_share,
+    relative_noise_variance,
     signals,
 )
 from fedsim_attacks.contrast import trusted
@@ -164,7 +164,7 @@ class Phases:
             labels = infer_labels(self._observation)
         else:
             labels = signals(self._observation, self._found).labels
-        drowned = not self._deep and noise_energy(self._one, self._seen) > _DROWNED
+        drowned = not self._deep and noise_share(self._one, self._seen) > _DROWNED
         count = self._rough if drowned else int(_FIRST * self._rough)
         misfit = WholeGradient(self._one, labels, width=self._settings.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self._settings.total_variation)
@@ -191,7 +191,7 @@ class Phases:
         known = signals(self._observation, features)
         if not self._deep:
             return self._whole(features, known, iterations)
-        buried = noise_energy(self._one, self._seen) > _BURIED
+        buried = noise_share(self._one, self._seen) > _BURIED
         steps = 0 if self._several or buried else int(_PEELED * iterations)
         peeling = Peeling(self._one, self._staged, features, known, self._stream, steps=steps)
         self._plans.insert(0, partial(self._from_maps, known, iterations))
@@ -204,7 +204,7 @@ class Phases:
         if self._several:
             weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
-        demanded = 2 * _PRIOR * values * noise_share(self._one, self._seen)
+        demanded = 2 * _PRIOR * values * relative_noise_variance(self._one, self._seen)
         misfit = BodyGradient(
             self._one, features, known, weight=weight, width=settings.jump_width, calls=iterations
         )
@@ -257,7 +257,7 @@ class Phases:
             known,
             images,
             maps,
-            noise=noise_energy(self._one, self._seen),
+            noise=noise_share(self._one, self._seen),
             rough=self._several,
             steps=iterations,
         )
@@ -277,7 +277,7 @@ class Phases:
         if self._contrast_seen > _UNSEEN:
             return None
         names = [name for name, _ in self._staged.stages[0].part.parameters]
-        return trusted(noise_energy(self._one, self._seen, names))
+        return trusted(noise_share(self._one, self._seen, names))
 
     def _unrolled(self, images: Tensor) -> Phase:
         """All local steps, one after the other."""

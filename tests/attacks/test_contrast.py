@@ -11,7 +11,7 @@ from deep_victims import observe
 from fedsim import rng
 from fedsim.types import Knowledge
 from fedsim_attacks import image_features
-from fedsim_attacks.body_gradient import noise_energy
+from fedsim_attacks.body_gradient import noise_share
 from fedsim_attacks.contrast import exposed, trusted
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.head_gradient import HeadGradient
@@ -60,9 +60,9 @@ def test_the_noise_in_a_part_is_found(std: float) -> None:
     name = "body.conv1.weight"
     noise = observation.update[name] - clear.update[name]
     share = float(noise.square().sum() / observation.update[name].square().sum())
-    assert noise_energy(observation, seen, [name]) == pytest.approx(share, rel=0.1)
+    assert noise_share(observation, seen, [name]) == pytest.approx(share, rel=0.1)
     whole = [each for each in observation.update if each.startswith("body.")]
-    assert noise_energy(observation, seen, whole) == pytest.approx(noise_energy(observation, seen))
+    assert noise_share(observation, seen, whole) == pytest.approx(noise_share(observation, seen))
 
 
 def test_contrast_follows_the_noise_in_the_first_stage() -> None:
@@ -77,7 +77,7 @@ def test_contrast_follows_the_noise_in_the_first_stage() -> None:
         assert images is not None
         torch.testing.assert_close(images, expected)
         found.append(contrast)
-    whole = trusted(noise_energy(observation, HeadGradient.of(observation)))
+    whole = trusted(noise_share(observation, HeadGradient.of(observation)))
     assert found[0] == 1
     assert whole < found[1] < 1  # early stages stand out of noise
 

@@ -15,7 +15,7 @@ from fedsim.testing.observation import example_batch
 from fedsim.testing.updates import near
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
 from fedsim_attacks import image_features
-from fedsim_attacks.body_gradient import BodyGradient, noise_share
+from fedsim_attacks.body_gradient import BodyGradient, relative_noise_variance
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.image_features import explained, fitted, settled
@@ -133,11 +133,11 @@ def body_energy(observation: Observation) -> float:
 def test_the_share_of_noise_is_its_variance_over_the_bodys_energy() -> None:
     for std in (1e-3, 1e-2):
         observation, _ = observe([{"name": "gaussian_noise", "std": std}])
-        share = noise_share(observation, HeadGradient.of(observation))
+        share = relative_noise_variance(observation, HeadGradient.of(observation))
         assert share == pytest.approx(std**2 / body_energy(observation), rel=0.05)
     for defense in ([], PRUNED, [{"name": "clip", "norm": 1e-3}]):
         observation, _ = observe(defense)
-        assert noise_share(observation, HeadGradient.of(observation)) == 0
+        assert relative_noise_variance(observation, HeadGradient.of(observation)) == 0
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,9 @@ def test_the_share_of_rounding_is_what_rounding_did() -> None:
     names = [name for name in exact.update if name.startswith("body.")]
     added = [(observation.update[n] - exact.update[n]).double() for n in names]
     variance = sum(float(a.square().sum()) for a in added) / sum(a.numel() for a in added)
-    share = noise_share(observation, HeadGradient.of(observation)) * body_energy(observation)
+    share = relative_noise_variance(observation, HeadGradient.of(observation)) * body_energy(
+        observation
+    )
     assert 0.4 * share < variance < 1.1 * share
 
 
