@@ -189,8 +189,11 @@ def _declared(observation: Observation) -> tuple[float, float]:
         if member["name"] == "clip":
             bound = min(bound, float(member["norm"]))
         elif member["name"] == "gaussian_noise":
+            if member.get("std") is None:
+                raise AttackFailed("the recording does not tell the noise's std: record it again")
             variance += float(member["std"]) ** 2
-        elif member["name"] == "dp_ftrl":  # of the server, on the sum, and the last round's
+        elif member["name"] == "dp_ftrl" and member["noise_multiplier"]:
+            # of the server, on the sum, and the last round's
             of_sum = (float(member["noise_multiplier"]) * bound) ** 2
             taken_back = float(member["correlation"]) ** 2 if observation.round > 1 else 0.0
             variance += (1 + taken_back) * of_sum / observation.num_clients

@@ -43,6 +43,8 @@ def _noise(observation: Observation) -> float | None:
     total, variance = sum(weights), 0.0
     for member in observation.defense:
         if member["name"] == "gaussian_noise":
+            if member.get("std") is None:
+                return None  # recorded before it was announced
             variance += (mean_gradient_factor(training) * float(member["std"])) ** 2
         elif member["name"] in ("dp_sgd", "correlated_noise"):
             correlation = float(member.get("correlation", 0.0))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim import refusal
+from fedsim import refusal, rows
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints, fingerprint
 from fedsim.recording import observation_id, write_tensors
 from fedsim.scenario import Scenario
@@ -254,3 +254,14 @@ def test_a_resume_notices_other_weights(tmp_path: Path) -> None:
         write_tensors(path, {"a": torch.full((1,), value)})
         digests.append(fingerprint(resolved, "none"))
     assert digests[0] != digests[1]
+
+
+def test_participations_of_two_clients_are_not_added_up() -> None:
+    """One client in three plain rounds, another in the one that is asked again, is not both."""
+    observe = {"rounds": [2], "batch_sizes": [1], "releases": 4}
+    workload = Workload(
+        scenario(training={**BASE["training"], "rounds": 5}, observe=observe), "none"
+    )
+    assert rows._most(workload, {(1, 3, 4), (2,), (1,), (2, 5)}) == [(3, 0), (1, 1)]
+    once = Workload(scenario(training={**BASE["training"], "rounds": 5}), "none")
+    assert rows._most(once, {(1, 3, 4), (2,)}) == [(3, 0)]

@@ -9,6 +9,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from fedsim.adversary import AttackFailed
 from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.privacy import gaussian
@@ -216,3 +217,17 @@ def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
     assert found.scale == pytest.approx(1 / 3, rel=1e-6)
     torch.testing.assert_close(found.seen, best / 3, rtol=1e-6, atol=1e-9)
     assert ratio(found) < -1e3
+
+
+def test_a_server_that_adds_no_noise_needs_no_bound() -> None:
+    observation, knowledge = observed(columns=7, clients=3)
+    silent = {"name": "dp_ftrl", "noise_multiplier": 0.0, "correlation": 0.5}
+    found = law(replace(observation, defense=(silent,)), knowledge)
+    torch.testing.assert_close(found.gram, law(observation, knowledge).gram)
+
+
+def test_noise_that_is_not_told_is_not_guessed() -> None:
+    observation, knowledge = observed(columns=7)
+    untold = {"name": "gaussian_noise", "std": None, "epsilon": 1.0, "delta": 1e-5}
+    with pytest.raises(AttackFailed, match="record it again"):
+        law(replace(observation, defense=(untold,)), knowledge)
