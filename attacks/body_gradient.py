@@ -8,7 +8,7 @@ probability of a candidate's own enters it, and to each image belongs a known ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -27,6 +27,8 @@ from fedsim_attacks.tape import PAYS, Tape
 
 _LEAST_STRETCH = 0.1
 """Of outputs that are known up to a factor; random inputs may make any."""
+_LEAST_SHARE = 0.02
+"""Of one step's gradient in an update of several."""
 
 
 class Misfit(NamedTuple):
@@ -38,6 +40,8 @@ class Misfit(NamedTuple):
     """Mean of |x_i - f_i|² / |f_i|² (0-d)."""
     slope: Tensor
     """Of `update` + weight `features` in the images (N, C, H, W)."""
+    renewed: bool = False
+    """Whether what is observed is seen in another way than before: earlier misfits are void."""
 
 
 class Signals(NamedTuple):
@@ -121,17 +125,51 @@ class Body:
 class PartUpdate:
     """The observed update of a part of the body."""
 
-    def __init__(self, observation: Observation, body: Body, part: Part, scale: Tensor) -> None:
-        """`scale` is what the client's defense has scaled its update by."""
+    def __init__(
+        self,
+        observation: Observation,
+        body: Body,
+        part: Part,
+        scale: Tensor,
+        *,
+        rough: bool = False,
+    ) -> None:
+        """`scale` is what the client's defense has scaled its update by.
+
+        A `rough` one is that of several steps, and compared with one gradient: with as much of it
+        as fits best, until `correct` says how much there is.
+        """
         update = {name: observation.update[name] / scale for name, _ in part.parameters}
         self._target = [laid(body.live(name, tensor)) for name, tensor in update.items()]
         self._bounds = _bounds(observation, update)
+        self._names, self._scaled = list(update), rough
+        self._clipped = any(member["name"] == "clip" for member in observation.defense)
+        self._share, self._added = 1.0, None
         self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
         """|update|² (0-d), of the entries that meet anything but padding."""
 
+    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
+        """A `share` of the gradient is in the update, and this is `added` to it (`LaterSteps`)."""
+        self._share, self._added = share, [laid(added[name]) for name in self._names]
+        self._scaled = self._clipped
+
     def left(self, update: Sequence[Tensor]) -> list[Tensor]:
         """What an `update` exceeds this one by; a removed entry, its bound."""
+        if self._added is not None:
+            update = [self._share * u + a for u, a in zip(update, self._added, strict=True)]
+        if self._scaled:
+            factor = self._factor(update)
+            update = [factor * tensor for tensor in update]
         return [self._left(i, tensor) for i, tensor in enumerate(update)]
+
+    def _factor(self, update: Sequence[Tensor]) -> Tensor:
+        """Of the best fit (0-d), as a constant: there the misfit does not change with it."""
+        with torch.no_grad():
+            pairs = list(zip(update, self._target, strict=True))
+            across = torch.stack([(u * t).sum() for u, t in pairs]).sum()
+            seen = [u if self._bounds is None else u * (t != 0) for u, t in pairs]
+            own = torch.stack([u.square().sum() for u in seen]).sum()
+            return (across / own.clamp_min(torch.finfo(own.dtype).tiny)).clamp_min(_LEAST_SHARE)
 
     def _left(self, index: int, update: Tensor) -> Tensor:
         target = self._target[index]

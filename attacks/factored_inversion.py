@@ -126,7 +126,7 @@ class FactoredInversion(Attack[Descent]):
         variation, slope = chromatic_variation(images)
         final = phase.final_variation * phase.total_variation
         state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
-        better = state.loss < state.best_loss
+        better = (state.loss < state.best_loss) | misfit.renewed
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
         weight = phase.total_variation * phase.final_variation**done

@@ -185,14 +185,15 @@ class Matching:
             logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
         return self.candidate(images, labels, logits)
 
-    def update(self, images: Tensor, labels: Tensor) -> list[Tensor]:
+    def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
         """What the clients would have sent, had `images` (normalized) been theirs.
 
-        Differentiable in the images and, if they are probabilities, in the labels. Images are those
-        of the first client's first step, then of its second step, and so on.
+        If `create_graph`, differentiable in the images and, if they are probabilities, in the
+        labels. Images are those of the first client's first step, then of its second, and so on.
         """
+        direction = self._direction if create_graph else self._detached
         updates = [
-            local_update(self._direction, self._parameters, self._batches(x, y), self._training)
+            local_update(direction, self._parameters, self._batches(x, y), self._training)
             for x, y in _chunks(images, labels, self._groups)
         ]
         if len(updates) == 1:
@@ -231,6 +232,11 @@ class Matching:
 
     def _direction(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
         return gradient(self._loss, parameters, images, labels, create_graph=True)
+
+    def _detached(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+        # The accelerated layers know a first differentiation by the graph that it makes.
+        found = self._direction(parameters, images, labels)
+        return {name: each.detach() for name, each in found.items()}
 
     def _batches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
         """One batch per step, from the images of one group."""

@@ -35,6 +35,7 @@ from fedsim_attacks.body_gradient import (
 from fedsim_attacks.contrast import trusted
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
+from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import StagedBody
@@ -258,7 +259,7 @@ class Phases:
             images,
             maps,
             noise=noise_share(self._one, self._seen),
-            rough=self._several,
+            later=LaterSteps(self._observation, known.labels) if self._several else None,
             steps=iterations,
         )
         return Phase(

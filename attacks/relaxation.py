@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedsim.types import Observation
 from fedsim_attacks.body_gradient import Misfit, PartUpdate, Signals, laid
+from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.stages import StagedBody
 
 _SHARE = 0.2
@@ -53,21 +54,24 @@ class Relaxation:
         maps: list[Tensor],
         *,
         noise: float,
-        rough: bool,
+        later: LaterSteps | None,
         steps: int,
     ) -> None:
         """For images of `features` (N, d), from normalized `images` (N, C, H, W) on.
 
         `maps` are what goes into all stages but the first, of each image up to a factor; none
-        for what becomes of `images`. A share `noise` of the body's update is noise; `rough`:
-        it is that of several steps taken for one. There are to be `steps` calls.
+        for what becomes of `images`. A share `noise` of the body's update is noise; where it is
+        that of several steps, taken for one, `later` tells what the others add. There are to be
+        `steps` calls.
         """
         clear = max(1 - noise, _LEAST_CLEAR)
-        self.tight = (_TIGHT_ROUGH if rough else _TIGHT) * math.sqrt(clear)
+        self.tight = (_TIGHT if later is None else _TIGHT_ROUGH) * math.sqrt(clear)
         """What a relative squared distance of maps costs at the end."""
         self._staged, self._features, self._errors = staged, features, known.errors
+        self._later = later
         self._updates = [
-            PartUpdate(observation, staged.body, stage.part, known.scale) for stage in staged.stages
+            PartUpdate(observation, staged.body, stage.part, known.scale, rough=later is not None)
+            for stage in staged.stages
         ]
         self._energy = torch.stack([update.energy for update in self._updates]).sum()
         self._taken, self._steps = 0, steps
@@ -84,6 +88,9 @@ class Relaxation:
         """At normalized `images` (N, C, H, W); `features` is the distance of all maps."""
         done = self._taken / self._steps
         self._staged.narrow(done)
+        corrected = self._later is not None and self._later.correct(
+            self._updates, images, self._taken, self._steps
+        )
         variable = laid(images).requires_grad_()
         with torch.enable_grad():
             update, distance = self._misfits([variable, *self.maps])
@@ -100,7 +107,7 @@ class Relaxation:
             if stage.positive:
                 each.detach().clamp_(min=0)
         self._taken += 1
-        return Misfit(update.detach(), distance.detach(), slope.contiguous())
+        return Misfit(update.detach(), distance.detach(), slope.contiguous(), renewed=corrected)
 
     def _started(
         self, images: Tensor, maps: list[Tensor], far: float

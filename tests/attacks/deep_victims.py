@@ -45,13 +45,14 @@ def observe(
     mode: Literal["train", "eval"] = "train",
     model: str = "resnet18",
     steps: int = 1,
+    lr: float = 0.001,
     **parameters: Any,
 ) -> tuple[Observation, GroundTruth]:
     training = LocalTraining(
         algorithm="fedsgd" if steps == 1 else "fedavg",
         steps=steps,
         batch_size=count,
-        lr=0.001,
+        lr=lr,
         mode=mode,
         batches="same",
     )

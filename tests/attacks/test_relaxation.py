@@ -17,8 +17,10 @@ from fedsim_attacks.body_gradient import (
     PartUpdate,
     signals,
 )
+from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import StagedBody
+from fedsim_attacks.unrolled_update import as_one_gradient
 
 
 def relaxation(
@@ -29,7 +31,7 @@ def relaxation(
     steps: int = 1,
     width: float = 0.0,
     noise: float = 0.0,
-    rough: bool = False,
+    later: LaterSteps | None = None,
 ) -> tuple[Relaxation, list[Tensor]]:
     """And the true images and maps."""
     assert truth.features is not None
@@ -44,7 +46,7 @@ def relaxation(
         images,
         maps,
         noise=noise,
-        rough=rough,
+        later=later,
         steps=steps,
     )
     return made, staged.maps(normalize(truth.images, observation.model))
@@ -62,6 +64,26 @@ def test_relaxed_stages_are_zero_at_the_truth(
     assert float(misfit.features) < 1e-6
     wrong, _ = relaxation(observation, truth, images, [each.flip(0) for each in true[1:-1]])
     assert float(wrong(images).update) > 1e-2
+
+
+@VICTIMS
+def test_what_later_steps_add_is_simulated(
+    defense: list[dict[str, Any]], mode: Literal["train", "eval"], norm: str
+) -> None:
+    """An update of three steps is no gradient; corrected at the truth, nothing is left of it."""
+    observation, truth = observe(defense, 4, mode, norm=norm, steps=3, lr=5e-4)
+    images = normalize(truth.images, observation.model)
+    later = LaterSteps(observation, truth.labels)
+    one = as_one_gradient(observation)
+    relaxed, _ = relaxation(one, truth, images, [], steps=10, later=later)
+    misfits = [relaxed(images) for _ in range(5)]
+    assert [misfit.renewed for misfit in misfits] == [False] * 4 + [True]
+    assert float(misfits[0].update) > 1e-3
+    # Maps have moved by then: a new one that is corrected at once tells what is left.
+    again, _ = relaxation(one, truth, images, [], steps=1, later=later)
+    for update in again._updates:
+        update.correct(later.share, later(images))
+    assert float(again(images).update) < 1e-6
 
 
 def test_maps_of_images_leave_the_misfit_of_the_whole_body() -> None:
@@ -134,10 +156,11 @@ def test_the_less_an_update_tells_the_looser_are_maps_and_the_shorter_steps() ->
     observation, truth = observe([])
     images = normalize(truth.images, observation.model)
 
-    def made(noise: float, rough: bool = False) -> Relaxation:
-        return relaxation(observation, truth, images, [], noise=noise, rough=rough)[0]
+    def made(noise: float, later: LaterSteps | None = None) -> Relaxation:
+        return relaxation(observation, truth, images, [], noise=noise, later=later)[0]
 
-    clear, noisy, buried, rough = made(0.0), made(0.99), made(0.9999), made(0.0, rough=True)
+    steps = LaterSteps(observation, truth.labels)
+    clear, noisy, buried, rough = made(0.0), made(0.99), made(0.9999), made(0.0, steps)
     assert clear.tight > noisy.tight > buried.tight > 0
     assert clear.step_size > noisy.step_size > buried.step_size > 0
     assert made(1.0).tight == made(1.1).tight == buried.tight  # an estimate may exceed all
