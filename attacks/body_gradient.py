@@ -20,6 +20,7 @@ from fedsim.types import Observation
 from fedsim_attacks.feature_norms import labels_of
 from fedsim_attacks.head_gradient import ADD_NOISE, HeadGradient
 from fedsim_attacks.head_objective import Objective
+from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.matching import layout
 from fedsim_attacks.second_order import accelerate, drop_dead_weights
 from fedsim_attacks.smooth_slopes import smooth
@@ -121,6 +122,17 @@ class Body:
         return [(self._names[id(p)], p) for p in module.parameters()]
 
 
+class _Expected(NamedTuple):
+    """What an update is compared with, given a gradient."""
+
+    scaled: bool
+    """Whether all of it times what fits best."""
+    share: float = 1.0
+    """Of the gradient."""
+    added: list[Tensor] | None = None
+    """By later steps."""
+
+
 @final
 class PartUpdate:
     """The observed update of a part of the body."""
@@ -142,25 +154,30 @@ class PartUpdate:
         update = {name: observation.update[name] / scale for name, _ in part.parameters}
         self._target = [laid(body.live(name, tensor)) for name, tensor in update.items()]
         self._bounds = _bounds(observation, update)
-        self._names, self._scaled = list(update), rough
+        self._names = list(update)
         self._clipped = any(member["name"] == "clip" for member in observation.defense)
-        self._share, self._added = 1.0, None
+        self._expected = _Expected(scaled=rough)
         self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
         """|update|² (0-d), of the entries that meet anything but padding."""
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
         """A `share` of the gradient is in the update, and this is `added` to it (`LaterSteps`)."""
-        self._share, self._added = share, [laid(added[name]) for name in self._names]
-        self._scaled = self._clipped
+        rest = [laid(added[name]) for name in self._names]
+        self._expected = _Expected(self._clipped, share, rest)
 
-    def left(self, update: Sequence[Tensor]) -> list[Tensor]:
-        """What an `update` exceeds this one by; a removed entry, its bound."""
-        if self._added is not None:
-            update = [self._share * u + a for u, a in zip(update, self._added, strict=True)]
-        if self._scaled:
+    def compared(self, update: Sequence[Tensor]) -> tuple[list[Tensor], Tensor | float]:
+        """What an `update` exceeds this one by; a removed entry, its bound.
+
+        And how fast that grows with it: 1, but for several steps'.
+        """
+        expected = self._expected
+        pull: Tensor | float = expected.share
+        if expected.added is not None:
+            update = [pull * u + a for u, a in zip(update, expected.added, strict=True)]
+        if expected.scaled:
             factor = self._factor(update)
-            update = [factor * tensor for tensor in update]
-        return [self._left(i, tensor) for i, tensor in enumerate(update)]
+            pull, update = pull * factor, [factor * tensor for tensor in update]
+        return [self._left(i, tensor) for i, tensor in enumerate(update)], pull
 
     def _factor(self, update: Sequence[Tensor]) -> Tensor:
         """Of the best fit (0-d), as a constant: there the misfit does not change with it."""
@@ -197,23 +214,31 @@ class PartGradient:
         weight: float,
         calls: int,
         free: bool = False,
+        later: LaterSteps | None = None,
     ) -> None:
         """For inputs of which `part` makes `outputs` (N, ...), with error signals `errors`.
 
         `scale` is what the client's defense has scaled its update by. The misfit of outputs counts
         `weight` times. `free`: outputs are known up to a factor for each image, error signals up to
-        one over it, as norm layers leave them.
+        one over it, as norm layers leave them. `later` is of several steps, taken for one.
         """
+        self._later, self._taken, self._calls = later, 0, calls
         self._function, self._free, self._weight = part.function, free, weight
         self._parameters = [parameter for _, parameter in part.parameters]
-        self._update = PartUpdate(observation, body, part, scale)
+        self._update = PartUpdate(observation, body, part, scale, rough=later is not None)
         self._outputs, self._errors = outputs.flatten(1), errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
-        self._slopes = Tape(self._differentiate) if calls >= PAYS else self._differentiate
+        # A tape would go on as before a correction.
+        replayed = calls >= PAYS and later is None
+        self._slopes = Tape(self._differentiate) if replayed else self._differentiate
 
     def __call__(self, inputs: Tensor) -> Misfit:
         """At `inputs` (N, ...)."""
-        return Misfit(*self._slopes(inputs.detach()))
+        corrected = self._later is not None and self._later.correct(
+            [self._update], inputs, self._taken, self._calls
+        )
+        self._taken += 1
+        return Misfit(*self._slopes(inputs.detach()), renewed=corrected)
 
     def pulled_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """`inputs` and the error signals there (both (N, ...)): outputs of the part before."""
@@ -232,11 +257,12 @@ class PartGradient:
             pull = (outputs * (self._errors / stretch)).sum()
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
-            left, energy = self._update.left([u.detach() for u in update]), self._update.energy
+            left, pull = self._update.compared([u.detach() for u in update])
+            energy = self._update.energy
             away = outputs.detach() / stretch - self._outputs
             loss = torch.stack([each.square().sum() for each in left]).sum() / energy
             count = self._lengths * len(away)
-            toward = [each.mul_(2 / energy) for each in left]
+            toward = [each.mul_(2 * pull / energy) for each in left]
             toward.append(2 * self._weight * away / (count * stretch))
         (slope,) = torch.autograd.grad([*update, outputs], variable, toward)
         return loss, (away.square() / count).sum(), slope.contiguous()
@@ -262,10 +288,12 @@ class BodyGradient:
         weight: float,
         width: float,
         calls: int,
+        later: LaterSteps | None = None,
     ) -> None:
         """For images of `features` (N, d), whose misfit counts `weight` times.
 
-        `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+        `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are. `later`
+        is of an update of several steps that `observation` has as one gradient.
         """
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
@@ -278,6 +306,7 @@ class BodyGradient:
             scale=known.scale,
             weight=weight,
             calls=calls,
+            later=later,
         )
 
     def __call__(self, images: Tensor) -> Misfit:

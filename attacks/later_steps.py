@@ -10,6 +10,7 @@ the update, candidates come nearer, and so on. At the true images nothing is lef
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Protocol, final
 
 import torch
@@ -18,11 +19,28 @@ from torch import Tensor
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 from fedsim_attacks.matching import Matching
-from fedsim_attacks.unrolled_update import as_one_gradient
 
 _FROM, _TIMES = 0.4, 30
 """Share of the iterations after which candidates are near enough to tell what later steps add, and
 how often it would be simulated over all of them."""
+
+
+def as_one_gradient(observation: Observation) -> Observation:
+    """The same, as if its update were the gradient of one step: the mean of its steps'.
+
+    Near for a small learning rate, and no more than a start for a large one.
+    """
+    factor = mean_gradient_factor(observation.training)
+    return replace(
+        observation,
+        update={name: value * factor for name, value in observation.update.items()},
+        training=replace(
+            observation.training,
+            algorithm="fedsgd",
+            batch_size=observation.training.num_images,
+            steps=1,
+        ),
+    )
 
 
 class Correctable(Protocol):
@@ -53,11 +71,11 @@ class LaterSteps:
         """By parameter, its entries that meet anything but padding, of normalized `images`."""
         images = images.detach()
         with torch.enable_grad():
-            all_steps = self._all.update(images, self._labels, create_graph=False)
+            every = self._all.update(images, self._labels, create_graph=False)
             first = self._one.update(images, self._labels, create_graph=False)
         return {
             name: (self._factor * update - self.share * gradient).detach()
-            for name, update, gradient in zip(self._names, all_steps, first, strict=True)
+            for name, update, gradient in zip(self._names, every, first, strict=True)
         }
 
     def correct(
@@ -65,11 +83,14 @@ class LaterSteps:
     ) -> bool:
         """Tell `updates` what later steps add at these `images`, if it is time to.
 
-        `taken` of as many `calls` of this are over. Returns whether it was.
+        `taken` of as many `calls` of this are over. Returns whether it has told them: of candidates
+        that are far off, the simulated training may run away to infinity.
         """
         if taken < _FROM * calls or taken % max(1, calls // _TIMES):
             return False
         added = self(images)
+        if not all(bool(each.isfinite().all()) for each in added.values()):
+            return False
         for update in updates:
             update.correct(self.share, added)
         return True

@@ -35,11 +35,11 @@ from fedsim_attacks.body_gradient import (
 from fedsim_attacks.contrast import trusted
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.label_inference import infer_labels
-from fedsim_attacks.later_steps import LaterSteps
+from fedsim_attacks.later_steps import LaterSteps, as_one_gradient
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import StagedBody
-from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient
+from fedsim_attacks.unrolled_update import UnrolledUpdate
 from fedsim_attacks.whole_gradient import WholeGradient
 
 _FINAL_VARIATION = 0.4
@@ -48,8 +48,6 @@ the update restores once the images are nearly right."""
 _ROUGH = 0.7
 """Share of the iterations that take several steps for one gradient, at a seventh of the cost;
 through a deep body all do, as the descent of a whole one leads away."""
-_ROUGH_FEATURES, _ROUGH_VARIATION = 10.0, 0.1
-"""Weights there: features are known better than that holds, and it leaves more to be smoothed."""
 _FINE_STEP = 0.3
 """Times the step size when the steps are then unrolled: from far they lead anywhere."""
 _FIRST = 0.25
@@ -202,12 +200,16 @@ class Phases:
         """The whole body's share of the update."""
         settings = self._settings
         weight, variation = settings.feature_weight, settings.total_variation
-        if self._several:
-            weight, variation = _ROUGH_FEATURES * weight, max(_ROUGH_VARIATION, variation)
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
         demanded = 2 * _PRIOR * values * relative_noise_variance(self._one, self._seen)
         misfit = BodyGradient(
-            self._one, features, known, weight=weight, width=settings.jump_width, calls=iterations
+            self._one,
+            features,
+            known,
+            weight=weight,
+            width=settings.jump_width,
+            calls=iterations,
+            later=self._later(known),
         )
         return Phase(
             misfit,
@@ -259,7 +261,7 @@ class Phases:
             images,
             maps,
             noise=noise_share(self._one, self._seen),
-            later=LaterSteps(self._observation, known.labels) if self._several else None,
+            later=self._later(known),
             steps=iterations,
         )
         return Phase(
@@ -273,6 +275,9 @@ class Phases:
             final_variation=1.0,
             contrast=self._contrast(),
         )
+
+    def _later(self, known: Signals) -> LaterSteps | None:
+        return LaterSteps(self._observation, known.labels) if self._several else None
 
     def _contrast(self) -> float | None:
         if self._contrast_seen > _UNSEEN:

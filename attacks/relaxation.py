@@ -141,7 +141,7 @@ class Relaxation:
                 [*parameters, entering] if i else parameters,
                 create_graph=True,
             )
-            left += self._updates[i].left(gradient[: len(parameters)])
+            left += self._updates[i].compared(gradient[: len(parameters)])[0]
             away.append(_distance(made, outputs))
             outputs, errors = entering, gradient[-1]
         update = torch.stack([each.square().sum() for each in left]).sum() / self._energy

@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import final
 
 import torch
 from torch import Tensor
 
-from fedsim.models.local import mean_gradient_factor
 from fedsim.types import Knowledge, Observation
 from fedsim_attacks.body_gradient import Misfit, Signals
 from fedsim_attacks.forward_prior import Features, ForwardPrior
 from fedsim_attacks.matching import Distance, Matching, Target
-
-
-def as_one_gradient(observation: Observation) -> Observation:
-    """The same, as if its update were the gradient of one step: the mean of its steps'.
-
-    Near for a small learning rate, and no more than a start for a large one.
-    """
-    factor = mean_gradient_factor(observation.training)
-    return replace(
-        observation,
-        update={name: value * factor for name, value in observation.update.items()},
-        training=replace(
-            observation.training,
-            algorithm="fedsgd",
-            batch_size=observation.training.num_images,
-            steps=1,
-        ),
-    )
 
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:

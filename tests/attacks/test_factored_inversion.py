@@ -17,9 +17,10 @@ from fedsim.testing.updates import same
 from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
 from fedsim_attacks.body_gradient import BodyGradient, Misfit, signals
 from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.later_steps import as_one_gradient
 from fedsim_attacks.matching import Target
 from fedsim_attacks.smooth_slopes import max_pool, relu
-from fedsim_attacks.unrolled_update import UnrolledUpdate, as_one_gradient, distance_by_part
+from fedsim_attacks.unrolled_update import UnrolledUpdate, distance_by_part
 from fedsim_attacks.variation import chromatic_variation
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}

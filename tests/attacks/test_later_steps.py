@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -9,14 +10,14 @@ import torch
 from deep_victims import HEAD, photos
 from torch import Tensor
 
+from fedsim import rng
 from fedsim.adversary import rebuild
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.body_gradient import Part, PartUpdate
-from fedsim_attacks.later_steps import LaterSteps
-from fedsim_attacks.unrolled_update import as_one_gradient
+from fedsim_attacks.later_steps import LaterSteps, as_one_gradient
 
 
 def observe(**training: Any) -> tuple[Observation, GroundTruth]:
@@ -65,6 +66,33 @@ def test_one_step_has_no_later_ones() -> None:
         assert float(each.norm()) < 1e-4 * float(as_one_gradient(observation).update[name].norm())
 
 
+class Told:
+    """What it was told."""
+
+    def __init__(self) -> None:
+        self.share: list[float] = []
+
+    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
+        self.share.append(share)
+
+
+def test_updates_are_corrected_from_when_images_are_near() -> None:
+    observation, truth = observe()
+    later, told = LaterSteps(observation, truth.labels), Told()
+    images = normalize(truth.images, observation.model)
+    times = [n for n in range(90) if later.correct([told], images, n, 90)]
+    assert times == list(range(36, 90, 3))
+    assert told.share == [later.share] * len(times)
+
+
+def test_a_simulation_that_runs_away_is_not_told() -> None:
+    observation, truth = observe(lr=1e12)
+    told = Told()
+    images = normalize(truth.images, observation.model)
+    assert not LaterSteps(observation, truth.labels).correct([told], images, 8, 9)
+    assert not told.share
+
+
 class Whole:
     """A body all of whose weights meet images."""
 
@@ -86,12 +114,43 @@ def test_a_rough_update_is_compared_with_as_much_of_a_gradient_as_fits(
     def made(rough: bool) -> PartUpdate:
         return PartUpdate(observation, Whole(), part, torch.ones(()), rough=rough)  # type: ignore[arg-type]
 
+    def exceeds(update: PartUpdate, by: Tensor) -> float:
+        return float(update.compared([by])[0][0].norm() / seen.norm())
+
     rough = made(True)
-    assert float(rough.left([5 * seen])[0].norm()) < 1e-5 * float(seen.norm())
-    assert float(made(False).left([5 * seen])[0].norm()) > float(seen.norm())
+    assert exceeds(rough, 5 * seen) < 1e-5
+    assert rough.compared([5 * seen])[1] == pytest.approx(0.2)
+    assert exceeds(made(False), 5 * seen) > 1
     # Whatever is added, the sum is compared, as it is.
-    added = {name: torch.where(seen == 0, 0, 0.4 * seen.flip(0))}
-    rough.correct(0.25, added)
-    right = (seen - added[name]) / 0.25
-    assert float(rough.left([right])[0].norm()) < 1e-5 * float(seen.norm())
-    assert float(rough.left([2 * right])[0].norm()) > 0.1 * float(seen.norm())
+    added = torch.where(seen == 0, 0, 0.4 * seen.flip(0))
+    right = (seen - added) / 0.25
+    rough.correct(0.25, {name: added})
+    assert exceeds(rough, right) < 1e-5
+    assert exceeds(rough, 2 * right) > 0.1
+    assert rough.compared([right])[1] == 0.25
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_what_is_left_grows_as_told(corrected: bool) -> None:
+    """Compared with differences of it, at the best fit and with something added."""
+    observation, _ = make_observation(
+        *photos(2), model="convnet", model_parameters={"width": 8, "head": HEAD}
+    )
+    name = "body.3.weight"
+    part = Part(lambda images: images, [(name, observation.parameters[name])])
+    update = PartUpdate(observation, Whole(), part, torch.ones(()), rough=True)  # type: ignore[arg-type]
+    seen, stream = observation.update[name], rng.generator(0, "slope")
+    at, along, added = (
+        float(seen.std()) * torch.randn(seen.shape, generator=stream) for _ in "abc"
+    )
+    at = at + 2 * seen
+    if corrected:
+        update.correct(0.25, {name: added})
+
+    def square(step: float) -> float:
+        return float(update.compared([at + step * along])[0][0].double().square().sum())
+
+    (left,), pull = update.compared([at])
+    told = float((2 * pull * left * along).sum())
+    assert told == pytest.approx((square(0.01) - square(-0.01)) / 0.02, rel=1e-3)
+    assert (pull == 0.25) == corrected

@@ -17,10 +17,9 @@ from fedsim_attacks.body_gradient import (
     PartUpdate,
     signals,
 )
-from fedsim_attacks.later_steps import LaterSteps
+from fedsim_attacks.later_steps import LaterSteps, as_one_gradient
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.stages import StagedBody
-from fedsim_attacks.unrolled_update import as_one_gradient
 
 
 def relaxation(
