@@ -1,10 +1,11 @@
-"""Draw docs/images/attacks.png from a finished run of table3-small.
+"""Draw docs/images/attacks.png from finished runs of table3-small and table3-local-small.
 
     fedsim run scenarios/reconstruction/table3-small.yaml
-    python docs/images/make_attacks.py runs/table3-small
+    fedsim run scenarios/reconstruction/table3-local-small.yaml
+    python docs/images/make_attacks.py runs/table3-small runs/table3-local-small
 
-The first trial of every defense: the truth above, and below what each attack made of the update.
-The pixels are the scored ones, enlarged and not rescaled.
+The first trial of every defense, of the first run that has it: the truth above, and below what each
+attack made of the update. The pixels are the scored ones, enlarged and not rescaled.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 from fedsim.jobs import reconstruction_path
-from fedsim.record import Run
+from fedsim.record import Row, Run
 from fedsim.recording import read_tensors
 
 
-def main(folder: Path) -> None:
-    rows = [row for row in Run(folder).rows() if row["trial"] == 0]
-    stacks = list(dict.fromkeys(row["defense"]["name"] for row in rows))
-    labels = list(dict.fromkeys(row["attack"]["label"] for row in rows))
-    cells = {(row["defense"]["name"], row["attack"]["label"]): row for row in rows}
-    count = rows[0]["batch_size"]
+def main(folders: list[Path]) -> None:
+    cells: dict[tuple[str, str], tuple[Path, Row]] = {}
+    for folder in folders:
+        for row in Run(folder).rows():
+            if row["trial"] == 0:
+                cells.setdefault((row["defense"]["name"], row["attack"]["label"]), (folder, row))
+    stacks = list(dict.fromkeys(stack for stack, _ in cells))
+    labels = list(dict.fromkeys(label for _, label in cells))
+    count = next(iter(cells.values()))[1]["batch_size"]
     figure = plt.figure(figsize=(0.55 * count * len(stacks) + 1.6, 0.66 * (len(labels) + 1)))
     parts = figure.add_gridspec(1, len(stacks), left=0.13, right=0.995, top=0.93, bottom=0.01)
     for number, stack in enumerate(stacks):
         grid = parts[number].subgridspec(len(labels) + 1, count, wspace=0.05, hspace=0.05)
         for line, label in enumerate(["truth", *labels]):
-            row = cells[stack, labels[max(line - 1, 0)]]
+            folder, row = cells[stack, labels[max(line - 1, 0)]]
             path = reconstruction_path(folder, row["attack"]["label"], row["observation"])
             found = read_tensors(path) if row["status"] == "ok" else {}
             images = found.get("reconstruction" if line else "truth")
@@ -48,4 +52,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main([Path(each) for each in sys.argv[1:]])
