@@ -93,6 +93,9 @@ class Result:
     tensor_rate: float | None
     """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
     cost: dict[str, float | int | None]
+    local_losses: tuple[float, float] | None
+    """Mean loss on the images of the truth before local training and after it; None of a single
+    gradient, and of rows."""
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
@@ -204,6 +207,7 @@ def run_job(
         baseline=baseline,
         tensor_rate=rate,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
+        local_losses=_local_losses(truth),
     )
 
 
@@ -228,6 +232,13 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
         rows=None if found.rows is None else found.rows.detach().cpu(),
         membership=None if found.membership is None else found.membership.detach().cpu(),
     )
+
+
+def _local_losses(truth: Truth) -> tuple[float, float] | None:
+    if isinstance(truth, RowTruth) or truth.local_losses is None:
+        return None
+    before, after = truth.local_losses.tolist()
+    return before, after
 
 
 def _baseline(
@@ -297,6 +308,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         baseline=nothing,
         tensor_rate=None,
         cost=_failed_cost(0.0),
+        local_losses=None,
     )
 
 

@@ -180,6 +180,8 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
         tensors = {"images": truth.images, "labels": truth.labels}
         if truth.features is not None:
             tensors["features"] = truth.features
+        if truth.local_losses is not None:
+            tensors["local_losses"] = truth.local_losses
     write_tensors(root / "truth" / checked_id(id) / f"client-{client:04d}.safetensors", tensors)
 
 
@@ -206,10 +208,12 @@ def load_truth(root: Path, id: str) -> Truth:
             ),
         )
     features = [part["features"] for part in parts if "features" in part]
+    losses = [part["local_losses"] for part in parts if "local_losses" in part]
     return GroundTruth(
         images=torch.cat([part["images"] for part in parts]),
         labels=torch.cat([part["labels"] for part in parts]),
         features=torch.cat(features) if len(features) == len(parts) else None,
+        local_losses=torch.stack(losses).mean(0) if len(losses) == len(parts) else None,
     )
 
 
@@ -227,7 +231,9 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
     images, labels = part.get("images"), part.get("labels")
     if images is None or labels is None or images.ndim != 4:
         return False
+    losses = part.get("local_losses", torch.zeros(2))
     whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
+    whole &= losses.shape == (2,) and losses.is_floating_point()
     return whole and bool((labels >= 0).all()) and images.is_floating_point()
 
 

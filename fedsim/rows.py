@@ -201,6 +201,7 @@ class Context:
                 "train_loss": last["train_loss"],
                 "test_loss": last["test_loss"],
                 "test_accuracy": last["test_accuracy"],
+                "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
             "privacy": {
                 "epsilon": number(guarantee.epsilon),

@@ -237,6 +237,9 @@ class GroundTruth:
     """(N,) int64."""
     features: Tensor | None = None
     """(N, d) inputs of the head under the global weights, for feature metrics."""
+    local_losses: Tensor | None = None
+    """(2,) mean cross-entropy on `images` before local training and after it, and before update
+    defenses; the mean over clients. None of a single gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,6 +184,11 @@ def test_a_recording_that_contradicts_itself_is_refused(
         {"images": torch.zeros(1, 1, 2, 2), "labels": torch.tensor(1)},
         {"images": torch.zeros(1, 1, 2, 2), "labels": torch.tensor([-1])},
         {"images": torch.zeros(1, 1, 2, 2), "labels": torch.zeros(1)},
+        {
+            "images": torch.zeros(1, 1, 2, 2),
+            "labels": torch.zeros(1, dtype=torch.int64),
+            "local_losses": torch.zeros(3),
+        },
         {"rows": torch.zeros(2, 3)},
         {"rows": torch.zeros(2, 3), "members": torch.ones(2), "scored": torch.ones(3)},
     ],

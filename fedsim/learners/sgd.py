@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import final
 
@@ -102,7 +102,7 @@ class _Training(Computation):
             update=trained.update,
             buffers=trained.buffers,
             num_examples=request.training.num_images,
-            truth=self._truth(request, batches, parameters, buffers),
+            truth=self._truth(request, batches, parameters, buffers, trained.update),
             loss=trained.loss,
         )
 
@@ -155,21 +155,43 @@ class _Training(Computation):
         batches: Sequence[tuple[Tensor, Tensor]],
         parameters: Tensors,
         buffers: Tensors,
+        update: Tensors,
     ) -> GroundTruth:
         training = request.training
         distinct = training.num_images // training.batch_size
-        features = None
+        used = batches[:distinct]
+        features = losses = None
         if request.recorded:
             parts = [
-                features_of(self.model, parameters, buffers, images, training)
-                for images, _ in batches[:distinct]
+                features_of(self.model, parameters, buffers, images, training) for images, _ in used
             ]
             features = torch.cat(parts).cpu()
+            if training.algorithm == "fedavg" and any(len(labels) for _, labels in used):
+                after = {name: value + update[name] for name, value in parameters.items()}
+                losses = torch.stack(
+                    [self._mean_loss(at, buffers, used, training) for at in (parameters, after)]
+                )
         return GroundTruth(
             images=torch.cat([pixels for pixels, _ in request.batches[:distinct]]),
             labels=torch.cat([labels for _, labels in request.batches[:distinct]]),
             features=features,
+            local_losses=losses,
         )
+
+    def _mean_loss(
+        self,
+        parameters: Tensors,
+        buffers: Tensors,
+        batches: Sequence[tuple[Tensor, Tensor]],
+        training: LocalTraining,
+    ) -> Tensor:
+        """Mean cross-entropy of all images, without dropout. Buffers stay as they are."""
+        scratch = {name: value.clone() for name, value in buffers.items()}
+        measured = loss_function(self.model, scratch, replace(training, dropout=0.0))
+        sizes = torch.tensor([float(len(labels)) for _, labels in batches])
+        with torch.no_grad():
+            each = [measured(parameters, *batch).cpu() for batch in batches if len(batch[1])]
+        return (torch.stack(each) * sizes[sizes > 0]).sum() / sizes.sum()
 
 
 def as_pixels(images: Tensor) -> Tensor:

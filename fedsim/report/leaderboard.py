@@ -106,6 +106,8 @@ class LeaderboardRow:
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
+    diverged: int
+    """Trials of a recording whose local training diverges."""
     epsilon: float | None
     """inf: no guarantee. None: not accounted."""
     delta: float | None
@@ -263,6 +265,7 @@ def _aggregate(
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
+        diverged=sum(bool(row.utility and row.utility.diverged) for row in rows),
         epsilon=weakest.epsilon,
         delta=privacy.delta if privacy else None,
         accountant=privacy.accountant if privacy else None,

@@ -16,6 +16,8 @@ from fedsim.report.settings import differences
 from fedsim.types import FedsimError
 
 RESULTS = "results.jsonl"
+_DIVERGED = 2.0
+"""Times the loss that local training starts from, from which it diverges."""
 
 Subject = Literal["images", "rows"]
 
@@ -92,6 +94,16 @@ class UtilityOf(_Part):
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
+    local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
+    """On the recorded images, before local training and after it."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether local training has more than doubled the loss of its own images."""
+        if self.local_losses is None:
+            return False
+        before, after = (float(loss) for loss in self.local_losses)
+        return after > _DIVERGED * before
 
 
 class PrivacyOf(_Part):

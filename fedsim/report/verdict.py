@@ -236,6 +236,12 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     if failed:
         total = sum(row.n for row in rows)
         found.append(f"{failed} of {total} attack runs failed; each counts as guessing.")
+    if strongest.diverged:
+        found.append(
+            f"In {strongest.diverged} of {strongest.n} recordings local training more than doubles "
+            "the loss of its own images: it diverges, and what it leaks says little of training "
+            "that works. Lower the learning rate, or plant smaller weights."
+        )
     made = "pictures" if strongest.subject == "images" else "rows"
     if strongest.gain is not None and strongest.gain.mean > 0:
         other = strongest.over_other

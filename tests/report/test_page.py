@@ -323,6 +323,18 @@ def test_labels_can_leak_where_images_do_not(run_folder: Path, tmp_path: Path) -
     assert granted["dp"].labels is None
 
 
+def test_local_training_that_diverges_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
+    def diverge(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp":
+            row["utility"]["local_losses"] = [0.5, "inf" if row["trial"] else 0.9]
+
+    found = judged(edited(run_folder, tmp_path / "run", diverge))
+    trials = found["dp"].strongest.n
+    (caution,) = [text for text in found["dp"].cautions if "diverges" in text]
+    assert caution.startswith(f"In {trials - 1} of {trials} recordings")
+    assert not any("diverges" in text for text in found["none"].cautions)
+
+
 def test_an_audit_above_the_claim_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
     def refute(row: dict[str, Any]) -> None:
         row["privacy"]["audited_epsilon"] = 9.0
