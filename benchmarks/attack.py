@@ -352,8 +352,8 @@ def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
     for suite in suites.values():
         suite.ask("run", short, _LENGTH, 0)
     once = min(suites["plain"].ask("run", short, _LENGTH, 0)[0] for _ in range(2))
-    # Some three seconds a run: set-up and noise are then small beside the difference.
-    long = short + max(6, round(3 * short / once))
+    # Some ten seconds of the plain one: set-up, recording and noise are then small beside it.
+    long = short + max(6, round(10 * short / once))
     for _ in range(repeats):
         for name, suite in suites.items():
             less, more = (suite.ask("run", n, _LENGTH, 0)[0] for n in (short, long))
