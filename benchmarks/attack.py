@@ -37,6 +37,7 @@ from fedsim.data.folder import ImageFolder
 from fedsim.memory import keep_freed
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
+from fedsim.recording import load_observation, load_truth, root_of
 from fedsim.types import (
     GroundTruth,
     Knowledge,
@@ -66,7 +67,18 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 def victim(
     case: str, batch: int, images: Tensor, index: int = 0
 ) -> tuple[Observation, GroundTruth]:
-    """An undefended gradient of `batch` images (in eval mode for a single one), and the truth."""
+    """An undefended gradient of `batch` images (in eval mode for a single one), and the truth.
+
+    Or of a folder of recordings, in place of a case, the one at `index`.
+    """
+    if case not in CASES:
+        path = sorted(Path(case).glob("*-t*.json"))[index]
+        root = root_of(path)
+        assert root is not None
+        observation = load_observation(path)
+        truth = load_truth(root, observation.id)
+        assert isinstance(truth, GroundTruth)
+        return observation, truth
     name, parameters = CASES[case]
     spec = ModelSpec(
         name=name,
@@ -177,7 +189,10 @@ def breaching_runner(observation: Observation, truth: GroundTruth) -> Runner | N
     del own["defaults"]
     model = adversary.rebuild(observation)
     evaluated = observation.training.mode == "eval"
-    metadata = SimpleNamespace(shape=(3, 32, 32), modality="vision", mean=MEAN, std=STD)
+    spec = observation.model
+    metadata = SimpleNamespace(
+        shape=spec.input_shape, modality="vision", mean=spec.mean, std=spec.std
+    )
     payload = {
         "parameters": list(model.parameters()),
         "buffers": list(model.buffers()) if evaluated else None,
