@@ -7,7 +7,7 @@ and feature recovery included. Nothing has trained the model, unless --recording
 run (runs/NAME/observations/STACK/round-NNNN), of one gradient each.
 
     python benchmarks/time_to_quality.py [--target DB] [--batch N] [--victims N] [--shortest N]
-                                         [--longest N] [--recordings FOLDER]
+                                         [--longest N] [--only SUITE] [--recordings FOLDER]
                                          [--images FILE_OR_FOLDER] [--json FILE]
 """
 
