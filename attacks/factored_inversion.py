@@ -11,7 +11,6 @@ What else an update asks for comes before or in place of that: `phases`.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
@@ -27,6 +26,7 @@ from fedsim_attacks.matching import Matching
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.phases import Phase, Phases, Settings
 from fedsim_attacks.pyramid import Pyramid
+from fedsim_attacks.schedules import half_cosine
 from fedsim_attacks.variation import chromatic_variation
 
 _FINAL = 0.005
@@ -130,8 +130,7 @@ class FactoredInversion(Attack[Descent]):
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
         weight = phase.total_variation * phase.final_variation**done
-        left = 0.5 + 0.5 * math.cos(math.pi * done)
-        step_size = phase.step_size * (_FINAL + (1 - _FINAL) * left)
+        step_size = phase.step_size * half_cosine(done, _FINAL)
         state.pyramid.step(slope.mul_(weight).add_(misfit.slope), step_size)
         images.clamp_(*state.matching.box)
         state.iteration += 1

@@ -7,7 +7,6 @@ gradients + α_TV R_TV + α_l2 R_l2 + α_BN R_BN + α_group R_group, by Adam wit
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
@@ -21,6 +20,7 @@ from fedsim_attacks.forward_prior import ForwardPrior
 from fedsim_attacks.inverting_gradients import total_variation
 from fedsim_attacks.matching import Candidate, Matching, granted_labels, squared_distance
 from fedsim_attacks.registration import register
+from fedsim_attacks.schedules import half_cosine
 
 
 @dataclass(kw_only=True)
@@ -151,8 +151,7 @@ class GradInversion(Attack[Group]):
 
     def _rate(self, iteration: int) -> float:
         rising = min(1.0, (iteration + 1) / max(1, self.warmup))
-        falling = 0.5 + 0.5 * math.cos(math.pi * iteration / self.iterations)
-        return self.step_size * rising * falling
+        return self.step_size * rising * half_cosine(iteration / self.iterations)
 
 
 def consensus(images: Tensor, reach: int) -> Tensor:

@@ -12,7 +12,6 @@ image by linear systems; here there are batches, norm layers and shortcuts).
 
 from __future__ import annotations
 
-import math
 from typing import final
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from fedsim.types import Observation
 from fedsim_attacks.body_gradient import PartGradient, Signals
+from fedsim_attacks.schedules import half_cosine
 from fedsim_attacks.stages import Stage, StagedBody
 
 _STEP = 0.2
@@ -104,9 +104,8 @@ class Peeling:
         better = self._loss < self._best_loss
         self._best_loss = torch.where(better, self._loss, self._best_loss)
         self._best = torch.where(better, self._inputs, self._best)
-        left = 0.5 + 0.5 * math.cos(math.pi * self._taken / self._steps)
         (group,) = self._adam.param_groups
-        group["lr"] = _STEP * stage.size * (_FINAL + (1 - _FINAL) * left)
+        group["lr"] = _STEP * stage.size * half_cosine(self._taken / self._steps, _FINAL)
         self._inputs.grad = misfit.slope
         self._adam.step()
         if stage.positive:

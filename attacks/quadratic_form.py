@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedsim.adversary import AttackFailed
+from fedsim_attacks.symmetric import pack, unpack
 
 _TRIES = 8
 """Pairs of mixtures, of which the best is kept."""
@@ -91,7 +92,7 @@ def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tens
         raise AttackFailed(
             f"{len(known)} known rows of {d} entries are too many to see a missing one behind them"
         )
-    packed, spanned = _packed(parts), _packed(known[:, :, None] * known[:, None, :])
+    packed, spanned = pack(parts), pack(known[:, :, None] * known[:, None, :])
     basis = torch.linalg.qr(spanned.T).Q
     rest = packed - (packed @ basis) @ basis.T
     _, values, seen = torch.linalg.svd(rest, full_matrices=False)
@@ -102,24 +103,22 @@ def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tens
         )
     missing = _square_root_of(seen[0], basis, d)
     rows = torch.cat([known, missing[None]])
-    spanned = _packed(rows[:, :, None] * rows[:, None, :])
+    spanned = pack(rows[:, :, None] * rows[:, None, :])
     alpha = torch.linalg.lstsq(spanned.T, packed.T, driver="gelsd").solution
     return rows, alpha
 
 
 def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
     """(d,) x of length 1 with x x', less what is in the (entries, m) `basis`, along ± `seen`."""
-    row, column = torch.triu_indices(dimension, dimension)
-    whole = torch.zeros(dimension, dimension, dtype=seen.dtype)
-    whole[row, column] = seen / torch.where(row == column, 1.0, 2**0.5)
-    _, vectors = torch.linalg.eigh(whole + whole.T - whole.diagonal().diag())
+    whole = unpack(seen[None], dimension)[0]
+    _, vectors = torch.linalg.eigh(whole)
     best = torch.inf, vectors[:, 0]
     for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
         x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
         missed = _missed(x, sign * seen, basis)
         for _ in range(_STEPS):
             slopes = _eye(x)[:, :, None] * x
-            slopes = _packed(slopes + slopes.transpose(1, 2))
+            slopes = pack(slopes + slopes.transpose(1, 2))
             slopes = slopes - (slopes @ basis) @ basis.T
             gram, pull = slopes @ slopes.T, slopes @ missed
             step = torch.linalg.solve(gram + damping * gram.diagonal().mean() * _eye(x), pull)
@@ -141,18 +140,12 @@ def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
 
 def _missed(x: Tensor, seen: Tensor, basis: Tensor) -> Tensor:
     """(entries,) what x x', less what is in the basis, and `seen` differ by."""
-    packed = _packed(torch.outer(x, x)[None])[0]
+    packed = pack(torch.outer(x, x)[None])[0]
     return packed - basis @ (packed @ basis) - seen
 
 
 def _eye(like: Tensor) -> Tensor:
     return torch.eye(len(like), dtype=like.dtype)
-
-
-def _packed(matrices: Tensor) -> Tensor:
-    """(n, d (d + 1) / 2) of symmetric (n, d, d) ones, with the same inner products."""
-    row, column = torch.triu_indices(*matrices.shape[1:])
-    return matrices[:, row, column] * torch.where(row == column, 1.0, 2**0.5)
 
 
 def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:

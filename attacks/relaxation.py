@@ -20,6 +20,7 @@ from torch import Tensor
 from fedsim.types import Observation
 from fedsim_attacks.body_gradient import Misfit, PartUpdate, Signals, laid
 from fedsim_attacks.later_steps import LaterSteps
+from fedsim_attacks.schedules import half_cosine
 from fedsim_attacks.stages import StagedBody
 
 _SHARE = 0.2
@@ -96,7 +97,7 @@ class Relaxation:
             update, distance = self._misfits([variable, *self.maps])
             loss = update + _LOOSE * (self.tight / _LOOSE) ** done * distance
             slope, *slopes = torch.autograd.grad(loss, [variable, *self.maps])
-        left = _FINAL + (1 - _FINAL) * (0.5 + 0.5 * math.cos(math.pi * done))
+        left = half_cosine(done, _FINAL)
         for each, of, group, size in zip(
             self.maps, slopes, self._adam.param_groups, self._sizes, strict=True
         ):

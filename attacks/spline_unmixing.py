@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedsim.models.splines import spline_basis
+from fedsim_attacks.symmetric import pack, unpack
 
 _SAMPLES = 32
 """Points of a piece of the curve; the forms' products are determined by 2 degree + 1."""
@@ -31,10 +32,10 @@ def quadrics(degree: int, intervals: int) -> Tensor:
     """(q, K, K) float64 orthonormal symmetric Q with b(u)' Q b(u) = 0 for all u; q may be 0."""
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
-    products = _pack(basis[:, :, None] * basis[:, None, :])
+    products = pack(basis[:, :, None] * basis[:, None, :])
     _, sizes, directions = torch.linalg.svd(products)
     rank = int((sizes > _VANISHING * sizes[0]).sum())
-    return _unpack(directions[rank:], basis.shape[1])
+    return unpack(directions[rank:], basis.shape[1])
 
 
 def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
@@ -45,9 +46,9 @@ def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
     count = len(span)
     if count > 1:
         equations = torch.einsum("ajk,qkl,bjl->qjab", span, forms, span).flatten(0, 1)
-        triangle = torch.linalg.qr(_pack(equations), mode="r").R
+        triangle = torch.linalg.qr(pack(equations), mode="r").R
         _, _, directions = torch.linalg.svd(triangle)
-        members = _unpack(directions[-count:], count)
+        members = unpack(directions[-count:], count)
         span = torch.einsum("na,ajk->njk", _diagonalizers(members, rng), span)
     total = span.sum(2).mean(1)
     return span / total[:, None, None]
@@ -66,20 +67,3 @@ def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
         if share > best:
             best, found = share, vectors
     return found
-
-
-def _pack(symmetric: Tensor) -> Tensor:
-    """(n, k, k) -> (n, k (k + 1) / 2), an isometry."""
-    i, j = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
-    return symmetric[:, i, j] * _weights(i, j)
-
-
-def _unpack(packed: Tensor, size: int) -> Tensor:
-    i, j = torch.triu_indices(size, size, device=packed.device)
-    symmetric = packed.new_zeros(len(packed), size, size)
-    symmetric[:, i, j] = symmetric[:, j, i] = packed / _weights(i, j)
-    return symmetric
-
-
-def _weights(i: Tensor, j: Tensor) -> Tensor:
-    return torch.where(i == j, 1.0, 2.0).double().sqrt()

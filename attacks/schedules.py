@@ -1,0 +1,14 @@
+"""How step sizes fall over a descent."""
+
+from __future__ import annotations
+
+import math
+
+
+def half_cosine(done: float, final: float = 0.0) -> float:
+    """From 1 at `done` = 0 to `final` at 1, flat at both ends; all three in [0, 1].
+
+    Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017,
+    equation 5, without restarts.
+    """
+    return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * done))

@@ -1,0 +1,19 @@
+"""Step sizes that fall."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedsim_attacks.schedules import half_cosine
+
+
+@pytest.mark.parametrize("final", [0.0, 0.005, 1.0])
+def test_half_cosine_known_answers(final: float) -> None:
+    assert half_cosine(0.0, final) == pytest.approx(1)
+    assert half_cosine(0.5, final) == pytest.approx((1 + final) / 2)
+    assert half_cosine(1.0, final) == pytest.approx(final, abs=1e-15)
+
+
+def test_half_cosine_falls() -> None:
+    values = [half_cosine(i / 50, 0.1) for i in range(51)]
+    assert all(later < earlier for earlier, later in zip(values, values[1:], strict=False))
