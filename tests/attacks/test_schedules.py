@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from fedsim_attacks.schedules import half_cosine
@@ -16,4 +18,4 @@ def test_half_cosine_known_answers(final: float) -> None:
 
 def test_half_cosine_falls() -> None:
     values = [half_cosine(i / 50, 0.1) for i in range(51)]
-    assert all(later < earlier for earlier, later in zip(values, values[1:], strict=False))
+    assert all(later < earlier for earlier, later in pairwise(values))
