@@ -17,6 +17,7 @@ Optimization by Basin-Hopping, 1997).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
@@ -45,7 +46,7 @@ _EXPLAINED = 0.04
 _SAME = 0.98
 """Cosine from which two features of one label count as one."""
 _ALIKE = 4.0
-"""Times the median length, or a part of it, within which a feature's length is plausible."""
+"""Times the usual length, or a part of it, within which a feature's length is plausible."""
 _MOVED, _NEARLY_MOVED = 2e-3, 2e-2
 """Part of ∂L/∂A that one feature an image leaves unexplained, from which features have moved, and
 from which that feature is of no use."""
@@ -225,13 +226,21 @@ def _explained(state: Unrolling, fit: Fit, errors: Tensor) -> tuple[Tensor, Tens
     """
     factors, left = norms(state.seen, fit.features, errors)
     length = factors * torch.linalg.vector_norm(fit.features, dim=1)
-    plausible = length[left < _EXPLAINED]
-    usual = (plausible if len(plausible) else length).median()
-    # An error signal of one label alone is explained by almost any feature that is long enough.
-    absurd = (length > _ALIKE * usual) | (length < usual / _ALIKE)
-    left = left + absurd  # 1 is what no feature at all would leave
+    # An error signal of one label alone is explained by almost any feature that is long enough, and
+    # one of a doubtful head by any that is short enough.
+    left = left + _absurd(length, left, state.seen.num_images)
     order = _distinct(fit.features, errors, left)[: state.seen.num_images]
     return fit.features[order] * factors[order, None], left[order].max().sqrt()
+
+
+def _absurd(length: Tensor, left: Tensor, count: int) -> Tensor:
+    """(n,) 1, as no feature at all would leave, where lengths are unlike those of the others.
+
+    These are the `count` that are explained best and are alike themselves; `left` is of all.
+    """
+    apart = (length[:, None] / length).log().abs() > math.log(_ALIKE)
+    worst = (left + apart.to(left)).sort(dim=1).values[:, min(count, len(left)) - 1]
+    return apart[worst.argmin()].to(left)
 
 
 def _distinct(features: Tensor, errors: Tensor, left: Tensor) -> Tensor:

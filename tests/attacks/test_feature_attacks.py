@@ -317,6 +317,23 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
     assert float(chosen.norm(dim=1).max()) < 2 * float(truth.features.norm(dim=1).max())
 
 
+@pytest.mark.parametrize(
+    ("images", "length", "left", "absurd"),
+    [
+        # One image over three steps of a ResNet-18: both others were the usual length before.
+        (1, [0.45, 18.29, 2.42], [8e-3, 1e-5, 6e-3], [1.0, 0.0, 1.0]),
+        (2, [18.0, 20.0, 900.0], [1e-3, 2e-3, 5e-4], [0.0, 0.0, 1.0]),
+        (2, [18.0, 900.0, 20.0, 1000.0], [1e-3, 1e-2, 2e-3, 1e-4], [0.0, 1.0, 0.0, 1.0]),
+        (3, [5.0, 6.0], [0.9, 0.8], [0.0, 0.0]),  # fewer were fitted than there are images
+    ],
+)
+def test_the_usual_length_is_of_those_that_are_explained_best(
+    images: int, length: list[float], left: list[float], absurd: list[float]
+) -> None:
+    found = unrolled_features._absurd(torch.tensor(length), torch.tensor(left), images)
+    assert found.tolist() == absurd
+
+
 def test_steps_are_not_unrolled_behind_noise() -> None:
     observation, truth = observe(2, defense=[{"name": "gaussian_noise", "std": 0.01}])
     with pytest.raises(AttackFailed, match="no exact row space"):
