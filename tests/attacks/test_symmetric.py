@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedsim import rng
 from fedsim_attacks.symmetric import pack, unpack
 
 
 def _symmetric(count: int, size: int) -> torch.Tensor:
-    square = torch.randn(count, size, size, dtype=torch.float64, generator=torch.manual_seed(0))
+    stream = rng.generator(0, "symmetric")
+    square = torch.randn(count, size, size, dtype=torch.float64, generator=stream)
     return square + square.transpose(1, 2)
 
 
