@@ -21,7 +21,8 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackState, solve
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.contrast import exposed
+from fedsim_attacks.contrast import exposing
+from fedsim_attacks.image_prior import ImagePrior
 from fedsim_attacks.matching import Matching
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.phases import Phase, Phases, Settings
@@ -54,10 +55,14 @@ class Descent(AttackState):
     @property
     def shown(self) -> Tensor:
         """The images of least own loss, with the contrast that the phase asks for."""
+        return self.stretch(self.best) * self.best
+
+    def stretch(self, images: Tensor) -> Tensor:
+        """(N, 1, 1, 1): what gives each of the `images` the contrast that the phase asks for."""
         contrast = self.phase.contrast
         if contrast is None:
-            return self.best
-        return exposed(self.best, self.matching.box, contrast)
+            return images.new_ones(len(images), 1, 1, 1)
+        return exposing(images, self.matching.box, contrast)
 
 
 @final
@@ -86,6 +91,9 @@ class FactoredInversion(Attack[Descent]):
     jump_width: Annotated[float, Field(ge=0)] = 1.0
     """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
 
+    public: bool = True
+    """Whether public images, if the threat model grants any, are a prior."""
+
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Recover features, and start at random images.
 
@@ -95,9 +103,13 @@ class FactoredInversion(Attack[Descent]):
         seed = int(torch.randint(2**31, (), generator=rng))
         found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
         assert found is not None
-        phases = Phases(observation, found, seed, self._settings())
+        public = knowledge.public_images if self.public else None
+        prior = None if public is None else ImagePrior(observation, public)
+        phases = Phases(observation, found, seed, self._settings(), prior)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
+        if phases.law is not None:
+            images = phases.law.means
         infinite = torch.full((), torch.inf, device=images.device)
         return Descent(
             loss=infinite,
@@ -126,12 +138,17 @@ class FactoredInversion(Attack[Descent]):
         variation, slope = chromatic_variation(images)
         final = phase.final_variation * phase.total_variation
         state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
+        slope.mul_(phase.total_variation * phase.final_variation**done).add_(misfit.slope)
+        if (law := state.phases.law) is not None:
+            # Where the update does not see contrast, images have less than they are shown with.
+            stretch = state.stretch(images)
+            unlikely, toward = law(stretch * images)
+            state.loss = state.loss + state.phases.law_weight * unlikely
+            slope.addcmul_(toward, stretch, value=state.phases.law_weight)
         better = (state.loss < state.best_loss) | misfit.renewed
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        weight = phase.total_variation * phase.final_variation**done
-        step_size = phase.step_size * half_cosine(done, _FINAL)
-        state.pyramid.step(slope.mul_(weight).add_(misfit.slope), step_size)
+        state.pyramid.step(slope, phase.step_size * half_cosine(done, _FINAL))
         images.clamp_(*state.matching.box)
         state.iteration += 1
         return state

@@ -34,10 +34,11 @@ from fedsim_attacks.body_gradient import (
 )
 from fedsim_attacks.contrast import trusted
 from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.image_prior import ImageLaw, ImagePrior
 from fedsim_attacks.label_inference import infer_labels
 from fedsim_attacks.later_steps import LaterSteps, as_one_gradient
 from fedsim_attacks.peeling import Peeling
-from fedsim_attacks.relaxation import Relaxation
+from fedsim_attacks.relaxation import LEAST_CLEAR, Relaxation
 from fedsim_attacks.stages import StagedBody
 from fedsim_attacks.unrolled_update import UnrolledUpdate
 from fedsim_attacks.whole_gradient import WholeGradient
@@ -77,6 +78,8 @@ _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 A first stage alone is descended through smooth images well, and held back by none in the end."""
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
+_LEAST_LAW = 1e-3
+"""Least weight of how unlikely images are by the law of public ones."""
 _PRIOR = 0.7
 """Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
 value: what the weight of the total variation then follows from."""
@@ -124,9 +127,17 @@ class Phases:
     """The phases of one observation's descent, each made when the one before is over."""
 
     def __init__(
-        self, observation: Observation, found: Tensor, seed: int, settings: Settings
+        self,
+        observation: Observation,
+        found: Tensor,
+        seed: int,
+        settings: Settings,
+        prior: ImagePrior | None = None,
     ) -> None:
-        """For features that were `found` (N, d), rightly or not; `seed` is of random starts."""
+        """For features that were `found` (N, d), rightly or not; `seed` is of random starts.
+
+        `prior` is what public images tell, if there are any.
+        """
         self._observation, self._found, self._settings = observation, found, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._one = as_one_gradient(observation) if self._several else observation
@@ -140,7 +151,15 @@ class Phases:
         self._begun = 0
         """Iterations before the present phase."""
         self._plans: list[Plan] = [self._unrolled] if unrolls else []
+        self._prior = prior
         self.present = self._first()
+        self.law = self._law()
+        """Of images of the present phase; None without public ones."""
+        values = observation.num_images * math.prod(observation.model.input_shape)
+        clear = max(1 - noise_share(self._one, self._seen), LEAST_CLEAR)
+        demanded = values * relative_noise_variance(self._one, self._seen) / math.sqrt(clear)
+        self.law_weight = max(_LEAST_LAW, demanded)
+        """What its energy counts: as likelihoods do, and more where noise is most of the update."""
 
     def over(self, iteration: int) -> bool:
         """Whether another phase is to follow at that `iteration`."""
@@ -149,11 +168,21 @@ class Phases:
     def follow(self, images: Tensor) -> None:
         """Go on to the next phase, from normalized `images` (N, C, H, W)."""
         self._begun += self.present.iterations
-        self.present = self._plans.pop(0)(images)
+        before, self.present = self.present.features, self._plans.pop(0)(images)
+        if self.present.features is not before:
+            self.law = self._law()
 
     def done(self, iteration: int) -> float:
         """Share of the present phase that is over at that `iteration`."""
         return (iteration - self._begun) / self.present.iterations
+
+    def _law(self) -> ImageLaw | None:
+        if self._prior is None:
+            return None
+        features = self.present.features
+        if features is None:
+            return self._prior.ignorant(self._observation.num_images)
+        return self._prior.law(features)
 
     def _first(self) -> Phase:
         if image_features.settled(self._seen, self._found):

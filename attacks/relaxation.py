@@ -37,7 +37,7 @@ _TIGHT_ROUGH = 10.0
 _FAR, _CLEAR = 1.5, 3.0
 """How far maps are from right that nothing is known of, in units of their size: where noise hides
 most of the update, steps are to be shorter, by the fourth root of what is not noise."""
-_LEAST_CLEAR = 1e-3
+LEAST_CLEAR = 1e-3
 """Share of the update that is not noise, at least: less cannot be told from none."""
 
 
@@ -65,7 +65,7 @@ class Relaxation:
         that of several steps, taken for one, `later` tells what the others add. There are to be
         `steps` calls.
         """
-        clear = max(1 - noise, _LEAST_CLEAR)
+        clear = max(1 - noise, LEAST_CLEAR)
         self.tight = (_TIGHT if later is None else _TIGHT_ROUGH) * math.sqrt(clear)
         """What a relative squared distance of maps costs at the end."""
         self._staged, self._features, self._errors = staged, features, known.errors

@@ -28,6 +28,7 @@ from fedsim.types import (
     Knowledge,
     Labels,
     Observation,
+    PublicKnowledge,
     Reconstruction,
     Released,
     RowKnowledge,
@@ -46,6 +47,7 @@ class Needs:
     bn: BatchNormKnowledge = "none"
     features: FeatureKnowledge = "none"
     rows: RowKnowledge = "none"
+    public: PublicKnowledge = "none"
 
     def unmet(
         self,
@@ -53,6 +55,7 @@ class Needs:
         bn: BatchNormKnowledge,
         features: FeatureKnowledge = "none",
         rows: RowKnowledge = "none",
+        public: PublicKnowledge = "none",
     ) -> str | None:
         """What is missing from such a grant, as advice; None if nothing is."""
         label_order: Sequence[Labels] = ("none", "inferred", "known")
@@ -65,6 +68,8 @@ class Needs:
             return _advice("features", "known", "none")
         if self.rows == "others" and rows == "none":
             return _advice("rows", "others", "none")
+        if self.public == "test" and public == "none":
+            return _advice("public", "test", "none")
         return None
 
 

@@ -87,6 +87,13 @@ class RowGrant(StrEnum):
     others = "others"
 
 
+class PublicGrant(StrEnum):
+    """`knowledge.public`."""
+
+    none = "none"
+    test = "test"
+
+
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
 Settings = Annotated[
     list[str] | None,
@@ -144,6 +151,9 @@ def attack(
     rows: Annotated[
         RowGrant, typer.Option(help="Which rows the attacker of a closed-form release knows.")
     ] = RowGrant.none,
+    public: Annotated[
+        PublicGrant, typer.Option(help="Which images of no client the attacker has.")
+    ] = PublicGrant.none,
     truth: Annotated[
         Path | None,
         typer.Option(help="Run folder with truth/; found by itself beside the recording."),
@@ -177,6 +187,7 @@ def attack(
                 bn=bn.value,
                 features=features.value,
                 rows=rows.value,
+                public=public.value,
                 seed=seed,
                 device=device,
                 truth=truth,

@@ -22,7 +22,13 @@ from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.adversary import Progress, Solution, create
-from fedsim.recording import checked_id, load_observation, load_truth, write_tensors
+from fedsim.recording import (
+    checked_id,
+    load_observation,
+    load_public,
+    load_truth,
+    write_tensors,
+)
 from fedsim.theory import observed_rate
 from fedsim.types import (
     FedsimError,
@@ -186,6 +192,7 @@ def run_job(
             truth,
             setting.granted,
             seed,
+            public_images=load_public(setting.root) if setting.granted.public != "none" else None,
             restarts=job.restarts,
             progress=progress,
         )

@@ -28,12 +28,14 @@ def grant(
     labels: Labels,
     bn: BatchNormKnowledge,
     features: FeatureKnowledge = "none",
+    public_images: Tensor | None = None,
 ) -> tuple[Observation, Knowledge]:
     """The observation as the threat model shows it, and the knowledge granted beside it.
 
     Labels are handed over only if `labels == "known"`, features only if `features == "known"` (None
-    if the model has no head whose features are recorded). The client's new batch-norm buffers, from
-    which its batch's statistics follow, are withheld below `bn == "inferred"`.
+    if the model has no head whose features are recorded), `public_images` (P, C, H, W) if given.
+    The client's new batch-norm buffers, from which its batch's statistics follow, are withheld
+    below `bn == "inferred"`.
 
     Raises:
         ValueError: what only the truth holds is granted, but there is no truth.
@@ -53,6 +55,8 @@ def grant(
         exact_bn=batch_statistics(observation, truth) if truth and bn == "exact" else None,
         features=features,
         true_features=None if true_features is None else true_features.to(device),
+        public="none" if public_images is None else "test",
+        public_images=None if public_images is None else public_images.to(device),
     )
 
 

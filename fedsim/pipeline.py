@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedsim import canaries, federation, progress, record, recording, refusal, rows, scoring
 from fedsim.adversary import Progress
+from fedsim.data.public import public_images
 from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
@@ -183,6 +184,7 @@ class _Plan:
                 on_result(job, nothing_recorded(seen, lost))
         jobs = [job for job, _ in pending if job.observation.exists()]
         if jobs:
+            self._publish()
             run_jobs(
                 jobs,
                 self._setting(),
@@ -190,6 +192,11 @@ class _Plan:
                 on_progress=on_progress,
                 on_result=on_result,
             )
+
+    def _publish(self) -> None:
+        """Write what every attack is granted of the test split."""
+        if self.scenario.knowledge.public != "none" and isinstance(self.dataset, Dataset):
+            recording.save_public(public_images(self.dataset, self.scenario.seed), self.out)
 
     def _jobs(self) -> list[tuple[Job, Observation]]:
         """Every attack on every recording that there is to be."""

@@ -6,6 +6,7 @@ attacked on another.
 
     ROOT/observations/<stack>/round-0001/global.safetensors        what the server had sent
     ROOT/observations/<stack>/round-0001/client-0000-b4-t0.*       one update: .safetensors, .json
+    ROOT/public.safetensors                                        images of no client, if granted
     ROOT/truth/<stack>/round-0001/client-0000-b4-t0.safetensors    written by the client itself
 """
 
@@ -45,6 +46,7 @@ _ID = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/(client-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
 )
 _GLOBAL = "global.safetensors"
+_PUBLIC = "public.safetensors"
 _MOST = 1_000_000
 """Of anything that is counted in a recording."""
 
@@ -235,6 +237,29 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
     whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
     whole &= losses.shape == (2,) and losses.is_floating_point()
     return whole and bool((labels >= 0).all()) and images.is_floating_point()
+
+
+def save_public(images: Tensor, root: Path) -> None:
+    """Write the `images` (P, C, H, W), uint8, that the threat model grants every attack."""
+    write_tensors(root / _PUBLIC, {"images": images})
+
+
+@lru_cache(maxsize=1)
+def load_public(root: Path) -> Tensor:
+    """The public images (P, C, H, W), uint8, of the run in `root`.
+
+    Raises:
+        FedsimError: none were recorded, or they cannot be read.
+    """
+    path = root / _PUBLIC
+    if not path.exists():
+        raise FedsimError(
+            f"{path}: no public images were recorded; run the scenario with knowledge.public: test"
+        )
+    images = read_tensors(path).get("images")
+    if images is None or images.ndim != 4 or images.dtype != torch.uint8 or not images.numel():
+        raise FedsimError(f"{path}: not the public images of a run; run the scenario again")
+    return images
 
 
 def root_of(recording: Path) -> Path | None:

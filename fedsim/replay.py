@@ -16,6 +16,7 @@ from fedsim.types import (
     FedsimError,
     Labels,
     Observation,
+    PublicKnowledge,
     Reconstruction,
     RowKnowledge,
     RowTruth,
@@ -34,6 +35,7 @@ def attack(
     bn: BatchNormKnowledge = "none",
     features: FeatureKnowledge = "none",
     rows: RowKnowledge = "none",
+    public: PublicKnowledge = "none",
     seed: int | None = None,
     device: str = "cpu",
     truth: str | Path | None = None,
@@ -45,11 +47,11 @@ def attack(
         observation: A recording, or the path of its JSON file.
         name: The attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
-        labels, bn, features, rows: What the threat model grants.
+        labels, bn, features, rows, public: What the threat model grants.
         seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
-        truth: The run's folder that holds `truth/`. For a recording given by path it is found by
-            itself. Without truth nothing is scored.
+        truth: The run's folder that holds `truth/`, and the public images. For a recording given
+            by path it is found by itself. Without truth nothing is scored.
         on_progress: Told of the attack's loss now and then.
 
     Returns:
@@ -72,14 +74,19 @@ def attack(
             "and none was found: name the run's folder (--truth), or grant less"
         )
     chosen = create(name, parameters)
-    if unmet := chosen.required().unmet(labels, bn, features, rows):
+    if unmet := chosen.required().unmet(labels, bn, features, rows, public):
         raise FedsimError(f"attack {name} {unmet}")
+    if public != "none" and root is None:
+        raise FedsimError(
+            "public images lie in a run's folder, and none was found: name it (--truth)"
+        )
     solution = question(
         chosen,
         observation,
         victim,
-        Granted(labels=labels, bn=bn, features=features, rows=rows),
+        Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
         jobs.seed_of(observation, name) if seed is None else seed,
+        public_images=recording.load_public(root) if root and public != "none" else None,
         restarts=restarts,
         progress=on_progress,
     )
@@ -91,7 +98,13 @@ def attack(
             "restarts": restarts,
             "parameters": chosen.model_dump(mode="json"),
         },
-        "knowledge": {"labels": labels, "bn": bn, "features": features, "rows": rows},
+        "knowledge": {
+            "labels": labels,
+            "bn": bn,
+            "features": features,
+            "rows": rows,
+            "public": public,
+        },
         "metrics": _metrics(found, victim),
         "cost": jobs.cost(solution),
     }

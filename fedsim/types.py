@@ -26,6 +26,7 @@ Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
 RowKnowledge = Literal["none", "others"]
+PublicKnowledge = Literal["none", "test"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 AuditMethod = Literal["two_worlds", "one_run"]
@@ -285,6 +286,10 @@ class Knowledge:
     the target. Set only if `rows == "others"`."""
     target_client: int = 0
     """Whose row the target is, counted in `other_rows`."""
+    public: PublicKnowledge = "none"
+    public_images: Tensor | None = None
+    """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
+    if `public == "test"`."""
     candidate: Tensor | None = None
     """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""
 

@@ -28,6 +28,7 @@ from fedsim.types import (
     FeatureKnowledge,
     Labels,
     Observation,
+    PublicKnowledge,
     Reconstruction,
     RowKnowledge,
     RowTruth,
@@ -43,6 +44,7 @@ class Granted:
     bn: BatchNormKnowledge = "none"
     features: FeatureKnowledge = "none"
     rows: RowKnowledge = "none"
+    public: PublicKnowledge = "none"
 
 
 def question(
@@ -52,10 +54,11 @@ def question(
     granted: Granted,
     seed: int,
     *,
+    public_images: torch.Tensor | None = None,
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Run `attack` on `observation` with what is granted of `truth`.
+    """Run `attack` on `observation` with what is granted of `truth`, and any `public_images`.
 
     Of rows the answers are put together: for every row that took part, in order, or, from an attack
     that is asked of candidates, for every row that could have.
@@ -70,7 +73,9 @@ def question(
         return _of_rows(attack, observation, truth, granted, seed, restarts, progress)
     if observation.released != "update":
         raise AttackFailed("rows are asked for one at a time, which takes the run's truth/ folder")
-    seen, known = grant(observation, truth, granted.labels, granted.bn, granted.features)
+    seen, known = grant(
+        observation, truth, granted.labels, granted.bn, granted.features, public_images
+    )
     return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
 
 

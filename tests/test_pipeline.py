@@ -92,6 +92,7 @@ def test_rows_state_the_threat_model_and_the_claim(finished: Run) -> None:
             "bn": "none",
             "features": "none",
             "rows": "none",
+            "public": "none",
         }
         summed = row["defense"]["name"] == "sum"
         assert row["vantage"] == ("aggregate" if summed else "server")

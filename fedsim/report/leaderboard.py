@@ -82,6 +82,7 @@ class LeaderboardRow:
     bn: str
     features: str
     rows: str
+    public: str
     batch_size: int
     round: int
     n: int
@@ -245,6 +246,7 @@ def _aggregate(
         bn=first.knowledge.bn,
         features=first.knowledge.features,
         rows=first.knowledge.rows,
+        public=first.knowledge.public,
         batch_size=first.batch_size,
         round=first.round,
         n=len(rows),

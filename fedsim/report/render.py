@@ -90,6 +90,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "bn": row.bn,
         "features": row.features,
         "rows": row.rows,
+        "public": row.public,
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,
@@ -245,7 +246,7 @@ def _width(columns: list[list[str]]) -> int:
     return sum(max(map(len, column)) + 1 for column in columns)
 
 
-_CASES = ("vantage", "labels", "bn", "features", "round")
+_CASES = ("vantage", "labels", "bn", "features", "public", "round")
 _CASES_OF_ROWS = ("vantage", "rows", "round")
 
 

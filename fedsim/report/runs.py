@@ -80,6 +80,7 @@ class KnowledgeOf(_Part):
     bn: str
     features: str = "none"
     rows: str = "none"
+    public: str = "none"
 
 
 class ControlOf(_Part):

@@ -57,6 +57,10 @@ _FEATURES = {
     "known": "the true features, for oracles that order by them, which no real attacker has: read "
     "their figures as an upper bound",
 }
+_PUBLIC = {
+    "none": "",
+    "test": "the test split: images of the same kind, of which no client holds any",
+}
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
@@ -74,6 +78,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         _each(rows, _LABELS, lambda row: row.knowledge.labels),
         _each(rows, _BATCH_NORM, lambda row: row.knowledge.bn),
         _each(rows, _FEATURES, lambda row: row.knowledge.features),
+        _each(rows, _PUBLIC, lambda row: row.knowledge.public),
     ]
     return [
         ("Sees", _sentence(seen)),
@@ -85,8 +90,8 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         ("Is granted", _sentence(granted)),
         (
             "Never sees",
-            "An image. Restarts and reconstructions are chosen by the attack’s own loss, not by "
-            "their likeness to the truth.",
+            "An image of a client. Restarts and reconstructions are chosen by the attack’s own "
+            "loss, not by their likeness to the truth.",
         ),
     ]
 

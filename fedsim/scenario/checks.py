@@ -54,6 +54,11 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     yield from _labels(usable)
     if knowledge:
         yield from _needs(usable, knowledge)
+    if knowledge and not trains and knowledge.public != "none":
+        yield (
+            ("knowledge", "public"),
+            "only attacks on the updates of a model use public images; remove it",
+        )
     if knowledge and training:
         yield from _batch_norm(knowledge, training)
     for name, refs in sections.get("defenses", {}).items():
@@ -251,7 +256,11 @@ def _needs(
             continue
         required = cls.model_validate(dict(entry.parameters)).required()
         if unmet := required.unmet(
-            knowledge.labels, knowledge.bn, knowledge.features, knowledge.rows
+            knowledge.labels,
+            knowledge.bn,
+            knowledge.features,
+            knowledge.rows,
+            knowledge.public,
         ):
             yield ("attacks", index), f"{entry.name} {unmet}; grant it, or drop the attack"
 

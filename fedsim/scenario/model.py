@@ -25,6 +25,7 @@ from fedsim.types import (
     FeatureKnowledge,
     Labels,
     Mode,
+    PublicKnowledge,
     RowKnowledge,
     Sampling,
 )
@@ -171,6 +172,9 @@ class KnowledgeGrant(Section):
     rows: RowKnowledge = "none"
     """Of a closed-form release. `others`: the attacker knows every row that took part but the one
     that it is after, as the informed adversary of differential privacy does."""
+    public: PublicKnowledge = "none"
+    """Images that no client holds. `test`: the attacker has the test split (of more than 10,000
+    images, so many at random); attacks then say how much is seen by whoever has similar data."""
 
 
 class Privacy(Section):

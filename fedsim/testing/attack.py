@@ -34,6 +34,8 @@ from fedsim.types import Knowledge, Observation, Reconstruction, Tensors
 _SIZES = (1, 3)
 _LIMIT = 10_000
 _SEED = 5
+_PUBLIC = 5
+"""Images that are granted as public."""
 
 over_sizes = pytest.mark.parametrize("size", _SIZES)
 over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
@@ -152,12 +154,15 @@ class AttackContract(AnyAttackContract):
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
         needs = self.make().required()
+        images, _ = example_batch(size + _PUBLIC)
+        public = (images[size:] * 255).round().to(torch.uint8)
         return grant(
             observation,
             truth,
             "known" if most else needs.labels,
             "exact" if most else needs.bn,
             "known" if most else needs.features,
+            public if most or needs.public != "none" else None,
         )
 
     def check(self, found: Reconstruction, observation: Observation) -> None:

@@ -19,6 +19,7 @@ from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.deep_leakage import DeepLeakage
 from fedsim_attacks.factored_inversion import FactoredInversion
 from fedsim_attacks.feature_inversion import FeatureInversion
+from fedsim_attacks.feature_regression import FeatureRegression
 from fedsim_attacks.generative_prior import GenerativePrior
 from fedsim_attacks.generator import over_parameterized, pack_generator
 from fedsim_attacks.grad_inversion import GradInversion
@@ -96,6 +97,11 @@ class TestHeadFit(OfATwoLayerHead):
 class TestBestFeatures(OfATwoLayerHead):
     def make(self) -> BestFeatures:
         return BestFeatures(iterations=100, starts=2, trials=1)
+
+
+class TestFeatureRegression(OfATwoLayerHead):
+    def make(self) -> FeatureRegression:
+        return FeatureRegression()
 
 
 class TestFeatureInversion(OfATwoLayerHead):

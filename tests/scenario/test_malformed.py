@@ -399,6 +399,12 @@ CASES = {
         "knowledge.bn",
         "nothing can be inferred",
     ),
+    "an attack that needs public images": Case(
+        "{name: label_inference}",
+        "feature_regression # <-",
+        "attacks[1]",
+        "knowledge.public: test",
+    ),
     "noise without a bound": Case(
         "    - {name: clip, norm: 1.0}\n", "", "defenses.dp[0]", "put clip directly before it"
     ),

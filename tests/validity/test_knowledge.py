@@ -136,6 +136,20 @@ def test_features_are_handed_over_only_as_granted(features: FeatureKnowledge) ->
     assert holds(knowledge, truth.features) == (features == "known")
 
 
+def test_public_images_are_handed_over_only_as_granted() -> None:
+    observation, truth = batch_norm()
+    public = (example_batch(9)[0][4:] * 255).byte()
+    _, without = grant(observation, truth, "known", "exact")
+    shown, knowledge = grant(observation, truth, "none", "none", public_images=public)
+    assert not holds(without, public)
+    assert not holds(shown, public)
+    assert holds(knowledge, public)
+    assert not holds(knowledge, truth.images)
+    assert (without.public, knowledge.public) == ("none", "test")
+    assert Needs(public="test").unmet("known", "exact", "known", "others") is not None
+    assert Needs(public="test").unmet("none", "none", "none", "none", "test") is None
+
+
 def test_without_the_truth_it_cannot_be_granted() -> None:
     observation, _ = batch_norm()
     with pytest.raises(ValueError, match="truth"):

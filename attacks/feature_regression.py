@@ -1,0 +1,88 @@
+"""Images regressed on the features that the head's gradient gives away.
+
+What a two-layer head leaks of an image's features (`best_features`) survives noise that hides the
+image itself from gradient matching; and who has public images of the same kind reads an image off
+its features. It takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedsim.adversary import Attack, AttackState, Needs, solve
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.best_features import BestFeatures
+from fedsim_attacks.body_gradient import signals
+from fedsim_attacks.image_prior import ImagePrior
+from fedsim_attacks.matching import Matching
+
+
+@dataclass(kw_only=True)
+class Regressed(AttackState):
+    """What features say of their images."""
+
+    matching: Matching
+    images: Tensor
+    """(N, C, H, W), normalized."""
+    labels: Tensor
+    features: Tensor
+
+
+@final
+class FeatureRegression(Attack[Regressed]):
+    """Recovers features, and guesses their images by a regression on public ones.
+
+    The guess of least squared error that is linear in the features: blurred, but with the right
+    colors in the right places. Nothing is optimized.
+    """
+
+    paper: ClassVar[str] = (
+        "fedsim: features by best_features; images from features after Dosovitskiy and Brox, "
+        "Inverting Visual Representations with Convolutional Networks, CVPR 2016, by ridge "
+        "regression"
+    )
+    needs: ClassVar[Needs] = Needs(public="test")
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Regressed:
+        """Everything happens here.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, nothing is left of its gradient, or the
+                public images are not the model's.
+        """
+        assert knowledge.public_images is not None
+        prior = ImagePrior(observation, knowledge.public_images)
+        seed = int(torch.randint(2**31, (), generator=rng))
+        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
+        assert found.features is not None
+        return Regressed(
+            loss=torch.tensor(found.loss),
+            matching=Matching(observation),
+            images=prior.law(found.features).means,
+            labels=signals(observation, found.features).labels,
+            features=found.features,
+        )
+
+    def step(self, state: Regressed) -> Regressed:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Regressed) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Regressed) -> Reconstruction:
+        """The images, with labels and features; the loss is that of the features."""
+        return Reconstruction(
+            images=state.matching.pixels(state.images),
+            labels=state.labels,
+            features=state.features,
+            loss=float(state.loss),
+            iterations=0,
+        )
