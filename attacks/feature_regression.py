@@ -15,8 +15,10 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState, Needs, solve
 from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks import image_features
 from fedsim_attacks.best_features import BestFeatures
 from fedsim_attacks.body_gradient import signals
+from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.image_prior import ImagePrior
 from fedsim_attacks.matching import Matching
 
@@ -37,7 +39,8 @@ class FeatureRegression(Attack[Regressed]):
     """Recovers features, and guesses their images by a regression on public ones.
 
     The guess of least squared error that is linear in the features: blurred, but with the right
-    colors in the right places. Nothing is optimized.
+    colors in the right places; where the head's gradient leaves features in doubt, the mean of the
+    public images. Nothing is optimized.
     """
 
     paper: ClassVar[str] = (
@@ -61,10 +64,13 @@ class FeatureRegression(Attack[Regressed]):
         seed = int(torch.randint(2**31, (), generator=rng))
         found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
         assert found.features is not None
+        seen = HeadGradient.of(observation)
+        told = image_features.settled(seen, found.features)
+        law = prior.law(found.features) if told else prior.ignorant(len(found.features))
         return Regressed(
             loss=torch.tensor(found.loss),
             matching=Matching(observation),
-            images=prior.law(found.features).means,
+            images=law.means,
             labels=signals(observation, found.features).labels,
             features=found.features,
         )

@@ -119,6 +119,16 @@ def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
     assert gained["psnr"] > float(guessed) + 2
 
 
+def test_features_in_doubt_are_not_read() -> None:
+    """Of features that are wrong a regression makes images that are worse than their mean."""
+    observation, _, public = digits(4, [{"name": "gaussian_noise", "std": 0.3}])
+    _, knowledge = grant(observation, None, "none", "none", public_images=public)
+    images = solve(FeatureRegression(), observation, knowledge, 0).reconstruction.images
+    assert images is not None
+    mean = (public.float() / 255).mean(0).expand_as(images)
+    torch.testing.assert_close(images, mean, rtol=0, atol=1e-4)
+
+
 def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted() -> None:
     observation, truth, public = digits(2, [])
     _, without = grant(observation, truth, "none", "none")

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
+import torch
 from deep_victims import observe
+from torch import Tensor
 
 from fedsim import rng
 from fedsim.adversary import solve
+from fedsim.knowledge import grant
+from fedsim.testing.observation import example_batch
 from fedsim.types import Knowledge, Observation
+from fedsim_attacks import image_features
 from fedsim_attacks.body_gradient import BodyGradient, PartGradient
 from fedsim_attacks.factored_inversion import FactoredInversion
+from fedsim_attacks.image_prior import ImageLaw, ImagePrior
 from fedsim_attacks.peeling import Peeling
 from fedsim_attacks.relaxation import Relaxation
 from fedsim_attacks.whole_gradient import WholeGradient
@@ -78,3 +84,73 @@ def test_images_of_a_deep_body_come_out(defense: list[dict[str, Any]], least: fl
     assert images is not None
     error = (images[:, None] - truth.images[None]).square().flatten(2).mean(2).min(1).values
     assert float(-10 * error.log10().mean()) > least
+
+
+def public(observation: Observation) -> Knowledge:
+    images, _ = example_batch(30, observation.model.input_shape)
+    return grant(observation, None, "none", "none", public_images=(images * 255).byte())[1]
+
+
+@pytest.mark.parametrize("std", [1e-2, 0.3])
+def test_public_images_tell_of_features_where_these_are_known(std: float) -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
+    state = FactoredInversion().init(observation, public(observation), rng.generator(0, "phases"))
+    assert state.phases.law is not None
+    apart = not torch.equal(*state.phases.law.means)
+    assert apart == (state.phase.features is not None) == (std < 0.1)
+    assert torch.equal(state.images, state.phases.law.means)
+
+
+def test_the_more_noise_the_more_the_law_of_public_images_counts() -> None:
+    def weight(std: float) -> float:
+        observation, _ = observe([{"name": "gaussian_noise", "std": std}] if std else [])
+        attack = FactoredInversion(iterations=1)
+        return attack.init(
+            observation, public(observation), rng.generator(0, "phases")
+        ).phases.law_weight
+
+    found = [weight(std) for std in (0.0, 1e-3, 1e-2, 1e-1)]
+    assert found[0] == 1e-3
+    assert sorted(found) == found
+    assert found[-1] > found[0]
+
+
+def test_the_law_is_asked_of_images_as_they_will_be_shown() -> None:
+    observation, _ = observe([])
+    attack = FactoredInversion(iterations=2)
+    state = attack.init(observation, public(observation), rng.generator(0, "phases"))
+    state = attack.step(state)  # on from the stages that were peeled in none
+    law, asked = state.phases.law, []
+    assert law is not None
+
+    def spied(images: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(images)
+        return law(images)
+
+    state.phases.law = cast(ImageLaw, spied)
+    state.images = state.best = 0.01 * law.means
+    shown = state.shown
+    assert state.phase.contrast == 1
+    assert float(shown.abs().max()) > 10 * float(state.images.abs().max())
+    attack.step(state)
+    torch.testing.assert_close(asked[-1], shown)
+
+
+def test_once_images_tell_features_the_law_is_that_of_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observation, truth = observe([], model="convnet")
+    monkeypatch.setattr(image_features, "settled", lambda seen, found: False)
+    monkeypatch.setattr(image_features, "fitted", lambda seen, images, found: truth.features)
+    attack, knowledge = FactoredInversion(iterations=8), public(observation)
+    state = attack.init(observation, knowledge, rng.generator(0, "phases"))
+    before = state.phases.law
+    while not attack.terminate(state):
+        state = attack.step(state)
+    assert before is not None
+    assert state.phases.law is not None
+    assert torch.equal(*before.means)
+    assert truth.features is not None
+    assert knowledge.public_images is not None
+    expected = ImagePrior(observation, knowledge.public_images).law(truth.features).means
+    torch.testing.assert_close(state.phases.law.means, expected)
