@@ -1,9 +1,10 @@
-"""Draw docs/images/resnet18.png from what `fedsim attack RECORDING --out FOLDER` has left.
+"""Draw resnet18.png and public.png from what `fedsim attack RECORDING --out FOLDER` has left.
 
-    python docs/images/make_resnet18.py RUN RECORDING undefended=FOLDER "noise of 0.01=FOLDER"
+    python docs/images/make_resnet18.py docs/images/resnet18.png RUN RECORDING undefended=FOLDER \
+        "noise of 0.01=FOLDER"
 
-One batch: the truth above, and below what was made of its update behind each defense, each image
-where it is nearest. The pixels are the scored ones, enlarged and not rescaled.
+One batch: the truth above, and below what was made of its update, a line for each folder and each
+image where it is nearest. The pixels are the scored ones, enlarged and not rescaled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from fedsim.recording import load_observation, load_truth, read_tensors
 
 
-def main(run: Path, recording: Path, folders: dict[str, Path]) -> None:
+def main(picture: Path, run: Path, recording: Path, folders: dict[str, Path]) -> None:
     truth = load_truth(run, load_observation(recording).id).images
     lines = {"truth": truth}
     for label, folder in folders.items():
@@ -33,10 +34,10 @@ def main(run: Path, recording: Path, folders: dict[str, Path]) -> None:
         for cell, image in zip(axes, images, strict=True):
             cell.imshow(image.permute(1, 2, 0), vmin=0, vmax=1)
             cell.set(xticks=[], yticks=[])
-    figure.savefig(Path(__file__).with_name("resnet18.png"), dpi=130)
+    figure.savefig(picture, dpi=130)
 
 
 if __name__ == "__main__":
-    run, recording, *attacks = sys.argv[1:]
+    picture, run, recording, *attacks = sys.argv[1:]
     found = {label: Path(folder) for label, folder in (each.split("=") for each in attacks)}
-    main(Path(run), Path(recording), found)
+    main(Path(picture), Path(run), Path(recording), found)
