@@ -258,7 +258,7 @@ class PartGradient:
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
             left, pull = self._update.compared([u.detach() for u in update])
-            energy = self._update.energy
+            energy = in_shares_of(self._update.energy)
             away = outputs.detach() / stretch - self._outputs
             loss = torch.stack([each.square().sum() for each in left]).sum() / energy
             count = self._lengths * len(away)
@@ -359,6 +359,11 @@ def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor]
     if pruning.get("scope") == "tensor":
         return least
     return [torch.stack(least).min()] * len(least)
+
+
+def in_shares_of(energy: Tensor) -> Tensor:
+    """`energy` (0-d); 1 if nothing is left of an update, whose misfit then is zero everywhere."""
+    return torch.where(energy > 0, energy, 1.0)
 
 
 def laid(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsim.types import Observation
-from fedsim_attacks.body_gradient import Misfit, PartUpdate, Signals, laid
+from fedsim_attacks.body_gradient import Misfit, PartUpdate, Signals, in_shares_of, laid
 from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.schedules import half_cosine
 from fedsim_attacks.stages import StagedBody
@@ -74,7 +74,7 @@ class Relaxation:
             PartUpdate(observation, staged.body, stage.part, known.scale, rough=later is not None)
             for stage in staged.stages
         ]
-        self._energy = torch.stack([update.energy for update in self._updates]).sum()
+        self._energy = in_shares_of(torch.stack([each.energy for each in self._updates]).sum())
         self._taken, self._steps = 0, steps
         self.maps, away = self._started(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * away[0]

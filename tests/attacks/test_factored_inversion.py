@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim import rng
+from fedsim.adversary import solve
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
@@ -92,6 +94,23 @@ def test_what_pruning_removed_counts_only_beyond_its_bound() -> None:
     )
     assert removed > 0
     assert float(misfit(observation, truth, truth.images).update) < 1e-6
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) -> None:
+    """As global pruning may leave it: not every loss is then undefined."""
+    parameters = {"head": HEAD, "width": 8} if model == "convnet" else {"head": HEAD}
+    observation, _ = make_observation(
+        *example_batch(2),
+        model=model,
+        model_parameters=parameters,
+        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
+    )
+    for name, tensor in observation.update.items():
+        if name.startswith("body."):
+            tensor.zero_()
+    found = solve(FactoredInversion(iterations=6), observation, Knowledge(), 0)
+    assert math.isfinite(found.reconstruction.loss)
 
 
 LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
