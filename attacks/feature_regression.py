@@ -23,6 +23,11 @@ from fedsim_attacks.image_prior import ImagePrior
 from fedsim_attacks.matching import Matching
 
 
+_MIXED = 0.3
+"""How much of their difference two features may have exchanged: their images are then blends, of
+which the right one is the larger part."""
+
+
 @dataclass(kw_only=True)
 class Regressed(AttackState):
     """What features say of their images."""
@@ -65,7 +70,7 @@ class FeatureRegression(Attack[Regressed]):
         found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
         assert found.features is not None
         seen = HeadGradient.of(observation)
-        told = image_features.settled(seen, found.features)
+        told = image_features.settled(seen, found.features, _MIXED)
         law = prior.law(found.features) if told else prior.ignorant(len(found.features))
         return Regressed(
             loss=torch.tensor(found.loss),

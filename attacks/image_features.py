@@ -23,7 +23,7 @@ _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
 _ALL = 1e-5
 """Share of ∂L/∂A that features may leave where there is no noise."""
-_MIXED = 0.1
+MIXED = 0.1
 """How much of their difference features that are hard to tell apart may have exchanged."""
 _CHANCE = 4.0
 """Times what as many numbers fit of noise alone, up to which features tell nothing that others do
@@ -36,16 +36,16 @@ def explained(seen: HeadGradient, features: Tensor) -> bool:
     return _left(seen, features) < most
 
 
-def settled(seen: HeadGradient, features: Tensor) -> bool:
+def settled(seen: HeadGradient, features: Tensor, mixed: float = MIXED) -> bool:
     """Whether the head's gradient leaves no doubt about them.
 
-    It tells them from features of which two are a tenth more alike, or less, and by more than what
-    they leave unexplained.
+    It tells them from features of which two have exchanged `mixed` of their difference, and by more
+    than what they leave unexplained.
     """
     if seen.exact:
         return True
     left = _left(seen, features)
-    told = min(_left(seen, other) for other in _alternatives(features)) - left
+    told = min(_left(seen, other) for other in _alternatives(features, mixed)) - left
     if not seen.noise:
         return told > left
     return told > max(left - 1, _CHANCE * _by_chance(seen, features))
@@ -67,17 +67,17 @@ def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None
     return found if after <= _left(seen, other) else _in_order(other, features)
 
 
-def _alternatives(features: Tensor) -> Iterator[Tensor]:
+def _alternatives(features: Tensor, mixed: float) -> Iterator[Tensor]:
     """Features (N, d) that are hard to tell from `features`."""
     for i, j in itertools.combinations(range(len(features)), 2):
-        for by in (-_MIXED, _MIXED):
+        for by in (-mixed, mixed):
             other = features.clone()
             away = by * (features[i] - features[j])
             other[i] += away
             other[j] -= away
             yield other
     if len(features) == 1:
-        yield from ((1 - _MIXED) * features, (1 + _MIXED) * features)
+        yield from ((1 - mixed) * features, (1 + mixed) * features)
 
 
 def _left(seen: HeadGradient, features: Tensor) -> float:
