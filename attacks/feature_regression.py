@@ -22,7 +22,6 @@ from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.image_prior import ImagePrior
 from fedsim_attacks.matching import Matching
 
-
 _MIXED = 0.3
 """How much of their difference two features may have exchanged: their images are then blends, of
 which the right one is the larger part."""
