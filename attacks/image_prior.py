@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsim.adversary import AttackFailed, rebuild
 from fedsim.models.base import normalize
-from fedsim.models.local import features_function
+from fedsim.models.local import features_of
 from fedsim.types import Observation
 
 _SIDE = 16
@@ -105,16 +105,13 @@ class ImagePrior:
 def _through(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
     """Features (P, d) of public `images`, and the images, normalized and small (P, C h w)."""
     device = next(iter(observation.parameters.values())).device
-    model = rebuild(observation)
-    buffers = {name: value.clone() for name, value in observation.buffers.items()}
-    function = features_function(model, buffers, observation.training)
+    seen, model = observation, rebuild(observation)
     features, targets = [], []
-    with torch.no_grad():
-        # Batch norm cannot train on a last chunk of a single image.
-        for part in images.chunk(-(-len(images) // _CHUNK)):
-            pixels = normalize(part.to(device).float() / 255, observation.model)
-            features.append(function(dict(observation.parameters), pixels))
-            targets.append(_small(pixels).flatten(1))
+    # Batch norm cannot train on a last chunk of a single image.
+    for part in images.chunk(-(-len(images) // _CHUNK)):
+        pixels = normalize(part.to(device).float() / 255, seen.model)
+        features.append(features_of(model, seen.parameters, seen.buffers, pixels, seen.training))
+        targets.append(_small(pixels).flatten(1))
     return torch.cat(features), torch.cat(targets)
 
 

@@ -16,11 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import final
 
-import torch
 from torch import Tensor
 
 from fedsim.adversary import rebuild
-from fedsim.models.local import features_function
+from fedsim.models.local import features_of
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks import image_features
@@ -343,8 +342,5 @@ class Phases:
 
 def _features(observation: Observation, images: Tensor) -> Tensor:
     """(N, d) of normalized `images`, as the client's model computes them."""
-    model = rebuild(observation)
-    buffers = {name: value.clone() for name, value in observation.buffers.items()}
-    function = features_function(model, buffers, observation.training)
-    with torch.no_grad():
-        return function(dict(observation.parameters), images)
+    seen = observation
+    return features_of(rebuild(seen), seen.parameters, seen.buffers, images, seen.training)
