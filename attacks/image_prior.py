@@ -10,6 +10,7 @@ how far, and in which directions, it may be off.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch
@@ -31,6 +32,11 @@ _STRENGTHS = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 """Of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
 """Of a normalized pixel in any direction: what is smaller is rounding, and compression."""
+_ROUNDING = 1e-12
+"""Of the targets' energy: a residual below that is the rounding of features and pixels (float32),
+and says nothing of a ridge."""
+_TIE = 1e-6
+"""Cross-validated errors that differ by less of themselves are the same."""
 
 
 @final
@@ -127,25 +133,40 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     Residuals (P, p) are as large as those of images that were not fitted, by the same
     cross-validation.
     """
-    left, values, right = torch.linalg.svd(inputs, full_matrices=False)
-    seen = left.T @ targets  # (r, p)
-    energies, whole = seen.square().sum(1), targets.square().sum()
-    scale = inputs.square().sum() / inputs.shape[1]
+    left, values, right = torch.linalg.svd(inputs.double(), full_matrices=False)
+    seen = left.T @ targets.double()  # (r, p)
+    energies = seen.square().sum(1)
+    # What no ridge explains is summed by itself: as a difference of sums it would be rounding.
+    beyond = (targets - left @ seen).square().sum()
+    rounding = _ROUNDING * float(targets.double().square().sum())
+    scale = (values.square().sum() / inputs.shape[1]).clamp_min(torch.finfo(torch.float32).tiny)
+    freedom = len(inputs) - 1
 
-    def shrunk(strength: float) -> Tensor:
-        return values.square() / (values.square() + strength * scale)
+    def lost(strength: float) -> Tensor:
+        """(r,) of each direction, the share that the ridge takes off."""
+        return strength * scale / (values.square() + strength * scale)
+
+    def free(strength: float) -> float:
+        """The share of the degrees of freedom that is left to the residuals."""
+        left = freedom - len(values) + float(lost(strength).sum())
+        return max(left / freedom, _ROUNDING)
 
     def error(strength: float) -> float:
-        kept = shrunk(strength)
-        left = whole - ((2 - kept) * kept * energies).sum()
-        return float(left / (1 - kept.sum() / (len(inputs) - 1)).clamp_min(1e-6).square())
+        residual = float(beyond + (lost(strength).square() * energies).sum())
+        return max(residual, rounding) / free(strength) ** 2
 
-    kept = shrunk(min(_STRENGTHS, key=error))
-    inverse = torch.where(values > 0, kept / values, 0.0)
-    weights = right.T @ (inverse[:, None] * seen)
+    strength = _strongest_of_the_best(error)
+    inverse = values / (values.square() + strength * scale)
+    weights = (right.T @ (inverse[:, None] * seen)).to(inputs)
     residuals = targets - inputs @ weights
-    free = (1 - kept.sum() / (len(inputs) - 1)).clamp_min(1e-6)
-    return weights, residuals / free
+    return weights, residuals / free(strength)
+
+
+def _strongest_of_the_best(error: Callable[[float], float]) -> float:
+    """The strength of least `error`: the strongest of several that are as good."""
+    errors = {strength: error(strength) for strength in _STRENGTHS}
+    least = min(errors.values())
+    return max(strength for strength, each in errors.items() if each <= (1 + _TIE) * least)
 
 
 def _precision(samples: Tensor) -> Tensor:

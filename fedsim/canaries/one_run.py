@@ -27,6 +27,10 @@ from fedsim.workload import Workload
 
 _SKETCHED = 1 << 15
 """Longer contributions are compared by so many sums of their entries with random signs."""
+_NEGLIGIBLE = 1e-6
+"""A direction of rows with less of the strongest one's energy is none: rows are float32."""
+_ROUNDING = 1e-12
+"""Of a vector's energy: noise below that is the rounding of its entries (float32)."""
 
 
 def scores(
@@ -113,7 +117,8 @@ class _Cast(ABC):
         sketch = entries
         if len(entries) > _SKETCHED:
             sketch = torch.zeros(_SKETCHED).index_add_(0, self._sums, self._signs * entries)
-        return torch.cat([sketch, torch.dot(entries, vector)[None]])
+        inner = torch.dot(entries.double(), vector.double())
+        return torch.cat([sketch.double(), inner[None]])
 
     def flat(self, update: Tensors) -> Tensor:
         """(entries,)."""
@@ -221,17 +226,21 @@ class _Regression:
         The sum of `certain` is in `vector` (entries,) whatever the coins, and is taken out of all;
         its rows have weights all the same, since what is sampled is there more often or less.
         """
-        rows = torch.cat([decided, certain])
+        rows = torch.cat([decided, certain]).double()
         self.energy = float(vector.double().square().sum())
+        self.rounding = _ROUNDING * self.energy
         self.entries = len(vector)
-        if len(certain):
-            mean = certain.sum(0) / torch.linalg.vector_norm(certain.sum(0)[:-1])
+        mean = certain.double().sum(0)
+        length = float(torch.linalg.vector_norm(mean[:-1]))
+        if length > 0:
+            mean = mean / length
             rows = rows - torch.outer(rows[:, :-1] @ mean[:-1], mean)
             self.energy -= float(mean[-1]) ** 2
-        gram = rows[:, :-1] @ rows[:, :-1].T
-        self.spectrum, self._vectors = torch.linalg.eigh(gram.double())
-        self.spectrum = self.spectrum.clamp(min=0)
-        self.projected = self._vectors.T @ rows[:, -1].double()
+        # The mean itself is left without length, and what is along it is rounding.
+        spectrum, vectors = torch.linalg.eigh(rows[:, :-1] @ rows[:, :-1].T)
+        told = spectrum > _NEGLIGIBLE * spectrum.max()
+        self.spectrum, self._vectors = spectrum[told], vectors[:, told]
+        self.projected = self._vectors.T @ rows[:, -1]
 
     def weights(self, scale: float) -> Tensor:
         """Means a posteriori, of prior variances `scale` times that of the noise on an entry."""
@@ -244,11 +253,14 @@ def _likeliest(parts: list[_Regression]) -> float:
     spectrum = torch.cat([part.spectrum for part in parts])
     projected = torch.cat([part.projected for part in parts])
     energy, entries = sum(part.energy for part in parts), sum(part.entries for part in parts)
+    rounding = sum(part.rounding for part in parts)
+    if not len(spectrum):
+        return 0.0
     scales = torch.logspace(-6, 12, 181, dtype=torch.float64) / spectrum.max()
 
     def cost(scale: Tensor) -> float:
         shrunk = scale / (scale * spectrum + 1)
-        noise = (energy - (shrunk * projected.square()).sum()) / entries
+        noise = (energy - (shrunk * projected.square()).sum()).clamp(min=rounding) / entries
         return float(torch.log1p(scale * spectrum).sum() + entries * torch.log(noise))
 
     return float(min(scales, key=cost))

@@ -23,6 +23,10 @@ from torch import Tensor
 
 from fedsim.types import FedsimError
 
+_SINGULAR = 1e-12
+"""A matrix whose least eigenvalue is below so much of its largest is singular. Rounding leaves
+about 1e-16 n where the exact value is zero, on any processor."""
+
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
     """(neurons, dimension) weights w_r ~ N(0, scale² I): public, drawn without the data."""
@@ -45,11 +49,11 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     """α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n) and `ridge` λ > 0.
 
     Raises:
-        FedsimError: `ridge` is not positive.
+        FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
     """
     _require_ridge(ridge)
     shifted = gram + ridge * torch.eye(len(gram), dtype=gram.dtype)
-    return torch.cholesky_solve(labels, torch.linalg.cholesky(shifted))
+    return torch.cholesky_solve(labels, _factor(shifted, ridge))
 
 
 def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
@@ -58,14 +62,14 @@ def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
     `samples` G are (n, k), as `gaussian_samples` draws them.
 
     Raises:
-        FedsimError: `ridge` is not positive.
+        FedsimError: `ridge` is not positive, or lost in the rounding of a singular K̃.
     """
     _require_ridge(ridge)
     n, k = samples.shape
     if k >= n:
         return fit(samples @ samples.T / k, labels, ridge)
     small = samples.T @ samples + k * ridge * torch.eye(k, dtype=samples.dtype)
-    inner = torch.cholesky_solve(samples.T @ labels, torch.linalg.cholesky(small))
+    inner = torch.cholesky_solve(samples.T @ labels, _factor(small, ridge))
     return (labels - samples @ inner) / ridge
 
 
@@ -112,14 +116,16 @@ def neighbour_distance(gram: Tensor, other: Tensor) -> float:
     """M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
 
     Raises:
-        FedsimError: `other` is singular.
+        FedsimError: `other` is singular: its least eigenvalue is below 1e-12 times its largest,
+            where rounding alone may have made it.
     """
-    lower, info = torch.linalg.cholesky_ex(other)
-    if int(info):
+    eigenvalues = torch.linalg.eigvalsh(other)
+    if float(eigenvalues[0]) < _SINGULAR * float(eigenvalues[-1]):
         raise FedsimError(
             "the neighbour's kernel matrix is singular: no distance is finite, and no number of "
             "samples is private"
         )
+    lower = torch.linalg.cholesky(other)
     # K^½ K'⁻¹ K^½ has the eigenvalues of L⁻¹ K L⁻' (L L' = K').
     half = torch.linalg.solve_triangular(lower, gram, upper=False)
     inner = torch.linalg.solve_triangular(lower, half.T, upper=False)
@@ -156,6 +162,19 @@ def paper_condition(epsilon: float, delta: float, samples: int, distance: float)
     """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3)."""
     radius = paper_radius(epsilon, delta, samples)
     return 0 < epsilon < 1 and radius < 1 and distance <= radius
+
+
+def _factor(matrix: Tensor, ridge: float) -> Tensor:
+    """L of `matrix` = L L', whose pivots tell whether `ridge` makes it positive definite."""
+    lower: Tensor
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    pivots = lower.diagonal().square()
+    if int(info) or float(pivots.min()) < _SINGULAR * float(matrix.diagonal().max()):
+        raise FedsimError(
+            f"ridge {ridge}: K + λ I is singular up to rounding; raise the ridge, to 1e-10 times "
+            "the kernel's largest value at least"
+        )
+    return lower
 
 
 def _require_ridge(ridge: float) -> None:
