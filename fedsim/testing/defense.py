@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -263,6 +264,32 @@ class AggregationDefenseContract(_DefenseContract):
         back = self.make().combine(updates[::-1])
         _assert_close(there.tensors, back.tensors)
         _assert_close(there.buffers, back.buffers)
+
+    def test_small_updates_are_not_lost(self) -> None:
+        """Nor is one bit of chance added: masks are integers, and floats would round here.
+
+        Float masks that cancel leave an error of their own size times 1e-7, which drowns an update
+        of 1e-6 and differs from one call to the next.
+        """
+        small = [
+            replace(
+                update,
+                tensors={name: 1e-6 * tensor for name, tensor in update.tensors.items()},
+                buffers={name: 1e-6 * tensor for name, tensor in update.buffers.items()},
+            )
+            for update in _updates()
+        ]
+        combined = self.make().combine(small)
+        again = self.make().combine(small)
+        assert same(combined.tensors, again.tensors)
+        assert same(combined.buffers, again.buffers)
+        large = self.make().combine(_updates())
+        for found, expected in (
+            (combined.tensors, large.tensors),
+            (combined.buffers, large.buffers),
+        ):
+            for name, tensor in found.items():
+                torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
 
     def test_arguments_are_not_changed(self) -> None:
         """Nor do they share memory with what comes out."""

@@ -168,6 +168,22 @@ def test_lpips_is_fed_minus_one_to_one() -> None:
     assert "alex" in scores.notes["lpips"]
 
 
+def test_lpips_has_no_pairing_of_its_own() -> None:
+    """Rule 6: where pixels pair otherwise than perception would, the pixels decide."""
+
+    class Contrary(nn.Module):
+        """Calls images alike that differ most."""
+
+        def forward(self, a: Tensor, b: Tensor) -> Tensor:
+            return 2 - (a - b).abs().mean(dim=(1, 2, 3), keepdim=True)
+
+    victims = torch.stack([torch.full((3, 16, 16), value) for value in (0.1, 0.9)])
+    scores = score(
+        found(victims.clone()), truth(victims), lpips=LpipsMetric("alex", "0" * 64, Contrary())
+    )
+    assert scores.per_image["lpips"] == pytest.approx([2.0, 2.0])
+
+
 def test_without_weights_lpips_is_null_and_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,171 @@
+"""Faults that made leakage numbers wrong, as changes of the source that put each one back.
+
+A fault counts as met only if the fast suite fails with it: `test_mutations.py` applies each to a
+copy of the project and runs the tests that are named. `old` stands exactly once in `file`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One fault, put back by exchanging `old` for `new` in `file`."""
+
+    name: str
+    """What is wrong then, in a few words."""
+    item: int
+    """Section of docs/refuted.md."""
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Files or node ids of the fast tests of which at least one fails then."""
+
+
+ROAD = "tests/validity/test_road.py"
+
+MUTATIONS = (
+    Mutation(
+        name="a restart picked by PSNR",
+        item=8,
+        file="fedsim/jobs.py",
+        old="        solution = question(\n"
+        "            attack,\n"
+        "            observation,\n"
+        "            truth,\n"
+        "            setting.granted,\n"
+        "            seed,\n",
+        new="        tries = [\n"
+        "            question(attack, observation, truth, setting.granted, seed + k)\n"
+        "            for k in range(job.restarts)\n"
+        "        ]\n"
+        "        solution = max(\n"
+        "            tries,\n"
+        "            key=lambda t: _score(\n"
+        "                on_cpu(t.reconstruction), truth, setting, lpips\n"
+        "            ).metrics()['psnr'],\n"
+        "        )\n"
+        "        _ = lambda: question(\n"
+        "            attack,\n"
+        "            observation,\n"
+        "            truth,\n"
+        "            setting.granted,\n"
+        "            seed,\n",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="the victim's batch-norm buffers recorded as the global ones",
+        item=8,
+        file="fedsim/federation/tap.py",
+        old="            {**self._constants, **self._buffers},\n",
+        new="            {**self._constants, **(seen.update.buffers or self._buffers)},\n",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="probes always in eval mode",
+        item=8,
+        file="fedsim/workload.py",
+        old="batch_size=probe.batch_size, sampling=",
+        new='batch_size=probe.batch_size, mode="eval", sampling=',
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="true labels granted while rows say inferred",
+        item=8,
+        file="fedsim/victims.py",
+        old="        observation, truth, granted.labels, granted.bn, "
+        "granted.features, public_images\n",
+        new='        observation, truth, "known", granted.bn, granted.features, public_images\n',
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="LPIPS with its own best pairing",
+        item=8,
+        file="fedsim/scoring/score.py",
+        old="    return lpips(claimed, truth)\n",
+        new="    pairs = torch.stack(\n"
+        "        [lpips(one.expand_as(truth), truth) for one in claimed], dim=1\n"
+        "    )\n"
+        "    return pairs.min(1).values\n",
+        tests=("tests/validity/test_scoring.py",),
+    ),
+    Mutation(
+        name="unrecorded updates dropped",
+        item=8,
+        file="fedsim/pipeline.py",
+        old="                on_result(job, nothing_recorded(seen, lost))\n",
+        new="                continue\n",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="the guess made of clients' training images",
+        item=8,
+        file="fedsim/pipeline.py",
+        old="scoring.mean_image(self.dataset.test_images)",
+        new="scoring.mean_image(self.dataset.train_images)",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="a black image as the guess",
+        item=8,
+        file="fedsim/pipeline.py",
+        old="scoring.mean_image(self.dataset.test_images)",
+        new="0 * scoring.mean_image(self.dataset.test_images)",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="a black other_update",
+        item=8,
+        file="fedsim/rows.py",
+        old='                    images=foreign.get("reconstruction"),\n',
+        new='                    images=0 * foreign["reconstruction"],\n',
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="failed trials dropped from the mean",
+        item=8,
+        file="fedsim/report/leaderboard.py",
+        old="    values = [_of(row.metrics, name) if row.ok else _guessed(row, "
+        "name) for row in rows]\n",
+        new="    rows = [row for row in rows if row.ok]\n"
+        "    values = [_of(row.metrics, name) for row in rows]\n",
+        tests=("tests/validity/test_leaderboard.py",),
+    ),
+    Mutation(
+        name="a restart without a finite loss wins",
+        item=8,
+        file="fedsim/adversary.py",
+        old="    best = min(range(restarts), key=lambda i: losses[i] if "
+        "math.isfinite(losses[i]) else math.inf)\n",
+        new="    finite = [loss for loss in losses if math.isfinite(loss)]\n"
+        "    best = finite.index(min(finite, default=math.inf)) if finite else 0\n",
+        tests=("tests/validity/test_restarts.py",),
+    ),
+    Mutation(
+        name="pictures rescaled to their own range",
+        item=8,
+        file="fedsim/report/pictures.py",
+        old="    for images in _as_bytes(truth, reconstruction):\n",
+        new="    low, high = truth.min(), truth.max()\n"
+        "    truth, reconstruction = (\n"
+        "        ((t - low) / (high - low)).clamp(0, 1) for t in (truth, reconstruction)\n"
+        "    )\n"
+        "    for images in _as_bytes(truth, reconstruction):\n",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="aggregation by float masks of a shared secret",
+        item=8,
+        file="defenses/aggregate.py",
+        old="        return Update(tensors=tensors.read(), buffers=buffers.read(), "
+        "num_examples=seen)\n",
+        new="        masked = {\n"
+        "            name: ((tensor + 1e4) - 1e4) if tensor.is_floating_point() else tensor\n"
+        "            for name, tensor in tensors.read().items()\n"
+        "        }\n"
+        "        return Update(tensors=masked, buffers=buffers.read(), num_examples=seen)\n",
+        tests=("tests/defenses/test_defense_contracts.py", "tests/defenses/test_aggregate.py"),
+    ),
+)

@@ -1,0 +1,77 @@
+"""Every fault of `mutations.py`, put back, is caught by fast tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mutations import MUTATIONS, Mutation
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = {"fedsim": "fedsim", "fedsim_attacks": "attacks", "fedsim_defenses": "defenses"}
+FILES = ("tests", "docs", "scenarios", "pyproject.toml", "README.md", "constraints.txt")
+
+by_name = pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+
+
+@by_name
+def test_the_source_that_a_mutation_changes_is_there(mutation: Mutation) -> None:
+    text = (ROOT / mutation.file).read_text(encoding="utf-8")
+    assert text.count(mutation.old) == 1, f"{mutation.file} has changed: adapt the mutation"
+    for test in mutation.tests:
+        assert (ROOT / test.partition("::")[0]).exists()
+
+
+@pytest.mark.slow
+@by_name
+def test_the_mutation_is_killed(mutation: Mutation, tmp_path: Path) -> None:
+    copy = tmp_path / "project"
+    _copy(copy)
+    changed = copy / mutation.file
+    text = changed.read_text(encoding="utf-8")
+    changed.write_text(text.replace(mutation.old, mutation.new), encoding="utf-8")
+    done = _pytest(copy, mutation.tests)
+    said = done.stdout[-4000:]
+    assert done.returncode != 0, f"survived: {mutation.name}"
+    # A source that no longer imports proves nothing of the tests.
+    assert done.returncode == 1 and " failed" in said, said
+
+
+@pytest.mark.slow
+def test_without_a_mutation_the_copy_passes(tmp_path: Path) -> None:
+    """Or else every mutation would count as killed."""
+    copy = tmp_path / "project"
+    _copy(copy)
+    tests = sorted({test for mutation in MUTATIONS for test in mutation.tests})
+    done = _pytest(copy, tests)
+    assert done.returncode == 0, done.stdout[-4000:]
+
+
+def _copy(to: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", ".*_cache", ".hypothesis")
+    for name in (*PACKAGES.values(), *FILES):
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, to / name, ignore=ignored)
+        else:
+            shutil.copy(source, to / name)
+    (to / "packages").mkdir()
+    for package, folder in PACKAGES.items():
+        (to / "packages" / package).symlink_to(to / folder)
+
+
+def _pytest(copy: Path, tests: tuple[str, ...] | list[str]) -> subprocess.CompletedProcess[str]:
+    # The copy's packages come before the installed ones, in children too.
+    environment = {**os.environ, "PYTHONPATH": str(copy / "packages")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n0", "-p", "no:cacheprovider", *tests],
+        cwd=copy,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=1800,
+    )

@@ -1,0 +1,399 @@
+"""The honesty rules on the road itself: one run, from the scenario to its rows, files and report.
+
+Tests of the parts pass while the road between them is broken. Here nothing is called but
+`fedsim.run`; what it wrote is compared with what the test computes on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from itertools import permutations
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import fedsim
+from fedsim import plugins
+from fedsim.adversary import Attack, AttackState, rebuild, solve
+from fedsim.data.base import DataSource
+from fedsim.defense import UpdateDefense
+from fedsim.guarantee import Guarantee
+from fedsim.jobs import reconstruction_path, seed_of
+from fedsim.knowledge import grant
+from fedsim.models.base import normalize
+from fedsim.record import Row, Run
+from fedsim.recording import load_observation, load_truth, read_tensors
+from fedsim.types import Dataset, GroundTruth, Knowledge, Observation, Reconstruction, Tensors
+
+RESTARTS = 4
+SPREAD = 8
+"""Images differ from their split's brightness by at most so many of 255 steps."""
+
+
+class Lamps(DataSource):
+    """Clients hold bright noise, the test split is dark: what is made of which shows."""
+
+    clients: int = 200
+    test: int = 40
+    bright: int = 220
+    dark: int = 40
+
+    def load(self) -> Dataset:
+        """(N, 1, 12, 12) images of three classes."""
+        stream = torch.Generator().manual_seed(5)
+
+        def split(count: int, brightness: int) -> Tensor:
+            noise = torch.randint(-SPREAD, SPREAD + 1, (count, 1, 12, 12), generator=stream)
+            return (noise + brightness).to(torch.uint8)
+
+        def labels(count: int) -> Tensor:
+            return torch.randint(0, 3, (count,), generator=stream)
+
+        return Dataset(
+            name="lamps",
+            train_images=split(self.clients, self.bright),
+            train_labels=labels(self.clients),
+            test_images=split(self.test, self.dark),
+            test_labels=labels(self.test),
+            mean=(0.5,),
+            std=(0.25,),
+            classes=("a", "b", "c"),
+        )
+
+
+@dataclass(kw_only=True)
+class Drawn(AttackState):
+    """What one restart of `dice` has drawn."""
+
+    images: Tensor
+    labels: Tensor
+
+
+class Dice(Attack[Drawn]):
+    """Draws its pixels and its own loss: only a choice by that loss gives the reported picture."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+        """All of it."""
+        shape = (observation.num_images, *observation.model.input_shape)
+        loss = torch.rand((), generator=rng)
+        brightness = torch.rand((), generator=rng)
+        images = (0.1 * torch.rand(shape, generator=rng) + 0.9 * brightness).clamp(0, 1)
+        labels = torch.randint(0, 3, (observation.num_images,), generator=rng)
+        return Drawn(loss=loss, images=images, labels=labels)
+
+    def step(self, state: Drawn) -> Drawn:
+        """One, and done."""
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Drawn) -> bool:
+        """After one step."""
+        return state.iteration > 0
+
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """As drawn."""
+        return Reconstruction(
+            images=state.images, labels=state.labels, loss=float(state.loss), iterations=1
+        )
+
+
+class Witness(Dice):
+    """Reports as its loss what it was handed, one bit each."""
+
+    BITS: ClassVar[Mapping[str, int]] = {
+        "true_labels": 1,
+        "exact_bn": 2,
+        "true_features": 4,
+        "public_images": 8,
+        "buffers_update": 16,
+    }
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+        """Looks around."""
+        handed = {
+            "true_labels": knowledge.true_labels is not None,
+            "exact_bn": knowledge.exact_bn is not None,
+            "true_features": knowledge.true_features is not None,
+            "public_images": knowledge.public_images is not None,
+            "buffers_update": bool(observation.buffers_update),
+        }
+        state = super().init(observation, knowledge, rng)
+        state.loss = torch.tensor(float(sum(self.BITS[name] for name in handed if handed[name])))
+        return state
+
+
+class Breaks(UpdateDefense):
+    """Fails in every second call: the first one is the check before training."""
+
+    calls: ClassVar[list[int]] = []
+
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        """No state."""
+        return {}
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """The update as it is."""
+        self.calls.append(1)
+        if len(self.calls) % 2 == 0:
+            raise RuntimeError("out of battery")
+        return update, state
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """None."""
+        return before.unproven("it breaks")
+
+
+SCENARIO: dict[str, Any] = {
+    "name": "road",
+    "seed": 11,
+    "data": {"source": "lamps", "clients": 2},
+    "model": {"name": "convnet", "width": 2, "norm": "batch", "head": {"width": 8, "planted": 4}},
+    "training": {"rounds": 2, "local": {"batch_size": 4, "lr": 0.1}},
+    "defenses": {"none": [], "breaks": ["breaks"], "sum": ["aggregate"]},
+    "attacks": [{"name": "dice", "restarts": RESTARTS}, "witness"],
+    "observe": {"rounds": [1, "last"], "clients": "all", "batch_sizes": [3], "trials": 3},
+    "knowledge": {"labels": "inferred", "bn": "running"},
+}
+
+MEMBERS = {
+    "fedsim.attacks": {"dice": Dice, "witness": Witness},
+    "fedsim.defenses": {"breaks": Breaks},
+    "fedsim.data": {"lamps": Lamps},
+}
+
+
+@pytest.fixture(scope="module")
+def installed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        before = plugins._entry_points
+
+        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+            own = MEMBERS.get(group, {})
+            return {
+                **before(group),
+                **{
+                    name: (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
+                    for name, cls in own.items()
+                },
+            }
+
+        patch.setattr(plugins, "_entry_points", with_own)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(installed: None, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    Breaks.calls.clear()
+    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("road") / "out", workers=1)
+
+
+def of(run: Run, attack: str, *stacks: str, status: str = "ok") -> list[Row]:
+    rows = [
+        row
+        for row in run.rows()
+        if row["attack"]["name"] == attack
+        and row["defense"]["name"] in stacks
+        and row["status"] == status
+    ]
+    assert rows, "nothing to look at"
+    return rows
+
+
+def recorded(run: Run, row: Row) -> Observation:
+    return load_observation(run.out / "observations" / f"{row['observation']}.json")
+
+
+def truth_of(run: Run, row: Row) -> GroundTruth:
+    truth = load_truth(run.out, row["observation"])
+    assert isinstance(truth, GroundTruth)
+    return truth
+
+
+def psnr(found: Tensor, truth: Tensor) -> float:
+    """Mean over images in one order, dB, capped at 60."""
+    errors = (found.double() - truth.double()).square().flatten(1).mean(1)
+    return float((-10 * errors.clamp(min=1e-6).log10()).mean())
+
+
+def test_every_update_that_there_was_to_be_has_its_row(finished: Run) -> None:
+    """Rule 11: an update that never arrived is a failed row of every attack, and not nothing."""
+    rows = finished.rows()
+    each = 2 * 3 * 2  # rounds, trials, clients
+    for attack in ("dice", "witness"):
+        for stack, expected in (("none", each), ("breaks", each), ("sum", each // 2)):
+            own = [
+                row
+                for row in rows
+                if (row["attack"]["name"], row["defense"]["name"]) == (attack, stack)
+            ]
+            assert len(own) == expected, (attack, stack)
+    lost = of(finished, "dice", "breaks", status="failed")
+    assert len(lost) == len(of(finished, "dice", "breaks")), "every second update was lost"
+    assert all("no usable update" in row["reason"] for row in lost)
+
+
+def test_the_restart_that_is_reported_has_the_least_own_loss(finished: Run) -> None:
+    """Rule 1, in the attack stage: no job looks at the truth to choose."""
+    for row in of(finished, "dice", "none", "sum"):
+        seen, known = grant(recorded(finished, row), truth_of(finished, row), "inferred", "running")
+        solution = solve(
+            Dice(), seen, known, seed_of(recorded(finished, row), "dice"), restarts=RESTARTS
+        )
+        assert row["metrics"]["attack_loss"] == min(solution.losses)
+        saved = read_tensors(reconstruction_path(finished.out, "dice", row["observation"]))
+        images = solution.reconstruction.images
+        assert images is not None
+        assert torch.equal(saved["reconstruction"].sum(0), images[_order(saved, images)].sum(0))
+
+
+def _order(saved: Mapping[str, Tensor], images: Tensor) -> list[int]:
+    """Where each saved image is among `images`."""
+    return [
+        next(i for i, image in enumerate(images) if torch.equal(image, one))
+        for one in saved["reconstruction"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("knowledge", "handed"),
+    [
+        ({"labels": "none"}, set()),
+        ({"labels": "inferred", "bn": "running"}, set()),
+        ({"labels": "known"}, {"true_labels"}),
+        ({"bn": "inferred"}, {"buffers_update"}),
+        ({"bn": "exact"}, {"buffers_update", "exact_bn"}),
+        ({"features": "known"}, {"true_features"}),
+        ({"public": "test"}, {"public_images"}),
+    ],
+)
+def test_an_attack_is_handed_what_its_row_says(
+    installed: None, knowledge: dict[str, str], handed: set[str], tmp_path: Path
+) -> None:
+    """Rules 3 and 5: the grant that a row shows is the one that its attack was handed."""
+    scenario = {
+        **SCENARIO,
+        "knowledge": knowledge,
+        "defenses": {"none": []},
+        "attacks": ["witness"],
+        "training": {"rounds": 1, "local": {"batch_size": 4}},
+        "observe": {"clients": [0], "batch_sizes": [2], "trials": 1},
+    }
+    (row,) = fedsim.run(scenario, out=tmp_path / "out", workers=1).rows()
+    for what, granted in knowledge.items():
+        assert row["knowledge"][what] == granted
+    bits = int(row["metrics"]["attack_loss"])
+    assert {name for name, bit in Witness.BITS.items() if bits & bit} == handed
+
+
+def test_a_probe_is_the_declared_training_of_its_truth(finished: Run) -> None:
+    """Rule 4: in the mode that the scenario and the recording declare."""
+    for row in of(finished, "witness", "none"):
+        seen, truth = recorded(finished, row), truth_of(finished, row)
+        assert seen.training.mode == "train" == row["training"]["mode"]
+        model = rebuild(seen).train()
+        weights = {name: t.clone().requires_grad_() for name, t in seen.parameters.items()}
+        scratch = {name: t.clone() for name, t in seen.buffers.items()}
+        logits = functional_call(model, (weights, scratch), (normalize(truth.images, seen.model),))
+        loss = nn.functional.cross_entropy(logits, truth.labels)
+        gradient = torch.autograd.grad(loss, list(weights.values()))
+        for name, expected in zip(weights, gradient, strict=True):
+            torch.testing.assert_close(seen.update[name], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_the_buffers_of_a_recording_are_the_global_ones(finished: Run) -> None:
+    """Rule 3: those that the client started from, and not what its batch made of them."""
+    for round in (1, 2):
+        rows = [row for row in of(finished, "witness", "none") if row["round"] == round]
+        every = [recorded(finished, row).buffers for row in rows]
+        means = [name for name in every[0] if name.endswith("running_mean")]
+        assert means
+        for name in means:
+            assert all(torch.equal(own[name], every[0][name]) for own in every), "one model"
+            assert bool(every[0][name].any()) == (round > 1), "zero before any training"
+
+
+def test_the_guess_is_made_of_images_that_no_client_holds(finished: Run) -> None:
+    """Rule 12: clients hold bright images and the test split is dark, so that guessing fails."""
+    for row in of(finished, "dice", "none", "sum"):
+        assert row["baseline"]["psnr"] < 5
+
+
+def test_the_guess_is_a_good_one(installed: None, tmp_path: Path) -> None:
+    """Rule 12: where the test split is like the clients' images, guessing is nearly right."""
+    scenario = {
+        **SCENARIO,
+        "data": {"source": {"name": "lamps", "dark": 220}, "clients": 2},
+        "defenses": {"none": []},
+        "attacks": ["witness"],
+        "training": {"rounds": 1, "local": {"batch_size": 4}},
+        "observe": {"clients": "all", "batch_sizes": [2], "trials": 2},
+    }
+    for row in fedsim.run(scenario, out=tmp_path / "out", workers=1).rows():
+        assert row["baseline"]["psnr"] > 30, "noise of at most 8 in 255 around the mean"
+
+
+def test_the_other_update_is_a_reconstruction_of_another_one(finished: Run) -> None:
+    """Rule 12: the control is what the same attack made elsewhere, scored on this truth."""
+    rows = of(finished, "dice", "none")
+    saved = {
+        row["observation"]: read_tensors(
+            reconstruction_path(finished.out, "dice", row["observation"])
+        )
+        for row in rows
+    }
+    for row in rows:
+        control = row["control"]["other_update"]
+        assert control is not None
+        truth = saved[row["observation"]]["truth"]
+        others = [
+            best_psnr(own["reconstruction"], truth)
+            for name, own in saved.items()
+            if name != row["observation"]
+        ]
+        assert any(control["psnr"] == pytest.approx(other, abs=1e-3) for other in others)
+
+
+def best_psnr(found: Tensor, truth: Tensor) -> float:
+    """Over all orders, by least squared error."""
+    orders = [list(order) for order in permutations(range(len(truth)))]
+    least = min(orders, key=lambda order: float((found[order] - truth).square().sum()))
+    return psnr(found[least], truth)
+
+
+def test_pictures_show_the_scored_pixels(finished: Run) -> None:
+    """Rule 10: no picture is rescaled to its own range."""
+    row = of(finished, "dice", "none")[0]
+    path = reconstruction_path(finished.out, "dice", row["observation"])
+    saved = read_tensors(path)
+    shown = np.asarray(Image.open(path.with_suffix(".png")).convert("L"))
+    for images in (saved["truth"], saved["reconstruction"]):
+        for value in (images * 255).round().flatten().long().unique().tolist():
+            assert value in shown
+    scored = torch.cat([saved["truth"], saved["reconstruction"]])
+    darkest = round(float(scored.min()) * 255)
+    assert int(shown.min()) == darkest, "nothing is darker than what was scored"
+
+
+def test_the_aggregate_leaves_no_single_update_behind(finished: Run) -> None:
+    """Rule 17: behind an aggregation nothing that the server holds is one client's update."""
+    files = sorted((finished.out / "observations" / "sum").rglob("*.json"))
+    names = [f"aggregate-b3-t{trial}" for trial in range(3)]
+    assert [path.stem for path in files] == 2 * names
+    held = [load_observation(path) for path in files]
+    for seen in held:
+        assert (seen.client, seen.vantage, seen.num_clients) == (-1, "aggregate", 2)
+        truth = load_truth(finished.out, seen.id)
+        assert isinstance(truth, GroundTruth)
+        assert len(truth.images) == 2 * seen.training.batch_size
+    left = {path.stem for path in (finished.out / "observations" / "sum").rglob("*.safetensors")}
+    assert left == {*names, "global"}, "the updates, and the model that they started from"
