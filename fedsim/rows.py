@@ -61,6 +61,7 @@ def spent(workload: Workload, round: int) -> PrivacyClaim:
             buffers_released=workload.releases_statistics,
             release=workload.release,
             schedules=public,
+            private_statistics=workload.private_statistics,
         )
         for plain, repeated in _most(workload, taken)
         for held in worst_off(workload.training, map(len, workload.parts))

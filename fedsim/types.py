@@ -330,6 +330,10 @@ class Dataset:
     classes: tuple[str, ...]
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training image, where the source knows it."""
+    private_statistics: tuple[str, ...] | None = None
+    """What of the above was computed from the training images without noise ("mean and std"), and
+    so voids every claim of privacy; empty if nothing was. None: the source does not say, and no
+    claim is made either."""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -7,7 +7,7 @@ stack: every defense is attacked on the same victims.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
@@ -44,6 +44,7 @@ from fedsim.types import (
     Table,
     Tensors,
     Truth,
+    Unit,
     Update,
 )
 
@@ -149,6 +150,19 @@ class Workload:
     def releases_statistics(self) -> bool:
         """Whether clients also release batch-norm statistics of their data."""
         return self.training.mode == "train" and self.computation.releases_statistics
+
+    @property
+    def private_statistics(self) -> Mapping[Unit, tuple[str, ...]]:
+        """What clients compute with that one unit's data had a say in, without noise."""
+        return private_statistics(self.scenario, self.dataset)
+
+    def of_neighbours(self, dataset: Dataset | Table) -> Workload:
+        """The same federation on other training data, of which all is computed anew.
+
+        The source prepares the data again, and the partition is drawn again.
+        """
+        prepared = data_source(self.scenario).prepared(dataset)
+        return Workload(self.scenario, self.stack_name, prepared)
 
     @property
     def remembers(self) -> bool:
@@ -384,6 +398,9 @@ class Workload:
 _STEPS = "sampling.steps"
 """Name, in a client's state, of how many local steps it has taken over all its rounds."""
 
+_BY_LABEL = ("dirichlet", "shards")
+"""Partitions in which an example's label decides on where others go."""
+
 _KIND = {Dataset: "images", Table: "a table"}
 
 
@@ -393,11 +410,39 @@ def load_dataset(scenario: Scenario) -> Dataset | Table:
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.
     """
-    chosen = scenario.data.source
     with blaming("data.source"):
-        source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
-        assert isinstance(source, DataSource)
-        return source.load()
+        return data_source(scenario).load()
+
+
+def data_source(scenario: Scenario) -> DataSource:
+    """The scenario's data source.
+
+    Raises:
+        FedsimError: it is not installed, or its parameters do not fit.
+    """
+    chosen = scenario.data.source
+    source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
+    assert isinstance(source, DataSource)
+    return source
+
+
+def private_statistics(
+    scenario: Scenario, dataset: Dataset | Table
+) -> Mapping[Unit, tuple[str, ...]]:
+    """What of a federation's set-up was computed from training data without noise, by whose.
+
+    A table's rows are scaled by declared ranges. Where a partition deals by labels, one example
+    also has a say in who holds the others.
+    """
+    found: tuple[str, ...] = ()
+    if isinstance(dataset, Dataset):
+        if dataset.private_statistics is None:
+            found = (f"data source {dataset.name} does not declare Dataset.private_statistics",)
+        else:
+            found = dataset.private_statistics
+    dealt = scenario.data.partition.name
+    by_label = (f"partition {dealt}, which deals examples by their labels",)
+    return {"client": found, "example": found + by_label if dealt in _BY_LABEL else found}
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -175,8 +174,7 @@ class _Examples(_Cast):
         self.labels = labels[self.examples]
         """(m,) in the one world; the other has `other_label`s."""
         exchanged = other_label(data, self.labels)
-        self.run = copy(workload)
-        self.run.scenario = workload.scenario.model_copy(update={"seed": self.seed})
+        withheld = None
         if self.replaced:
             labels[self.examples] = torch.where(self.coins, exchanged, self.labels)
             for others in self.others:
@@ -184,10 +182,12 @@ class _Examples(_Cast):
                 labels[others] = labels[others[:1]]
         else:
             labels[self.examples] = exchanged
-            self.run.withheld = torch.ones(len(labels), dtype=torch.bool)
-            self.run.withheld[self.examples] = ~self.coins
+            withheld = torch.ones(len(labels), dtype=torch.bool)
+            withheld[self.examples] = ~self.coins
         self.data = replace(data, train_images=shown, train_labels=labels)
-        self.run.dataset = self.data
+        self.run = workload.of_neighbours(self.data)
+        self.run.scenario = workload.scenario.model_copy(update={"seed": self.seed})
+        self.run.withheld = withheld
 
     def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
         result = self.run.client_update(client, round, *self.start, state)

@@ -9,10 +9,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedsim import rng
 from fedsim.canaries.contribution import Contributions, along, images, other_label
-from fedsim.defense import NoisyAggregation
+from fedsim.defense import NoisyAggregation, global_norm
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy import participation
 from fedsim.types import Relation, Tensors, Unit, Update
@@ -110,31 +111,25 @@ def _of_example(
 ) -> NDArray[np.float64]:
     """(canaries,) of a client with one example that matters.
 
-    Under `replace_one` all of its examples are alike, but for one label or not even that; under
+    Under `replace_one` all of its examples are alike, but for one or not even that; under
     `zero_out` none is there, but for one or not even that. The client is the one with the least
-    data: sampling hides its examples least.
+    data: sampling hides its examples least. The worlds are two data sets, and each computes from
+    its own whatever it computes.
     """
-    data = images(workload)
-    part = min(workload.parts, key=len)
-    image, label = data.train_images[part[:1]], data.train_labels[part[0]]
-    other = other_label(data, label)
-    contributions = Contributions(workload)
-    toward = contributions.unit_gradient(image, other)
-    labels = label.repeat(len(part))
-    canary = copy(workload)
-    canary.parts = [torch.arange(len(part))]
-    if relation == "zero_out":
-        labels[0] = other
-        canary.withheld = torch.arange(len(part)) >= int(present)
-    else:
-        labels[0] = other if present else label
-        before = contributions.unit_gradient(image, label)
-        toward = {name: value - before[name] for name, value in toward.items()}
-    canary.dataset = replace(
-        data,
-        train_images=image.expand(len(part), *data.input_shape),
-        train_labels=labels,
+    client = min(range(len(workload.parts)), key=lambda c: len(workload.parts[c]))
+    absent = _world(workload, relation, client, None)
+    without = _contributed(absent, client)
+
+    def shift(canary: Workload) -> Tensors:
+        moved = _contributed(canary, client)
+        return {name: value - without[name] for name, value in moved.items()}
+
+    tried = [_world(workload, relation, client, how) for how in _CANARIES]
+    there, toward = max(
+        ((canary, shift(canary)) for canary in tried), key=lambda pair: float(global_norm(pair[1]))
     )
+    start = workload.initial()
+    canary = there if present else absent
     sign = mean_gradient_factor(workload.training)
     scores = np.zeros(canaries)
     for trial in range(canaries):
@@ -142,11 +137,63 @@ def _of_example(
         canary.scenario = workload.scenario.model_copy(update={"seed": seed})
         state: Tensors = {}
         for round in range(1, rounds + 1):
-            result = canary.client_update(0, round, *contributions.start, state)
+            result = canary.client_update(client, round, *start, state)
             state = result.state
             scores[trial] += sign * along(_seen(canary, result.update.tensors, round), toward)
         on_trial(trial + 1)
     return scores
+
+
+_CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda image: image,
+    lambda image: 255 - image,
+    torch.zeros_like,
+    lambda image: torch.full_like(image, 255),
+)
+"""What an image may become as a canary, beside having another label. The auditor takes the one that
+moves the most; what is computed from images moves with all but the first."""
+
+
+def _world(
+    workload: Workload,
+    relation: Relation,
+    client: int,
+    canary: Callable[[Tensor], Tensor] | None,
+) -> Workload:
+    """The federation on data with the canary, or on the neighbouring data without it (None).
+
+    In its place there is then an image like all others of the client (`replace_one`), or none that
+    is computed with (`zero_out`).
+    """
+    data, part = images(workload), workload.parts[client]
+    image, label = data.train_images[part[0]], data.train_labels[part[0]]
+    pixels, labels = data.train_images.clone(), data.train_labels.clone()
+    pixels[part], labels[part] = image, label
+    if canary:
+        pixels[part[0]], labels[part[0]] = canary(image), other_label(data, label)
+    world = workload.of_neighbours(replace(data, train_images=pixels, train_labels=labels))
+    if relation == "zero_out":
+        world.withheld = torch.zeros(len(labels), dtype=torch.bool)
+        world.withheld[part[1:] if canary else part] = True
+    return world
+
+
+def _contributed(world: Workload, client: int) -> Tensors:
+    """The sum of what the client's examples contribute, each at a norm of 1."""
+    data, part = images(world), world.parts[client]
+    contributions = Contributions(world)
+    total = {name: torch.zeros_like(value) for name, value in contributions.start[0].items()}
+    rest = part[1:]
+    for members in (part[:1], rest):
+        there = members if world.withheld is None else members[~world.withheld[members]]
+        if len(there):
+            one = there[0]  # all others of the client are alike
+            found = contributions.unit_gradient(
+                data.train_images[one][None], data.train_labels[one]
+            )
+            for name, value in found.items():
+                total[name] += len(there) * value
+    return total
 
 
 def _seen(workload: Workload, released: Tensors, round: int) -> Tensors:

@@ -18,3 +18,11 @@ class DataSource(Plugin):
         Raises:
             FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
         """
+
+    def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
+        """`dataset` with all that this source computes from training data computed anew.
+
+        An audit exchanges an image and calls this, so that its two worlds differ in everything
+        that the image has a say in. By default nothing is computed: as it is.
+        """
+        return dataset

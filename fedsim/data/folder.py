@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, final
 
 import torch
@@ -14,9 +14,12 @@ from fedsim.data.base import DataSource
 from fedsim.data.images import from_pil, statistics
 from fedsim.data.tree import Parts, Tree, open_tree
 from fedsim.paths import from_home
-from fedsim.types import Dataset, FedsimError
+from fedsim.types import Dataset, FedsimError, Table
 
 _MAX_BYTES = 1 << 33
+_MEAN, _STD = 0.5, 0.25
+_NORMALIZATION = "mean and std of the training images (data.source.normalization: training)"
+_CLASSES = "the list of classes, of which one has no test image"
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,14 @@ class ImageFolder(DataSource):
     """Grey (1) or colour (3)."""
     client_folders: bool = False
     """Training images lie at `train/<client>/<class>/<name>`, for the natural partition."""
+    normalization: Literal["declared", "training"] = "declared"
+    """`declared`: by `mean` and `std`, which no image has a say in. `training`: by those of the
+    training split; one client's image then moves what all others compute, so that no claim of
+    privacy holds."""
     mean: tuple[float, ...] | None = None
-    """Normalization of each channel; default: that of the training split."""
+    """Declared normalization of each channel; default: 0.5."""
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = None
+    """Default: 0.25."""
 
     @model_validator(mode="after")
     def _normalization_fits(self) -> ImageFolder:
@@ -56,6 +64,8 @@ class ImageFolder(DataSource):
                 raise ValueError(f"{name} has {len(given)} values for {self.channels} channels")
         if (self.mean is None) != (self.std is None):
             raise ValueError("give both mean and std, or neither")
+        if self.mean is not None and self.normalization == "training":
+            raise ValueError("mean and std are declared: leave them out, or normalization")
         return self
 
     def load(self) -> Dataset:
@@ -77,21 +87,32 @@ class ImageFolder(DataSource):
                 )
             train_images = self._images(tree, train, None)
             test_images = self._images(tree, test, train_images.shape[2:])
-        mean, std = self.mean, self.std
-        if mean is None or std is None:
-            mean, std = statistics(train_images)
         clients = _indices([item.client for item in train])
-        return Dataset(
+        only_trained = set(classes) - {item.class_name for item in test}
+        declared = Dataset(
             name="image_folder",
             train_images=train_images,
             train_labels=_indices([item.class_name for item in train], classes),
             test_images=test_images,
             test_labels=_indices([item.class_name for item in test], classes),
-            mean=mean,
-            std=std,
+            mean=self.mean or (_MEAN,) * self.channels,
+            std=self.std or (_STD,) * self.channels,
             classes=tuple(classes),
             client_of=clients if self.client_folders else None,
+            private_statistics=(_CLASSES,) if only_trained else (),
         )
+        return self._normalized(declared)
+
+    def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
+        """With mean and standard deviation of the training images, if these are asked for."""
+        return dataset if isinstance(dataset, Table) else self._normalized(dataset)
+
+    def _normalized(self, dataset: Dataset) -> Dataset:
+        if self.normalization == "declared":
+            return dataset
+        mean, std = statistics(dataset.train_images)
+        private = tuple({*(dataset.private_statistics or ()), _NORMALIZATION})
+        return replace(dataset, mean=mean, std=std, private_statistics=tuple(sorted(private)))
 
     def _labelled(self, tree: Tree, split: str) -> list[_Labelled]:
         by_client = self.client_folders and split == "train"

@@ -43,6 +43,7 @@ class VisionSource(DataSource):
             mean=self.mean,
             std=self.std,
             classes=tuple(train.classes),
+            private_statistics=(),
         )
 
     def _split(self, train: bool) -> Any:

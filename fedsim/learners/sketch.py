@@ -19,8 +19,9 @@ class Sketch(Learner):
 
     The sum is D'G, the sketch of all clients' rows (features and target), for the G_i are
     independent; the same alone and behind secure aggregation. SS'/r estimates D'D, so that lengths
-    and angles of the columns are kept. The test loss is that estimate's relative error in the
-    Frobenius norm, on the training rows (there is no model to test).
+    and angles of the columns are kept. The test loss says how far that estimate is from the test
+    rows' own matrix, in the Frobenius norm, both scaled to a norm of 1 (there is no model to test).
+    No training row is compared with: that would release an exact function of them.
     """
 
     paper: ClassVar[str] = (
@@ -52,8 +53,7 @@ class _Sketching(ClosedForm):
         return {VALUE: mean[VALUE] * clients}
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        rows = self.table.train_rows
-        gram = rows.T @ rows
-        estimate = parameters[VALUE] @ parameters[VALUE].T / self.release.columns
-        error = torch.linalg.matrix_norm(estimate - gram) / torch.linalg.matrix_norm(gram)
-        return Evaluation(loss=float(error), accuracy=None)
+        rows = self.table.test_rows
+        gram, estimate = rows.T @ rows, parameters[VALUE] @ parameters[VALUE].T
+        here, there = (each / torch.linalg.matrix_norm(each) for each in (estimate, gram))
+        return Evaluation(loss=float(torch.linalg.matrix_norm(here - there)), accuracy=None)

@@ -18,13 +18,13 @@ taking part, and the choice of hyper-parameters are outside of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
 
 from fedsim.guarantee import ExactMechanism, Mechanism, Release
 from fedsim.privacy import gaussian
 from fedsim.stack import Stack
-from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
+from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 
 EXACT = "exact Gaussian"
 OF_SERVER = f"{EXACT}, correlated noise of the server"
@@ -46,6 +46,7 @@ def claim(
     repeats: int = 1,
     release: Release | None = None,
     schedules: Collection[tuple[bool, ...]] = (),
+    private_statistics: Mapping[Unit, Collection[str]] | None = None,
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -59,6 +60,9 @@ def claim(
 
     `schedules` are the clients' participations in the federation's rounds so far, where noise of
     the server's is correlated over these; by default one took part in all.
+
+    `private_statistics` names what clients compute with that one unit's data had a say in, without
+    noise: it then moves more than its own contribution, and nothing is claimed.
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
 
@@ -75,6 +79,12 @@ def claim(
     held = stack.guarantees(declared, release)[-1]
     if held.mechanism is None:
         return _unproven(held.reason)
+    moving = (private_statistics or {}).get(held.mechanism.unit, ())
+    if moving:
+        return _unproven(
+            f"one {held.mechanism.unit} moves what all compute, through what was computed from "
+            f"clients' data without noise: {'; '.join(moving)}"
+        )
     if buffers_released:
         return _unproven(
             "clients release batch-norm statistics, which the defense does not protect; "

@@ -99,6 +99,7 @@ def make_kernel_release(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
         classes=tuple(f"class {i}" for i in range(int(labels.max()) + 1)),
+        private_statistics=(),
     )
     learner = build_learner(PluginRef(name="ntk", parameters=dict(parameters or {})))
     scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)

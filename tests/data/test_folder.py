@@ -62,8 +62,25 @@ def test_classes_order_pixels_and_normalization(write):
     assert data.test_images[:, :, 3, 3].tolist() == [[7, 8, 9], [0, 0, 255]]
     assert data.train_images.shape == (4, 3, 6, 6)
     assert data.train_images.dtype == torch.uint8
-    assert (data.mean, data.std) == statistics(data.train_images)
+    assert (data.mean, data.std) == ((0.5,) * 3, (0.25,) * 3)
+    assert data.private_statistics == ()
     assert data.client_of is None
+
+
+def test_normalization_by_the_training_images_is_asked_for_and_declared(write):
+    path = write(FILES)
+    data = ImageFolder(path=path, normalization="training").load()
+    assert (data.mean, data.std) == statistics(data.train_images)
+    assert any("mean and std" in what for what in data.private_statistics)
+    with pytest.raises(ValueError, match="mean and std are declared"):
+        ImageFolder(path=path, normalization="training", mean=(0.5,) * 3, std=(0.2,) * 3)
+
+
+def test_a_class_that_only_training_images_tell_of_is_declared(write):
+    without = {name: image for name, image in FILES.items() if not name.startswith("test/a")}
+    data = ImageFolder(path=write(without)).load()
+    assert data.classes == ("a", "b")
+    assert any("classes" in what for what in data.private_statistics)
 
 
 def test_limit_is_per_class(write):

@@ -154,9 +154,11 @@ def test_a_federation_computes_the_sketch_of_the_union(tmp_path: Path, stack: st
     assert (sigma > 0) == (stack in ("noise", "shared"))
     torch.testing.assert_close(found, by_hand(here, 20, sigma), rtol=1e-12, atol=1e-9)
     assert record.aggregated == 4 and record.train_loss is None and record.test_accuracy is None
-    rows = table(here).train_rows
-    gram = rows.T @ rows
-    error = torch.linalg.matrix_norm(found @ found.T / 20 - gram) / torch.linalg.matrix_norm(gram)
+    rows = table(here).test_rows
+    gram, estimate = rows.T @ rows, found @ found.T / 20
+    error = torch.linalg.matrix_norm(
+        estimate / torch.linalg.matrix_norm(estimate) - gram / torch.linalg.matrix_norm(gram)
+    )
     assert record.test_loss == pytest.approx(float(error), rel=1e-9)
 
 

@@ -25,8 +25,50 @@ class Mutation:
 
 
 ROAD = "tests/validity/test_road.py"
+SENSITIVITY = "tests/validity/test_sensitivity.py"
 
 MUTATIONS = (
+    Mutation(
+        name="clients' images normalize clients' images",
+        item=1,
+        file="fedsim/data/folder.py",
+        old='        if self.normalization == "declared":\n            return dataset\n',
+        new="",
+        tests=(SENSITIVITY,),
+    ),
+    Mutation(
+        name="private statistics void nothing",
+        item=1,
+        file="fedsim/privacy/ledger.py",
+        old="    moving = (private_statistics or {}).get(held.mechanism.unit, ())\n",
+        new="    moving = ()\n",
+        tests=(SENSITIVITY,),
+    ),
+    Mutation(
+        name="a source that does not say is believed",
+        item=1,
+        file="fedsim/workload.py",
+        old='            found = (f"data source {dataset.name} does not declare '
+        'Dataset.private_statistics",)\n',
+        new="            found = ()\n",
+        tests=(SENSITIVITY,),
+    ),
+    Mutation(
+        name="an audit's worlds share their statistics",
+        item=1,
+        file="fedsim/workload.py",
+        old="        prepared = data_source(self.scenario).prepared(dataset)\n",
+        new="        prepared = dataset\n",
+        tests=(SENSITIVITY,),
+    ),
+    Mutation(
+        name="digits normalized by their own mean",
+        item=1,
+        file="fedsim/data/bundled.py",
+        old="        mean=mean,\n",
+        new="        mean=(float(images[train].double().mean()) / 255,) * len(mean),\n",
+        tests=("tests/data/test_bundled.py",),
+    ),
     Mutation(
         name="a restart picked by PSNR",
         item=8,

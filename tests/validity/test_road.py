@@ -66,6 +66,7 @@ class Lamps(DataSource):
             mean=(0.5,),
             std=(0.25,),
             classes=("a", "b", "c"),
+            private_statistics=(),
         )
 
 

@@ -1,0 +1,203 @@
+"""Rule 19: a claim covers the whole road, from the images on a disk to what a client sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from fedsim import plugins, rows
+from fedsim.canaries import audited_epsilon
+from fedsim.data.base import DataSource
+from fedsim.data.bundled import Digits
+from fedsim.data.images import statistics
+from fedsim.defense import global_norm
+from fedsim.scenario import Scenario
+from fedsim.scenario.resolve import resolve
+from fedsim.types import Dataset, Table, Tensors
+from fedsim.workload import Workload, load_dataset
+
+NORM, COUNT = 0.1, 64
+QUIET = 1e-6
+"""A noise multiplier at which the noise is no thousandth of the sensitivity."""
+
+
+def scenario(source: object, noise: float = QUIET, **changes: Any) -> Scenario:
+    return resolve(
+        {
+            "name": "sensitivity",
+            "seed": 3,
+            "data": {"source": source, "clients": 1},
+            "model": {"name": "mlp", "hidden": [8]},
+            "training": {"rounds": 1, "local": {"batch_size": COUNT, "lr": 0.1}},
+            "defenses": {"dp": [{"name": "dp_sgd", "norm": NORM, "noise_multiplier": noise}]},
+            "attacks": [],
+            **changes,
+        }
+    )
+
+
+def written(folder: Path, first: int, count: int = COUNT) -> str:
+    """An image folder, whose first training image is of brightness `first`."""
+    for split in ("train", "test"):
+        for index in range(count):
+            shade = first if (split, index) == ("train", 0) else 20 + index % 7
+            path = folder / split / "ab"[index % 2] / f"{index:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), shade).save(path)
+    return str(folder)
+
+
+def released(world: Workload, parameters: Tensors, buffers: Tensors) -> Tensors:
+    return world.client_update(0, 1, parameters, buffers, {}).update.tensors
+
+
+def weights(world: Workload, scale: float) -> tuple[Tensors, Tensors]:
+    """The global model, made worse by a server that wants one image to count for more."""
+    parameters, buffers = world.initial()
+    return {name: scale * value for name, value in parameters.items()}, buffers
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+@pytest.mark.parametrize("normalization", ["declared", "training"])
+def test_one_image_of_a_folder_moves_an_update_by_its_own_contribution(
+    normalization: str, scale: float, tmp_path: Path
+) -> None:
+    """By 2 C / B at most; and where it moves more, nothing is claimed."""
+    worlds = [
+        Workload(
+            scenario(
+                {
+                    "name": "image_folder",
+                    "path": written(tmp_path / str(first), first),
+                    "channels": 1,
+                    "normalization": normalization,
+                },
+                noise=1.0 if normalization == "training" else QUIET,
+            ),
+            "dp",
+        )
+        for first in (20, 255)
+    ]
+    if normalization == "training":
+        for world in worlds:
+            claim = rows.spent(world, 1)
+            assert claim.epsilon == float("inf")
+            assert "mean and std of the training images" in str(claim.reason)
+        return
+    there, here = (released(world, *weights(worlds[0], scale)) for world in worlds)
+    shift = float(global_norm({name: there[name] - here[name] for name in there}))
+    assert 0 < shift <= 2 * NORM / COUNT * 1.01
+
+
+def test_one_digit_moves_an_update_by_its_own_contribution() -> None:
+    here = Workload(scenario({"name": "digits", "size": 8}), "dp")
+    data = here.dataset
+    assert isinstance(data, Dataset)
+    pixels = data.train_images.clone()
+    pixels[0] = 255 - pixels[0]
+    there = here.of_neighbours(replace(data, train_images=pixels))
+    for scale in (1.0, 4.0):
+        start = weights(here, scale)
+        # Of all images, so that the exchanged one is in the batch.
+        found = [_of_everything(world, start) for world in (here, there)]
+        shift = float(global_norm({name: found[0][name] - found[1][name] for name in found[0]}))
+        assert 0 < shift <= 2 * NORM / len(pixels) * 1.01
+
+
+def _of_everything(world: Workload, start: tuple[Tensors, Tensors]) -> Tensors:
+    everything = len(world.parts[0])
+    world.declared = replace(world.declared, batch_size=everything)
+    world.training = replace(world.training, batch_size=everything)
+    return released(world, *start)
+
+
+@pytest.mark.parametrize("partition", ["dirichlet", "shards"])
+def test_a_partition_by_labels_voids_the_claim_of_an_example(partition: str) -> None:
+    dealt: Mapping[str, Any] = {
+        "dirichlet": {"name": "dirichlet", "alpha": 1.0},
+        "shards": {"name": "shards", "shards_per_client": 1},
+    }[partition]
+    data = {"source": "digits", "clients": 2, "partition": dealt}
+    noisy = [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}]
+    dp = [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]
+    made = scenario("digits", data=data, defenses={"dp": dp, "client": noisy})
+    claim = rows.spent(Workload(made, "dp"), 1)
+    assert claim.epsilon == float("inf")
+    assert f"partition {partition}" in str(claim.reason)
+    assert rows.spent(Workload(made, "client"), 1).unit == "client", "whoever holds what"
+
+
+class Undeclared(DataSource):
+    """Digits, by a third party that says nothing of its normalization."""
+
+    def load(self) -> Dataset:
+        return replace(Digits(size=8).load(), private_statistics=None)
+
+
+class Lying(DataSource):
+    """Digits normalized by their own statistics, said to be declared ones."""
+
+    def load(self) -> Dataset:
+        full = Digits(size=8).load()
+        few = replace(full, train_images=full.train_images[:COUNT].contiguous())
+        dark = replace(
+            few,
+            train_images=few.train_images // 64,
+            train_labels=few.train_labels[:COUNT],
+        )
+        prepared = self.prepared(dark)
+        assert isinstance(prepared, Dataset)
+        return prepared
+
+    def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
+        assert isinstance(dataset, Dataset)
+        mean, std = statistics(dataset.train_images)
+        return replace(dataset, mean=mean, std=std)
+
+
+@pytest.fixture
+def foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.metadata import EntryPoint
+
+    before = plugins._entry_points
+
+    def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+        found = dict(before(group))
+        if group == "fedsim.data":
+            for cls in (Undeclared, Lying):
+                name = cls.__name__.lower()
+                found[name] = (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
+        return found
+
+    monkeypatch.setattr(plugins, "_entry_points", with_own)
+
+
+@pytest.mark.usefixtures("foreign")
+def test_a_source_that_does_not_say_claims_nothing() -> None:
+    claim = rows.spent(Workload(scenario("undeclared", noise=1.0), "dp"), 1)
+    assert claim.epsilon == float("inf")
+    assert "private_statistics" in str(claim.reason)
+
+
+@pytest.mark.usefixtures("foreign")
+def test_an_audit_sees_statistics_that_its_worlds_do_not_share() -> None:
+    """The images of its two worlds differ in one, and all that is computed from them differs."""
+    made = scenario("lying", noise=4.0, audit={"canaries": 300, "confidence": 0.99})
+    audited = Workload(made, "dp", load_dataset(made))
+    claim = rows.spent(audited, 1)
+    assert made.audit is not None
+    assert claim.epsilon < 5, "as it is claimed"
+    found = audited_epsilon(audited, claim, made.audit, taken={(1,)})
+    assert found > claim.epsilon
+
+
+def test_the_constants_are_what_observations_show() -> None:
+    made = scenario({"name": "digits", "size": 8})
+    world = Workload(made, "dp")
+    assert world.spec is not None
+    assert (world.spec.mean, world.spec.std) == ((0.31,), (0.35,))
