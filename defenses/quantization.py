@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import UpdateDefense
+from fedsim.defense import UpdateDefense, uniform
 from fedsim.guarantee import Guarantee
 from fedsim.types import Tensors
 
@@ -58,7 +58,7 @@ class Quantization(UpdateDefense):
         if self.rounding == "deterministic":
             level.round_()
         else:
-            draw = torch.rand(tensor.shape, generator=rng, dtype=torch.float64, device=rng.device)
+            draw = uniform(tensor.shape, rng)
             level.add_(draw.to(tensor.device)).floor_()
         rounded: Tensor = level.clamp_(-levels, levels).mul_(spacing).to(tensor.dtype)
         return rounded

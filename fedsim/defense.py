@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fedsim.guarantee import CurveMechanism, Guarantee, Release, Statistic
 from fedsim.plugins import Plugin
+from fedsim.rng import normal as normal
+from fedsim.rng import uniform as uniform
 from fedsim.types import LocalTraining, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
@@ -220,8 +222,9 @@ def all_finite(update: Tensors) -> bool:
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
     """`update` plus independent N(0, std^2) on every entry; `std` 0 is the identity, bit for bit.
 
-    Noise is drawn where `rng` lives and, for half-precision tensors, rounded after the addition. It
-    is ordinary floating-point noise: the attack of Mironov (CCS 2012) on its low bits is not met.
+    Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`) and, for
+    half-precision tensors, rounded after the addition. It is ordinary floating-point noise: the
+    attack of Mironov (CCS 2012) on its low bits is not met.
     """
     return {name: _plus_gaussian(tensor, std, rng) for name, tensor in update.items()}
 
@@ -235,5 +238,5 @@ def _plus_gaussian(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
     if std == 0:
         return tensor
     wide = torch.promote_types(tensor.dtype, torch.float32)
-    noise = torch.randn(tensor.shape, generator=rng, dtype=wide, device=rng.device)
+    noise = normal(tensor.shape, rng, wide)
     return (tensor.to(wide) + std * noise.to(tensor.device)).to(tensor.dtype)

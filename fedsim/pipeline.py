@@ -83,6 +83,12 @@ def run(
     return Run(root)
 
 
+_NOISE = (
+    "drawn under a key that follows from the scenario's seed: who knows the seed draws it again, "
+    "and outside of this simulation it protects nobody"
+)
+
+
 class _Plan:
     """One scenario, refused or accepted as a whole before anything is written."""
 
@@ -251,7 +257,7 @@ class _Plan:
                 "seconds": seconds,
                 "peak_memory_bytes": _peak_memory(),
                 "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
-                "notes": {"lpips": self._lpips_note()},
+                "notes": {"lpips": self._lpips_note(), "noise": _NOISE},
             },
         )
 

@@ -1,18 +1,38 @@
 """Every random stream is derived from (seed, path), so that order of execution never matters.
 
-A path is such as `("batch", round, client)`. The digest is SHA-256, so streams of neighbouring
-paths are unrelated and a stream is the same in every process and on every engine. PyTorch seeds a
-generator on the CPU by 32 bits of that: of 77,000 streams two are the same with even odds.
+A path is such as `("batch", round, client)`. Streams of neighbouring paths are unrelated, as they
+are digests of different texts, and a stream is the same in every process and on every engine. A
+stream's whole state is a digest: no two of them meet by chance.
+
+What protects people is drawn by `normal`, `uniform` and `signs`, from AES-256 in counter mode under
+a key of the stream's own: nobody can tell the rest from a part of it. In a simulation that key
+follows from the scenario's seed, so that a scenario always gives the same bytes; such noise is
+reproducible, and it protects nobody outside of the simulation. `Stream.secret` has a key that no
+seed gives.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+import secrets
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from typing import final
 
+import numpy as np
 import torch
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from torch import Tensor
+
+_KEY_BYTES = 32
+_WORDS = 624
+"""Of 32 bits: the whole state of MT19937, PyTorch's generator on the CPU."""
+_STATE = slice(24, 24 + 8 * _WORDS)
+"""Where PyTorch's serialized generator holds them, each in 64 bits; the number of words that are
+left of the last block of them, and the place of the next one, are before."""
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -23,13 +43,81 @@ def derive(seed: int, *path: str | int) -> int:
     >>> derive(7, "batch", 1, 0) == derive(7, "batch", 0, 1)
     False
     """
-    digest = hashlib.sha256(json.dumps([seed, *path]).encode()).digest()
+    digest = hashlib.sha256(_text(seed, path)).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
-def generator(seed: int, *path: str | int) -> torch.Generator:
-    """A CPU generator for the stream `path` under `seed`: one of 2^32."""
-    return torch.Generator().manual_seed(derive(seed, *path))
+def of_bytes(content: bytes) -> int:
+    """A 63-bit seed that only who has `content` can derive."""
+    return int.from_bytes(hashlib.sha256(b"fedsim content\0" + content).digest()[:8], "big") >> 1
+
+
+@final
+class Stream(torch.Generator):
+    """A generator on the CPU whose whole state is a digest, and a keyed cryptographic stream.
+
+    It is a `torch.Generator` to all that takes one. `normal`, `uniform` and `signs` draw from the
+    cryptographic stream, which the other draws do not advance.
+    """
+
+    def __new__(cls, material: bytes) -> Stream:
+        """On the CPU, which is all that the base class asks about."""
+        return super().__new__(cls)
+
+    def __init__(self, material: bytes) -> None:
+        """Both follow from `material`, and neither tells of it nor of the other."""
+        self.set_state(_mersenne_state(material))
+        key = hashlib.sha256(b"fedsim noise\0" + material).digest()
+        zeros = bytes(16)  # a key is used for one stream, so that its counter starts at 0
+        self._keystream = Cipher(algorithms.AES(key), modes.CTR(zeros)).encryptor()
+
+    @classmethod
+    def secret(cls) -> Stream:
+        """A stream of the operating system's randomness, which is written down nowhere."""
+        return cls(secrets.token_bytes(_KEY_BYTES))
+
+    def keystream(self, count: int) -> bytes:
+        """The next `count` bytes of the cryptographic stream."""
+        return self._keystream.update(bytes(count))
+
+
+def generator(seed: int, *path: str | int) -> Stream:
+    """The stream `path` under `seed`."""
+    return Stream(_text(seed, path))
+
+
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Float64 draws, uniform on the 2^53 middles of as many equal parts of (0, 1).
+
+    From the cryptographic stream of a `Stream`; a generator of a third party draws its own.
+    """
+    if not isinstance(generator, Stream):
+        drawn = torch.rand(
+            tuple(shape), generator=generator, dtype=torch.float64, device=generator.device
+        )
+        return drawn + 2.0**-54
+    count = math.prod(shape)
+    words = np.frombuffer(generator.keystream(8 * count), dtype="<u8") >> np.uint64(11)
+    return torch.from_numpy((words.astype(np.float64) + 0.5) * 2.0**-53).reshape(tuple(shape))
+
+
+def normal(
+    shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Standard normal draws, by the inverse of the distribution function in float64, as `dtype`.
+
+    From the cryptographic stream of a `Stream`; a generator of a third party draws its own.
+    """
+    if not isinstance(generator, Stream):
+        return torch.randn(tuple(shape), generator=generator, dtype=dtype, device=generator.device)
+    from scipy.special import ndtri
+
+    return torch.from_numpy(np.asarray(ndtri(uniform(shape, generator).numpy()))).to(dtype)
+
+
+def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Float64 draws of -1 and +1, each with even odds; as `uniform`."""
+    return torch.where(uniform(shape, generator) < 0.5, -1.0, 1.0).double()
 
 
 @contextmanager
@@ -40,7 +128,26 @@ def global_stream(seed: int) -> Iterator[None]:
     but not restored.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed takes milliseconds
+        torch.default_generator.set_state(_mersenne_state(_text(seed, ("global",))))
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.manual_seed_all(seed)
         yield
+
+
+def _text(seed: int, path: tuple[str | int, ...]) -> bytes:
+    return json.dumps([seed, *path]).encode()
+
+
+def _mersenne_state(material: bytes) -> Tensor:
+    """The serialized state of a generator on the CPU that has drawn nothing yet."""
+    digest = hashlib.shake_256(b"fedsim stream\0" + material).digest(4 * _WORDS)
+    words = np.frombuffer(digest, "<u4")
+    state = np.frombuffer(_fresh_state(), dtype=np.uint8).copy()
+    state[_STATE] = words.astype("<u8").view(np.uint8)
+    return torch.from_numpy(state)
+
+
+@cache
+def _fresh_state() -> bytes:
+    """Of a generator that is seeded and about to draw its first block."""
+    return bytes(torch.Generator().manual_seed(0).get_state().numpy().tobytes())

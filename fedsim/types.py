@@ -186,6 +186,7 @@ class Observation:
     """How many clients' updates are summed in `update` (1 at the server vantage)."""
     trial: int
     seed: int
+    """Of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""
     releases: int = 1
     """How many releases of the same images at the same weights `update` is the mean of."""
 

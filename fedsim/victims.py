@@ -96,10 +96,14 @@ def _of_rows(
     progress: Callable[[Progress], None] | None,
 ) -> Solution:
     asked = attack.asked_of_candidates
+    # Of the truth, so that nothing that an attack is handed tells which row is withheld.
+    secret = rng.of_bytes(truth.rows.numpy().tobytes() + truth.members.numpy().tobytes())
     found = []
     for target in targets(attack, truth):
         own = rng.derive(seed, "target", target)
-        exchanged = rng.generator(own, "exchanged") if observation.release.counted else None
+        exchanged = (
+            rng.generator(secret, "exchanged", target) if observation.release.counted else None
+        )
         known = grant_of_row(truth, target, granted.rows, asked, exchanged)
         found.append(solve(attack, observation, known, own, restarts=restarts, progress=progress))
     if not found:

@@ -319,7 +319,7 @@ class Workload:
             client=client,
             num_clients=num_clients,
             trial=probe.trial if probe else 0,
-            seed=self.scenario.seed,
+            seed=self.scenario.attack_seed,
             releases=releases,
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedsim.guarantee import Release
 from fedsim.learners.base import Computation, Computed, Problem, Request
+from fedsim.rng import normal
 from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, RowTruth, Table, Tensors
 
 VALUE = "release"
@@ -110,6 +111,6 @@ def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
     # torch fills blocks of 16 and an incomplete one otherwise, which would change with σ.
     whole = -(-columns // 16) * 16
     for part in torch.split(rows, _CHUNK):
-        matrix = torch.randn(len(part), whole, generator=rng, dtype=rows.dtype)
+        matrix = normal((len(part), whole), rng, rows.dtype)
         total += part.T @ matrix[:, :columns]
     return total

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsim.learners.base import Computation, Evaluation, Learner, Problem
 from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
+from fedsim.rng import normal
 from fedsim.types import FedsimError, ReleaseKind, Table, Tensors
 
 Method = Literal["sketch", "als", "ls", "ols"]
@@ -125,7 +126,7 @@ def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
             "distribution to draw from; put the defense least_squares into the stack, drop "
             "columns, or give clients more rows"
         )
-    draw = torch.randn(len(best), 1, generator=rng, dtype=rows.dtype)
+    draw = normal((len(best), 1), rng, rows.dtype)
     spread = torch.linalg.solve_triangular(factor.T, draw, upper=True).squeeze(1)
     drawn: Tensor = best + residual / columns**0.5 * spread
     return drawn

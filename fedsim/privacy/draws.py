@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from fedsim.rng import normal, signs, uniform
 from fedsim.types import FedsimError
 
 _CHUNK = 4096
@@ -34,7 +35,7 @@ def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Te
     """
     if count < 1:
         raise FedsimError(f"gaussian sampling needs at least one sample, not {count}")
-    noise = torch.randn(root.shape[1], count, generator=generator, dtype=root.dtype)
+    noise = normal((root.shape[1], count), generator, root.dtype)
     return root @ noise
 
 
@@ -46,7 +47,7 @@ def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> 
     inner = torch.zeros(root.shape[1], root.shape[1], dtype=root.dtype)
     for start in range(0, count, _CHUNK):
         size = min(_CHUNK, count - start)
-        part = torch.randn(root.shape[1], size, generator=generator, dtype=root.dtype)
+        part = normal((root.shape[1], size), generator, root.dtype)
         inner += part @ part.T
     return root @ inner @ root.T / max(count, 1)
 
@@ -56,7 +57,6 @@ def truncated_laplace(
 ) -> Tensor:
     """`value` plus noise of density ~ exp(-|x| / scale) within ± bound on every entry."""
     shape = value.shape
-    share = torch.rand(shape, generator=generator, dtype=torch.float64)
+    share = uniform(shape, generator)
     size = -scale * torch.log1p(math.expm1(-bound / scale) * share)
-    signs = 2 * torch.randint(2, shape, generator=generator) - 1
-    return value + signs * size
+    return value + signs(shape, generator) * size

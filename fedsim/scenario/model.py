@@ -211,6 +211,9 @@ class Scenario(Section):
     name: Slug
     description: str = ""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of data, weights, batches and noise. Whoever knows it can draw the noise again."""
+    attack_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of what attacks draw. Attacks are handed it, and `seed` they are not."""
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
     data: Data
     learner: PluginRef = PluginRef(name="sgd")

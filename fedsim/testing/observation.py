@@ -106,7 +106,7 @@ def make_observation(
         client=client,
         num_clients=num_clients,
         trial=0,
-        seed=seed,
+        seed=0,
     )
     truth = GroundTruth(images=images.clone(), labels=labels.clone(), features=torch.cat(features))
     return observation, truth

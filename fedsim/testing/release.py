@@ -166,7 +166,7 @@ def _observed(
         client=client,
         num_clients=len(parts),
         trial=0,
-        seed=seed,
+        seed=0,
     )
     of = torch.cat(parts)
     truth = computation.candidates(held[0][of], held[1][of])

@@ -27,7 +27,33 @@ class Mutation:
 ROAD = "tests/validity/test_road.py"
 SENSITIVITY = "tests/validity/test_sensitivity.py"
 
+SEEDS = "tests/validity/test_seeds.py"
+
 MUTATIONS = (
+    Mutation(
+        name="the scenario's seed in every observation",
+        item=4,
+        file="fedsim/workload.py",
+        old="            seed=self.scenario.attack_seed,\n",
+        new="            seed=self.scenario.seed,\n",
+        tests=(SEEDS,),
+    ),
+    Mutation(
+        name="streams of 32 bits",
+        item=4,
+        file="fedsim/rng.py",
+        old="        self.set_state(_mersenne_state(material))\n",
+        new="        self.manual_seed(int.from_bytes(hashlib.sha256(material).digest()[:4], 'big'))\n",
+        tests=(SEEDS,),
+    ),
+    Mutation(
+        name="noise from the generator of simulations",
+        item=4,
+        file="fedsim/defense.py",
+        old="    noise = normal(tensor.shape, rng, wide)\n",
+        new="    noise = torch.randn(tensor.shape, generator=rng, dtype=wide)\n",
+        tests=(SEEDS,),
+    ),
     Mutation(
         name="clients' images normalize clients' images",
         item=1,
