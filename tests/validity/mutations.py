@@ -43,7 +43,7 @@ MUTATIONS = (
         item=4,
         file="fedsim/rng.py",
         old="        self.set_state(_mersenne_state(material))\n",
-        new="        self.manual_seed(int.from_bytes(hashlib.sha256(material).digest()[:4], 'big'))\n",
+        new="        self.manual_seed(int.from_bytes(hashlib.sha256(material).digest()[:4]))\n",
         tests=(SEEDS,),
     ),
     Mutation(
