@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from fedsim.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, reconstruction_path
 from fedsim.privacy import membership
-from fedsim.privacy.ledger import claim, worst_off
+from fedsim.privacy.ledger import Probed, claim, worst_off
 from fedsim.record import Row
 from fedsim.recording import read_tensors
 from fedsim.scenario import Scenario
@@ -39,41 +39,84 @@ Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
 
 
-def spent(workload: Workload, round: int) -> PrivacyClaim:
+def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClaim:
     """What the stack guarantees after `round` rounds, for the client that is worst off.
 
-    Worst is the most participations so far together with the least data. In a round that is
-    observed, it is a probe that is accounted, with all its releases, in place of the training.
+    Worst is the most participations so far together with the most probes and the least data. It is
+    of all that clients released: of their training, and of the probes that they were asked for. A
+    scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
+    caller that they are not asked about.
     """
+    scenario = workload.scenario
     taken = participations(workload, round)
     public: set[tuple[bool, ...]] = set()
     if isinstance(workload.stack.aggregation, NoisyAggregation):
         public = {tuple(past in each for past in range(1, round + 1)) for each in taken}
+    counted = probes and scenario.privacy.probes == "included"
     claims = [
         claim(
             workload.stack,
             workload.declared,
-            rounds=plain,
-            repeated_rounds=repeated,
-            repeats=workload.scenario.observe.releases,
+            rounds=most.trained,
+            repeated_rounds=most.repeated,
+            repeats=scenario.observe.releases,
             num_examples=held,
-            delta=workload.scenario.privacy.delta,
+            delta=scenario.privacy.delta,
             buffers_released=workload.releases_statistics,
             release=workload.release,
             schedules=public,
             private_statistics=workload.private_statistics,
+            probes=_probed(workload, most.probed) if counted else (),
         )
-        for plain, repeated in _most(workload, taken)
+        for most in _most(workload, taken, round)
         for held in worst_off(workload.training, map(len, workload.parts))
     ]
-    return max(claims, key=lambda claim: claim.epsilon)
+    worst = max(claims, key=lambda claim: claim.epsilon)
+    asked = _most(workload, taken, round)[0].probed * len(_sizes(workload))
+    covers = f"training of {round} round{'s' * (round > 1)}"
+    if asked and probes:
+        count = asked * scenario.observe.trials * scenario.observe.releases
+        told = f" and {count} probe release{'s' * (count > 1)}"
+        covers += told if counted else ", probes declared outside of the deployment"
+    return replace(worst, covers=covers)
 
 
-def spent_by(workload: Workload, round: int) -> float:
-    """ε after `round` rounds, or (no less) after a few more, where finding it takes long."""
+def released(workload: Workload, seen: Observation) -> PrivacyClaim:
+    """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
+    scenario, probing = workload.scenario, bool(_sizes(workload))
+    declared = workload.declared
+    if probing:
+        declared = workload.declared_of(seen.training.batch_size)
+    own = workload.schedule.participants(seen.round) if seen.client < 0 else [seen.client]
+    only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
+    shared = isinstance(workload.stack.aggregation, NoisyAggregation)
+    again = seen.releases > 1
+    claims = [
+        claim(
+            workload.stack,
+            declared,
+            rounds=int(not again),
+            repeated_rounds=int(again),
+            repeats=seen.releases,
+            num_examples=held,
+            delta=scenario.privacy.delta,
+            buffers_released=workload.releases_statistics,
+            release=workload.release,
+            schedules={only} if shared else (),
+            private_statistics=workload.private_statistics,
+        )
+        for held in worst_off(workload.training, (len(workload.parts[one]) for one in own))
+    ]
+    kind = "probe" if probing else "training update"
+    covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
+    return replace(max(claims, key=lambda claim: claim.epsilon), covers=covers)
+
+
+def spent_by(workload: Workload, round: int) -> PrivacyClaim:
+    """The claim after `round` rounds, or after a few more (no less), where it takes long."""
     sampled = workload.training.sampling != "without_replacement"
     later = 1 << (round - 1).bit_length() if sampled else round
-    return spent(workload, min(later, workload.scenario.training.rounds)).epsilon
+    return spent(workload, min(later, workload.scenario.training.rounds))
 
 
 def participations(workload: Workload, round: int) -> set[tuple[int, ...]]:
@@ -85,18 +128,59 @@ def participations(workload: Workload, round: int) -> set[tuple[int, ...]]:
     return set(map(tuple, rounds.values()))
 
 
-def _most(workload: Workload, taken: set[tuple[int, ...]]) -> list[tuple[int, int]]:
-    """(plain participations, repeated ones), of which no client has more of both."""
-    again = workload.scenario.observe.releases > 1
+@dataclass(frozen=True, order=True)
+class _Most:
+    """How often a client released something."""
+
+    trained: int
+    repeated: int
+    """Rounds in which its training was released several times."""
+    probed: int
+    """Rounds in which it was asked for probes."""
+
+
+def _most(workload: Workload, taken: set[tuple[int, ...]], round: int) -> list[_Most]:
+    """Of which no client has more of all, after `round` rounds.
+
+    Every client counts as observed, and probes are asked of those, too, that do not take part.
+    """
+    sizes, again = _sizes(workload), workload.scenario.observe.releases > 1
+    probed = sum(workload.schedule.is_observed(past) for past in range(1, round + 1) if sizes)
     counts = set()
     for rounds in taken:
-        repeated = sum(again and workload.schedule.is_observed(past) for past in rounds)
-        counts.add((len(rounds) - repeated, repeated))
-    most: list[tuple[int, int]] = []
-    for plain, repeated in sorted(counts, reverse=True):
-        if not most or repeated > most[-1][1]:
-            most.append((plain, repeated))
-    return most
+        observed = sum(workload.schedule.is_observed(past) for past in rounds)
+        repeated = observed if again and not sizes else 0
+        counts.add(_Most(len(rounds) - repeated, repeated, probed))
+    return [
+        most
+        for most in sorted(counts, reverse=True)
+        if not any(
+            other != most
+            and other.trained >= most.trained
+            and other.repeated >= most.repeated
+            and other.probed >= most.probed
+            for other in counts
+        )
+    ] or [_Most(0, 0, 0)]
+
+
+def _sizes(workload: Workload) -> list[int]:
+    """Of the batches that probes are computed from; empty if training itself is recorded."""
+    return list(workload.scenario.observe.batch_sizes or [])
+
+
+def _probed(workload: Workload, rounds: int) -> tuple[Probed, ...]:
+    """What a client released as probes that was asked for them in so many rounds."""
+    observe = workload.scenario.observe
+    return tuple(
+        Probed(
+            declared=workload.declared_of(size),
+            count=rounds * observe.trials,
+            releases=observe.releases,
+        )
+        for size in _sizes(workload)
+        if rounds
+    )
 
 
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
@@ -105,7 +189,8 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
     `on_progress` is told how many of how many steps are done.
     """
     audit, last = workload.scenario.audit, workload.scenario.training.rounds
-    claim = spent(workload, last)
+    # Canaries take part in the training, and probes are not asked of them.
+    claim = spent(workload, last, probes=False)
     if audit is None or claim.unit is None:
         return None
     found = audited_epsilon(
@@ -130,11 +215,13 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
 def round_row(workload: Workload, result: RoundRecord) -> Row:
     """A line of `rounds.jsonl`, accounted up to its round."""
     fields = asdict(result)
+    claimed = spent_by(workload, result.round)
     return {
         "defense": workload.stack_name,
         "round": fields.pop("round"),
         **fields,
-        "epsilon": number(spent_by(workload, result.round)),
+        "epsilon": number(claimed.epsilon),
+        "privacy": _privacy(claimed),
         "sigma": row_noise(workload),
     }
 
@@ -163,7 +250,9 @@ class Context:
         own = [row for row in self.rounds if row["defense"] == stack]
         last = max(own, key=lambda row: int(row["round"]))
         attacked = next(row for row in own if row["round"] == seen.round)
-        guarantee = spent(self.workloads[stack], self.scenario.training.rounds)
+        workload = self.workloads[stack]
+        guarantee = released(workload, seen)
+        whole = spent(workload, self.scenario.training.rounds)
         return {
             "scenario": self.scenario.name,
             "variant": dict(self.variant),
@@ -205,16 +294,24 @@ class Context:
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
             "privacy": {
-                "epsilon": number(guarantee.epsilon),
-                "delta": guarantee.delta,
-                "accountant": guarantee.accountant,
-                "unit": guarantee.unit,
-                "relation": guarantee.relation,
-                "reason": guarantee.reason,
+                **_privacy(guarantee),
                 "audited_epsilon": self.audited.get(stack),
+                "run": _privacy(whole),
             },
             "cost": {**result.cost, "bytes_up": _per_client(attacked)},
         }
+
+
+def _privacy(claim: PrivacyClaim) -> Row:
+    return {
+        "epsilon": number(claim.epsilon),
+        "delta": claim.delta,
+        "accountant": claim.accountant,
+        "unit": claim.unit,
+        "relation": claim.relation,
+        "reason": claim.reason,
+        "covers": claim.covers,
+    }
 
 
 def key(row: Row) -> Key:

@@ -385,3 +385,5 @@ class PrivacyClaim:
     (relative), which is no differential privacy."""
     reason: str | None
     """Why ε is ∞, where it is."""
+    covers: str = ""
+    """Which releases it is of, in words."""

@@ -336,10 +336,14 @@ class Workload:
         return self.stack.training(self._declared(probe))
 
     def _declared(self, probe: Probe | None) -> LocalTraining:
-        """An attacker knows how many images an update was computed from: so does a probe."""
-        if probe is None:
-            return self.declared
-        return replace(self.declared, batch_size=probe.batch_size, sampling="without_replacement")
+        return self.declared if probe is None else self.declared_of(probe.batch_size)
+
+    def declared_of(self, batch_size: int) -> LocalTraining:
+        """The local training of a probe of so many images, before the stack's training defenses.
+
+        An attacker knows of how many it is: so they are drawn without replacement.
+        """
+        return replace(self.declared, batch_size=batch_size, sampling="without_replacement")
 
     def _held(self, client: int) -> tuple[Tensor, Tensor]:
         """All that the client holds, rows or pixels, and the labels."""

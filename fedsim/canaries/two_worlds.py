@@ -117,17 +117,20 @@ def _of_example(
     its own whatever it computes.
     """
     client = min(range(len(workload.parts)), key=lambda c: len(workload.parts[c]))
-    absent = _world(workload, relation, client, None)
+    base = _farthest_labels(workload, client)
+    absent = _world(workload, relation, client, base, None)
     without = _contributed(absent, client)
 
     def shift(canary: Workload) -> Tensors:
         moved = _contributed(canary, client)
         return {name: value - without[name] for name, value in moved.items()}
 
-    tried = [_world(workload, relation, client, how) for how in _CANARIES]
-    there, toward = max(
-        ((canary, shift(canary)) for canary in tried), key=lambda pair: float(global_norm(pair[1]))
-    )
+    tried = [_world(workload, relation, client, base, how) for how in _CANARIES]
+    shifts = [(canary, shift(canary)) for canary in tried]
+    there, toward = shifts[0]
+    farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
+    if float(global_norm(farthest[1])) > _MOST_OF_ONE:
+        there, toward = farthest
     start = workload.initial()
     canary = there if present else absent
     sign = mean_gradient_factor(workload.training)
@@ -150,23 +153,44 @@ _CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
     torch.zeros_like,
     lambda image: torch.full_like(image, 255),
 )
-"""What an image may become as a canary, beside having another label. The auditor takes the one that
-moves the most; what is computed from images moves with all but the first."""
+"""What an image may become as a canary, beside having another label. What is computed from images
+moves with all but the first, which the auditor takes unless another moves others' contributions."""
+_MOST_OF_ONE = 2 + 1e-3
+"""What one example moves by itself: a contribution of norm 1 is exchanged for another."""
+
+
+def _farthest_labels(workload: Workload, client: int) -> int:
+    """Which of the client's first images contributes what differs most between two labels."""
+    data, contributions = images(workload), Contributions(workload)
+
+    def apart(index: int) -> float:
+        image, label = data.train_images[[index]], data.train_labels[index]
+        here = contributions.unit_gradient(image, label)
+        there = contributions.unit_gradient(image, other_label(data, label))
+        return float(global_norm({name: here[name] - there[name] for name in here}))
+
+    tried: list[int] = workload.parts[client][:_TRIED].tolist()
+    return max(tried, key=apart)
+
+
+_TRIED = 8
 
 
 def _world(
     workload: Workload,
     relation: Relation,
     client: int,
+    base: int,
     canary: Callable[[Tensor], Tensor] | None,
 ) -> Workload:
     """The federation on data with the canary, or on the neighbouring data without it (None).
 
-    In its place there is then an image like all others of the client (`replace_one`), or none that
-    is computed with (`zero_out`).
+    All images of the client are the one at `base`, and the first of them is the canary.
+    In its place there is then an image like all others (`replace_one`), or none that is computed
+    with (`zero_out`).
     """
     data, part = images(workload), workload.parts[client]
-    image, label = data.train_images[part[0]], data.train_labels[part[0]]
+    image, label = data.train_images[base], data.train_labels[base]
     pixels, labels = data.train_images.clone(), data.train_labels.clone()
     pixels[part], labels[part] = image, label
     if canary:

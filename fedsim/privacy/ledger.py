@@ -19,7 +19,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, lru_cache
+
+import numpy as np
 
 from fedsim.guarantee import ExactMechanism, Mechanism, Release
 from fedsim.privacy import gaussian
@@ -32,6 +35,16 @@ RENYI = "RDP, sampled without replacement"
 
 _INDEPENDENT = ("poisson", "balls_in_bins")
 """How batches may be drawn so that no example's being there depends on another's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probed:
+    """What a client releases besides training: `count` batches, each `releases` times."""
+
+    declared: LocalTraining
+    """Before the stack's training defenses."""
+    count: int
+    releases: int = 1
 
 
 def claim(
@@ -47,11 +60,14 @@ def claim(
     release: Release | None = None,
     schedules: Collection[tuple[bool, ...]] = (),
     private_statistics: Mapping[Unit, Collection[str]] | None = None,
+    probes: Collection[Probed] = (),
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
     And in `repeated_rounds` more, in each of which it released `repeats` times what it computed on
     one batch: noise is drawn anew, batches are not, so that sampling amplifies them together.
+
+    And in `probes`, each a batch of its own size.
 
     `declared` is the local training before the stack's training defenses; `num_examples` is how
     many the client holds: with the most participations and the least data it is the worst client's
@@ -91,16 +107,19 @@ def claim(
             "choose the model's norm: group"
         )
     if isinstance(held.mechanism, ExactMechanism):
-        releases = rounds + repeated_rounds * repeats
+        asked = sum(probe.count * probe.releases for probe in probes)
+        releases = rounds + repeated_rounds * repeats + asked
         epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
         return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
+    independent = held.mechanism.sampling in _INDEPENDENT
+    if probes and (held.mechanism.correlation or independent):
+        return _unproven(_PROBED)
     if held.mechanism.shared and held.mechanism.correlation:
         if repeated_rounds and repeats > 1:
             return _unproven(_REPEATED)
         taken = schedules or [(True,) * (rounds + repeated_rounds)]
         epsilon = _of_the_server(held.mechanism, frozenset(taken), delta)
         return _stated(epsilon, delta, held.mechanism, OF_SERVER)
-    independent = held.mechanism.sampling in _INDEPENDENT
     if (held.mechanism.correlation or independent) and repeated_rounds and repeats > 1:
         return _unproven(_REPEATED)
     training = stack.training(declared)
@@ -116,11 +135,24 @@ def claim(
         rate = 1 / training.bins(num_examples) if balls else batch_size / num_examples
         epsilon, accountant = _sampled(held.mechanism, steps, rate, delta)
         return _stated(epsilon, delta, held.mechanism, accountant)
-    spent = ((rounds, 1), (repeated_rounds, repeats))
-    epsilon, accountant = _spent(held.mechanism, spent, batch_size, num_examples, delta)
+    spent = [
+        _Spent(held.mechanism, rounds, 1, batch_size),
+        _Spent(held.mechanism, repeated_rounds, repeats, batch_size),
+    ]
+    for probe in probes:
+        asked_of = stack.guarantees(probe.declared, release)[-1].mechanism
+        if not isinstance(asked_of, Mechanism) or asked_of.relation != held.mechanism.relation:
+            return _unproven(_PROBED)
+        size = stack.training(probe.declared).batch_size
+        spent.append(_Spent(asked_of, probe.count, probe.releases, size))
+    epsilon, accountant = _composed(tuple(spent), num_examples, delta)
     return _stated(epsilon, delta, held.mechanism, accountant)
 
 
+_PROBED = (
+    "probes are not accounted together with correlated noise, nor with sampling by poisson or "
+    "balls_in_bins; declare them outside of the deployment (privacy.probes: outside)"
+)
 _REPEATED = (
     "several releases of the same batch are not accounted for correlated noise, nor for sampling "
     "by poisson or balls_in_bins; set observe.releases: 1"
@@ -158,37 +190,56 @@ def _unproven(reason: str) -> PrivacyClaim:
     return PrivacyClaim(epsilon=math.inf, delta=None, accountant=None, unit=None, reason=reason)
 
 
+@dataclass(frozen=True)
+class _Spent:
+    """Releases of one kind: of `batches` batches of one size, each `repeats` times."""
+
+    mechanism: Mechanism
+    batches: int
+    repeats: int
+    batch_size: int
+
+    @property
+    def drawn(self) -> int:
+        """Batches over all local steps."""
+        return self.batches * self.mechanism.releases
+
+    @property
+    def multiplier(self) -> float:
+        """The noise's standard deviation over the sensitivity."""
+        doubled = self.mechanism.relation == "replace_one"
+        return self.mechanism.noise_multiplier / (2 if doubled else 1)
+
+
 @lru_cache(maxsize=4096)
-def _spent(
-    mechanism: Mechanism,
-    spent: tuple[tuple[int, int], ...],
-    batch_size: int,
-    num_examples: int,
-    delta: float,
-) -> tuple[float, str]:
-    """(ε, accountant) of (rounds, releases of the same batch in each): the least valid bound."""
-    spent = tuple((rounds * mechanism.releases, repeats) for rounds, repeats in spent if rounds)
-    releases = sum(rounds * repeats for rounds, repeats in spent)
-    if releases == 0:
+def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tuple[float, str]:
+    """(ε, accountant) of all `parts` together: the least valid bound."""
+    parts = tuple(part for part in parts if part.drawn and part.repeats)
+    if not parts:
         return 0.0, EXACT
-    if mechanism.correlation:
-        return _correlated(mechanism, releases, batch_size, num_examples, delta)
-    multiplier = mechanism.noise_multiplier / (2 if mechanism.relation == "replace_one" else 1)
-    exact = float(gaussian.epsilon(multiplier / math.sqrt(releases), delta))
-    if not mechanism.sampling or batch_size == num_examples:
+    first = parts[0].mechanism
+    if first.correlation:
+        steps = sum(part.drawn * part.repeats for part in parts)
+        return _correlated(first, steps, parts[0].batch_size, num_examples, delta)
+    # Gaussian releases of one example compose to one, of the sum of their squared ratios.
+    ratios = [math.sqrt(part.drawn * part.repeats) / part.multiplier for part in parts]
+    exact = float(gaussian.epsilon(1 / math.hypot(*ratios), delta))
+    sampled = [part.mechanism.sampling and part.batch_size < num_examples for part in parts]
+    if not any(sampled):
         return exact, EXACT
     from dp_accounting.rdp import compute_epsilon
 
     # k releases of one batch are one with a noise multiplier of z / sqrt(k).
-    parts = [
-        (rounds, *_renyi(multiplier / math.sqrt(repeats), batch_size, num_examples))
-        for rounds, repeats in spent
-    ]
-    orders = parts[0][1]
-    total = [sum(n * d[i] for n, _, d in parts) for i in range(len(orders))]
-    sampled = float(compute_epsilon(orders, total, delta)[0])
+    orders: tuple[float, ...] = ()
+    total = np.zeros(())
+    for part, hides in zip(parts, sampled, strict=True):
+        single = part.multiplier / math.sqrt(part.repeats)
+        size = min(part.batch_size, num_examples)
+        orders, divergences = _renyi(single, size if hides else 1, num_examples if hides else 1)
+        total = total + part.drawn * np.array(divergences)
+    amplified = float(compute_epsilon(orders, list(total), delta)[0])
     # Whatever the batches, at most one example differs between them: the exact curve holds too.
-    return (sampled, RENYI) if sampled < exact else (exact, EXACT)
+    return (amplified, RENYI) if amplified < exact else (exact, EXACT)
 
 
 def _correlated(
@@ -268,6 +319,9 @@ def _renyi(
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    if batch_size == num_examples:
+        orders = tuple(map(float, accountant._orders))
+        return orders, tuple(order / (2 * multiplier**2) for order in orders)
     accountant.compose(
         SampledWithoutReplacementDpEvent(num_examples, batch_size, GaussianDpEvent(multiplier))
     )

@@ -27,6 +27,27 @@ def format_epsilon(epsilon: float | None) -> str:
     return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
 
 
+def format_claim(
+    epsilon: float | None, delta: float | None, unit: str | None, relation: str | None
+) -> str:
+    """`3.2 (1e-05, example, replace one)`: ε with its δ, its unit and what neighbours are.
+
+    `∞`, or a dash where it was not accounted. What only hides how far values are apart, or among
+    which declared databases one is, is no differential privacy, and is said to be none.
+    """
+    if epsilon is None or math.isinf(epsilon):
+        return format_epsilon(epsilon)
+    words = [f"{delta:g}" if delta is not None else "δ unknown"]
+    words += [unit or "unit unknown", (relation or "neighbours unknown").replace("_", " ")]
+    if relation in NO_DIFFERENTIAL_PRIVACY:
+        words.append("no DP")
+    return f"{format_epsilon(epsilon)} ({', '.join(words)})"
+
+
+NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
+"""Relations under which an ε bounds something, but hides not whether an example is there."""
+
+
 def format_number(value: float | None, digits: int = 2) -> str:
     """`value` with `digits` decimals, or a dash."""
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")

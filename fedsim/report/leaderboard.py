@@ -116,6 +116,8 @@ class LeaderboardRow:
     unit: str | None
     relation: str | None
     privacy_reason: str | None
+    privacy_covers: str | None
+    """Which releases the claim is of, in words."""
     audited_epsilon: float | None
     tensor_rate: float | None
     """Mean of what theory predicts of the attack's error, up to a constant; None for most."""
@@ -229,7 +231,7 @@ def _aggregate(
     ok = [row for row in rows if row.ok]
     # Two runs' claims would only differ if they were not the same; then the weaker one stands.
     weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)
-    privacy = weakest.privacy
+    privacy = weakest.claimed
     return LeaderboardRow(
         cell=first.cell,
         scenario=first.scenario,
@@ -274,6 +276,7 @@ def _aggregate(
         unit=privacy.unit if privacy else None,
         relation=privacy.relation if privacy else None,
         privacy_reason=privacy.reason if privacy else None,
+        privacy_covers=privacy.covers if privacy else None,
         audited_epsilon=max(
             _present(rows, lambda row: row.privacy.audited_epsilon if row.privacy else None),
             default=None,

@@ -12,6 +12,7 @@ from fedsim.recording import write_text
 from fedsim.report import facts, plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
 from fedsim.report.figures import (
+    format_claim,
     format_epsilon,
     format_number,
     format_percent,
@@ -107,6 +108,7 @@ def _html(runs: Sequence[Run]) -> str:
         "number": format_number,
         "percent": format_percent,
         "epsilon": format_epsilon,
+        "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "signed": format_signed,
     }
     return environment.get_template("report.html.j2").render(_context(runs))
@@ -122,6 +124,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "description": next((t for run in runs if (t := run.setting("description"))), ""),
         "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
         "utility": utility(runs) if unattacked else [],
+        "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
         "threats": threat_model(results),
         "invalid": [] if unattacked else invalid_reasons(rows),
         "confidence": f"{confidence:.0%}",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.report.control import describe_comparison, invalid_reasons, positive_controls
 from fedsim.report.figures import (
-    format_epsilon,
+    format_claim,
     format_number,
     format_percent,
     format_signed,
@@ -114,6 +114,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "unit": row.unit,
         "relation": row.relation,
         "privacy_reason": row.privacy_reason,
+        "privacy_covers": row.privacy_covers,
         "audited_epsilon": row.audited_epsilon,
         "seconds": row.seconds,
     }
@@ -145,13 +146,16 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("TPR", lambda row: _percent(row.metrics["membership_tpr"])),
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
     ("acc", lambda row: format_percent(row.test_accuracy)),
-    ("ε", lambda row: format_epsilon(row.epsilon)),
+    (
+        "ε (δ, unit, neighbours)",
+        lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
+    ),
     ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
 _EXPENDABLE = (
-    *("sec", "max", "other", "LPIPS", "SSIM", "TPR", "found", "acc", "ε", "label", "gain", "feat"),
-    *("span", "row err", "≤"),
+    *("sec", "max", "other", "LPIPS", "SSIM", "TPR", "found", "acc", "label", "gain", "feat"),
+    *("span", "row err", "≤", "ε (δ, unit, neighbours)"),
 )
 """Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
 

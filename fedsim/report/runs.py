@@ -117,7 +117,11 @@ class PrivacyOf(_Part):
     relation: str | None = None
     """Which data sets count as neighbours."""
     reason: str | None = None
+    covers: str | None = None
+    """Which releases it is of, in words."""
     audited_epsilon: float | None = None
+    run: PrivacyOf | None = None
+    """That of all releases of the run, where this one is of a single release."""
 
 
 class CostOf(_Part):
@@ -190,9 +194,14 @@ class ResultRow(_Part):
 
     @property
     def epsilon(self) -> float | None:
-        """As a number; None if not accounted."""
-        claimed = self.privacy.epsilon if self.privacy else None
+        """Of all releases of the run, as a number; None if not accounted."""
+        claimed = self.claimed.epsilon if self.claimed else None
         return math.inf if claimed == "inf" else claimed
+
+    @property
+    def claimed(self) -> PrivacyOf | None:
+        """The claim of all releases of the run; None if not accounted."""
+        return (self.privacy.run or self.privacy) if self.privacy else None
 
     @property
     def cell(self) -> str:
@@ -219,6 +228,7 @@ class RoundRow(_Part):
     test_loss: float | None = None
     test_accuracy: float | None = None
     epsilon: float | Literal["inf"] | None = None
+    privacy: PrivacyOf | None = None
     sigma: float | None = None
     failures: dict[str, int] = {}
     """Reason -> how many updates were left out of the round."""

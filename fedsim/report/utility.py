@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from fedsim.report.figures import (
     describe_variant,
+    format_claim,
     format_epsilon,
     format_number,
     format_summary,
 )
-from fedsim.report.runs import RoundRow, Run
+from fedsim.report.runs import PrivacyOf, RoundRow, Run
 from fedsim.scoring import Summary, summarize
 
 _SEED = "seed"
@@ -28,6 +29,13 @@ class UtilityRow:
     runs: int
     epsilon: float | None
     """The largest of the runs; inf if nothing is proven, None if it was not accounted."""
+    delta: float | None
+    unit: str | None
+    relation: str | None
+    reason: str | None
+    """Why ε is inf."""
+    covers: str | None
+    """Which releases ε is of, in words."""
     audited_epsilon: float | None
     """The largest ε that an audit found, at least; None without an audit."""
     sigma: float | None
@@ -60,6 +68,11 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
             defense=defense,
             runs=len(rows),
             epsilon=_largest(rows),
+            delta=_of_weakest(rows).delta,
+            unit=_of_weakest(rows).unit,
+            relation=_of_weakest(rows).relation,
+            reason=_of_weakest(rows).reason,
+            covers=_of_weakest(rows).covers,
             audited_epsilon=max(audited.get((variant, defense), []), default=None),
             sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
@@ -75,7 +88,9 @@ def describe(rows: Sequence[UtilityRow]) -> str:
     """A line for each row."""
     lines = []
     for row in rows:
-        told = [f"ε {format_epsilon(row.epsilon)}"]
+        told = [f"ε {format_claim(row.epsilon, row.delta, row.unit, row.relation)}"]
+        told += [row.covers] if row.covers else []
+        told += [row.reason] if row.reason else []
         if row.audited_epsilon is not None:
             told.append(f"audit: at least {format_epsilon(row.audited_epsilon)}")
         if row.sigma is not None:
@@ -87,6 +102,16 @@ def describe(rows: Sequence[UtilityRow]) -> str:
         name = ", ".join(filter(None, (row.variant, row.defense)))
         lines.append(f"{name}: {', '.join(told)}")
     return "\n".join(lines)
+
+
+def _of_weakest(rows: Sequence[RoundRow]) -> PrivacyOf:
+    """The claim of the row of largest ε; empty where none was accounted."""
+    stated = [row.privacy for row in rows if row.privacy]
+    return max(
+        stated,
+        key=lambda p: math.inf if p.epsilon in ("inf", None) else float(p.epsilon or 0),
+        default=PrivacyOf(),
+    )
 
 
 def _largest(rows: Sequence[RoundRow]) -> float | None:

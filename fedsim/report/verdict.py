@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.control import REQUIRED_GAIN, REQUIRED_SPAN, Control
-from fedsim.report.figures import format_epsilon, format_signed, format_summary
+from fedsim.report.figures import (
+    NO_DIFFERENTIAL_PRIVACY,
+    format_epsilon,
+    format_signed,
+    format_summary,
+)
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.scoring import Summary
 
@@ -219,6 +224,10 @@ def privacy_claim(row: LeaderboardRow) -> str:
     if row.unit:
         text += f" per {row.unit}"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
+    if row.relation in NO_DIFFERENTIAL_PRIVACY:
+        details.append("no differential privacy")
+    if row.privacy_covers:
+        details.append(row.privacy_covers)
     known = ", ".join(f"{detail}" for detail in details if detail)
     text += f" ({known})" if known else ""
     if row.audited_epsilon is not None:

@@ -181,6 +181,9 @@ class Privacy(Section):
     """How the ledger states the claim."""
 
     delta: Annotated[float, Field(gt=0, lt=1)] = 1e-5
+    probes: Literal["included", "outside"] = "included"
+    """Whether the ε of a run counts its probes. `outside`: they are the auditor's, and no part of
+    the deployment, which is said beside each ε."""
 
 
 class Audit(Section):

@@ -136,13 +136,15 @@ def test_noise_is_known_at_the_papers_scale() -> None:
 def test_neurons_that_show_more_count_more_behind_noise() -> None:
     """Planted neurons have next to nothing to show in ∂L/∂W: their noise is not to count."""
     faint = {"planted_gain": 0.01, "width": 4608}
-    seen, truth = observe(4, faint, defense=[{"name": "gaussian_noise", "std": 0.003}])
-    weighted = attack("spectral_features", seen, truth).subspace_error
-    plain, _ = span(HeadGradient.of(seen).grad_hidden, 4)
-    alike = score(Reconstruction(features=plain.float(), loss=0, iterations=0), truth)
-    assert weighted is not None
-    assert alike.subspace_error is not None
-    assert weighted < 0.8 * alike.subspace_error
+    weighted, alike = [], []
+    for seed in range(4):
+        noise = [{"name": "gaussian_noise", "std": 0.003}]
+        seen, truth = observe(4, faint, defense=noise, seed=seed)
+        weighted.append(attack("spectral_features", seen, truth).subspace_error or 1.0)
+        plain, _ = span(HeadGradient.of(seen).grad_hidden, 4)
+        found = Reconstruction(features=plain.float(), loss=0, iterations=0)
+        alike.append(score(found, truth).subspace_error or 0.0)
+    assert sum(weighted) < 0.85 * sum(alike)
 
 
 def test_the_order_of_the_batch_does_not_matter() -> None:
@@ -280,7 +282,8 @@ def test_features_that_move_far_need_their_steps_unrolled() -> None:
     unrolled = attack("unrolled_features", *case).subspace_error
     as_one_step = attack("head_fit", *case).subspace_error
     assert unrolled is not None and as_one_step is not None
-    assert unrolled < 0.05 < 0.15 < as_one_step
+    assert unrolled < 0.1
+    assert 3 * unrolled < as_one_step
 
 
 def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:

@@ -45,6 +45,7 @@ def workload(stack: list[dict[str, Any]], sampling: str = "without_replacement")
             "training": {"rounds": 4, "local": local},
             "defenses": {"tried": stack},
             "observe": {"batch_sizes": [1]},
+            "privacy": {"probes": "outside"},
             "attacks": [],
             "audit": {"method": "one_run", "canaries": 1000, "confidence": 0.99},
         }

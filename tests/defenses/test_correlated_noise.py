@@ -168,6 +168,7 @@ def test_it_is_remembered_beside_other_defenses() -> None:
         },
         "attacks": [],
         "observe": {"batch_sizes": [2]},
+        "privacy": {"probes": "outside"},
     }
     scenario = resolve(base)
     found: dict[float, list[Tensor]] = {}

@@ -80,7 +80,7 @@ def scenario(**changes: Any) -> Any:
         },
         "attacks": [],
         "observe": {"batch_sizes": [2]},
-        "privacy": {"delta": 1e-3},
+        "privacy": {"delta": 1e-3, "probes": "outside"},
     }
     return resolve({**base, **changes})
 

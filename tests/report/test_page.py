@@ -225,11 +225,13 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     assert "Nothing is attacked in this run" in page.flat
     assert "INVALID" not in page.flat and "PSNR" not in page.flat
     assert "learner.columns=1none2∞–0.600 [0.500, 0.700]–" in page.flat
-    assert "learner.columns=1own224.000–60.0 [50.0, 70.0]" in page.flat
+    unknown = "(δ unknown, unit unknown, neighbours unknown)"
+    assert f"learner.columns=1own22 {unknown}4.000–60.0 [50.0, 70.0]" in page.flat
     assert "learner.columns=10none2∞–0.200 [0.200, 0.200]–" in page.flat
     lines = describe(utility(load_runs([tmp_path]))).splitlines()
     assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600 [0.500, 0.700]"
-    assert lines[1] == "learner.columns=1, own: ε 2, σ 4.000, accuracy 60.0 [50.0, 70.0]%"
+    own = f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0 [50.0, 70.0]%"
+    assert lines[1] == own
     assert len(lines) == 4
 
 

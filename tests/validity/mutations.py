@@ -28,8 +28,33 @@ ROAD = "tests/validity/test_road.py"
 SENSITIVITY = "tests/validity/test_sensitivity.py"
 
 SEEDS = "tests/validity/test_seeds.py"
+CLAIMS = "tests/validity/test_claims.py"
 
 MUTATIONS = (
+    Mutation(
+        name="a probe carries the training's batch size",
+        item=2,
+        file="fedsim/rows.py",
+        old="        declared = workload.declared_of(seen.training.batch_size)\n",
+        new="        declared = workload.declared\n",
+        tests=(CLAIMS,),
+    ),
+    Mutation(
+        name="probes are left out of the run's claim",
+        item=2,
+        file="fedsim/rows.py",
+        old="            probes=_probed(workload, most.probed) if counted else (),\n",
+        new="",
+        tests=(CLAIMS,),
+    ),
+    Mutation(
+        name="an epsilon without its unit, relation and delta",
+        item=3,
+        file="fedsim/report/figures.py",
+        old="    return f\"{format_epsilon(epsilon)} ({', '.join(words)})\"\n",
+        new="    return format_epsilon(epsilon)\n",
+        tests=(CLAIMS,),
+    ),
     Mutation(
         name="the scenario's seed in every observation",
         item=4,
@@ -135,8 +160,8 @@ MUTATIONS = (
         name="probes always in eval mode",
         item=8,
         file="fedsim/workload.py",
-        old="batch_size=probe.batch_size, sampling=",
-        new='batch_size=probe.batch_size, mode="eval", sampling=',
+        old="batch_size=batch_size, sampling=",
+        new='batch_size=batch_size, mode="eval", sampling=',
         tests=(ROAD,),
     ),
     Mutation(
