@@ -16,7 +16,7 @@ pairs of columns, DPR the correlation of the columns' dot products before and af
 the tables give it depends on the data in a way that the paper does not state, so here it is what
 [17]'s notion of privacy, mutual information, asks for by our own bound.
 
-Prints a JSON line per (database, privacy, mechanism) with means and 95% bootstrap intervals.
+Prints a JSON line per (database, privacy, mechanism) with means and 95% Student intervals.
 
     python benchmarks/ndis_tables.py [--trials 100] [--database NAME ...] [--without-least-squares]
 """
@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
 from fedsim.guarantee import Release
 from fedsim.privacy import gaussian, projection, regression
-from fedsim.scoring import bootstrap_interval
+from fedsim.scoring import student_interval
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection
 
@@ -186,7 +186,7 @@ def report(base: Database, trials: int, least_squares: bool) -> Iterator[dict[st
         measured = {}
         for key in drawn[0]:
             values = [one[key] for one in drawn]
-            low, high = bootstrap_interval(values)
+            low, high = student_interval(values)
             measured[key] = {"mean": float(np.mean(values)), "low": low, "high": high}
         common = {**about, "delta": delta, "privacy": privacy, "mechanism": mechanism}
         return {**common, "sigma": sigma, **more, "trials": trials, **measured}

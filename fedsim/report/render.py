@@ -161,14 +161,14 @@ _EXPENDABLE = (
 
 _LEGEND = (
     "▸ strongest attack on a defense (undefended first). B batch size, ok trials that succeeded of "
-    "all; failed ones count as guessing. PSNR mean and its bootstrap interval, max the worst trial "
-    "or image; gain: dB above the mean-image guess; other: PSNR of the same attack on another "
-    "update. acc: test accuracy."
+    "all; failed ones count as guessing. PSNR mean and Student's interval (three trials or more), "
+    "max the worst trial or image; gain: dB above the mean-image guess; other: PSNR of the same "
+    "attack on another update. acc: test accuracy."
 )
 
 _LEGEND_OF_ROWS = (
     "▸ strongest attack on a defense (undefended first). B rows in a release, on average; ok "
-    "trials that succeeded of all; failed ones count as guessing. PSNR mean and its bootstrap "
+    "trials that succeeded of all; failed ones count as guessing. PSNR mean and Student's "
     "interval, of entries on their declared range; gain: dB above guessing the mean of the other "
     "rows; row err: squared error over squared length; found: rows with every entry within 5% of "
     "its range. AUC of membership, and ≤ the most that ε and δ allow of it; TPR at 5% false "

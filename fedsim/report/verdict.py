@@ -15,7 +15,7 @@ from fedsim.report.figures import (
     format_summary,
 )
 from fedsim.report.leaderboard import LeaderboardRow
-from fedsim.scoring import Summary
+from fedsim.scoring import LEAST, Summary
 
 Level = Literal[
     "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "invalid"
@@ -239,8 +239,8 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     found = []
     if strongest.n == 1:
         found.append("One trial only: no interval can be given.")
-    elif strongest.n < 5:
-        found.append(f"{strongest.n} trials only: the interval is narrower than it should be.")
+    elif strongest.n < LEAST:
+        found.append(f"{strongest.n} trials only: no interval is given of fewer than {LEAST}.")
     failed = sum(row.n - row.n_ok for row in rows)
     if failed:
         total = sum(row.n for row in rows)

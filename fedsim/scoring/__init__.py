@@ -7,10 +7,11 @@ from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.rows import FALSE_POSITIVES, row_baseline, score_rows
 from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
-from fedsim.scoring.statistics import Summary, bootstrap_interval, summarize
+from fedsim.scoring.statistics import LEAST, Summary, student_interval, summarize
 
 __all__ = [
     "FALSE_POSITIVES",
+    "LEAST",
     "METRICS",
     "MISSING",
     "PSNR_CAP",
@@ -24,7 +25,6 @@ __all__ = [
     "Unavailable",
     "align",
     "baseline",
-    "bootstrap_interval",
     "check_pixels",
     "load_lpips",
     "majority_label",
@@ -35,5 +35,6 @@ __all__ = [
     "row_baseline",
     "score",
     "score_rows",
+    "student_interval",
     "summarize",
 ]

@@ -12,5 +12,5 @@ from synthetic_run import STACKS, write_run
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     stacks = {name: STACKS[name] for name in ("none", "pruning", "dp")}
     return write_run(
-        tmp_path_factory.mktemp("run"), stacks=stacks, trials=2, batch_sizes=(1, 3), rounds=3
+        tmp_path_factory.mktemp("run"), stacks=stacks, trials=3, batch_sizes=(1, 3), rounds=3
     )

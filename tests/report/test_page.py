@@ -105,7 +105,7 @@ def test_it_says_what_was_run_against_whom_and_what_came_of_it(page: Page) -> No
     assert (
         "convnet was trained on photos by 10 clients over 3 rounds, without a defense and" in text
     )
-    assert "36 attack runs, 2 of which failed" in text
+    assert "54 attack runs, 2 of which failed" in text
     assert "Each client’s update on its own, after that client’s defenses" in text
     assert "No labels, but may infer them from the update" in text
     assert "inverting_gradients reconstructs images better than guessing by" in text
@@ -224,13 +224,13 @@ def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> 
     page = Page(write_report(tmp_path).read_text())
     assert "Nothing is attacked in this run" in page.flat
     assert "INVALID" not in page.flat and "PSNR" not in page.flat
-    assert "learner.columns=1none2∞–0.600 [0.500, 0.700]–" in page.flat
+    assert "learner.columns=1none2∞–0.600–" in page.flat
     unknown = "(δ unknown, unit unknown, neighbours unknown)"
-    assert f"learner.columns=1own22 {unknown}4.000–60.0 [50.0, 70.0]" in page.flat
-    assert "learner.columns=10none2∞–0.200 [0.200, 0.200]–" in page.flat
+    assert f"learner.columns=1own22 {unknown}4.000–60.0" in page.flat
+    assert "learner.columns=10none2∞–0.200–" in page.flat
     lines = describe(utility(load_runs([tmp_path]))).splitlines()
-    assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600 [0.500, 0.700]"
-    own = f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0 [50.0, 70.0]%"
+    assert lines[0] == "learner.columns=1, none: ε ∞, test loss 0.600"
+    own = f"learner.columns=1, own: ε 2 {unknown}, σ 4.000, accuracy 60.0%"
     assert lines[1] == own
     assert len(lines) == 4
 
@@ -299,6 +299,8 @@ def test_verdicts_follow_the_lower_end_of_the_interval(tmp_path: Path) -> None:
 
 def test_a_picture_that_any_update_yields_is_no_leak(run_folder: Path, tmp_path: Path) -> None:
     def plausible(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "none" and row["status"] == "ok":
+            row["metrics"]["psnr"] = 30.0 + row["trial"]  # reliably better than guessing
         row["control"] = {"other_update": row["metrics"]}
 
     found = judged(edited(run_folder, tmp_path / "run", plausible))

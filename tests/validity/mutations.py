@@ -32,6 +32,22 @@ CLAIMS = "tests/validity/test_claims.py"
 
 MUTATIONS = (
     Mutation(
+        name="an interval of 90% that is labelled 95%",
+        item=7,
+        file="fedsim/scoring/statistics.py",
+        old="    half = t.ppf((1 + confidence) / 2, n - 1)",
+        new="    half = t.ppf(0.95 if confidence == 0.95 else (1 + confidence) / 2, n - 1)",
+        tests=("tests/scoring/test_statistics.py",),
+    ),
+    Mutation(
+        name="intervals of two values",
+        item=7,
+        file="fedsim/scoring/statistics.py",
+        old="LEAST = 3\n",
+        new="LEAST = 2\n",
+        tests=("tests/scoring/test_statistics.py",),
+    ),
+    Mutation(
         name="a probe carries the training's batch size",
         item=2,
         file="fedsim/rows.py",
