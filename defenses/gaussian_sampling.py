@@ -20,6 +20,9 @@ from fedsim.types import FedsimError
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
 _MOST = 100_000
 """Draws beyond which nothing is gained: every entry is within 0.3% of its size."""
+_ROUNDING = 1e-9
+"""Relative error of a measured eigenvalue, beside what the largest leaves of it. A claim changes as
+little by it."""
 
 
 @final
@@ -81,6 +84,30 @@ class GaussianSampling(StatisticDefense):
         if (self.lift is None) == (self.least_eigenvalue is None):
             raise ValueError("gaussian_sampling takes exactly one of lift and least_eigenvalue")
         return self
+
+    @property
+    def assumes(self) -> bool:
+        """Whether a least eigenvalue is assumed."""
+        return self.least_eigenvalue is not None
+
+    def check(self, client: int, value: Tensor) -> None:
+        """Refuse (n, n) K with an eigenvalue below the one assumed.
+
+        Raises:
+            FedsimError: it has one, or its least is lost in the rounding of its largest.
+        """
+        if self.least_eigenvalue is None or not len(value):
+            return
+        eigenvalues = torch.linalg.eigvalsh(value)
+        lost = len(value) * torch.finfo(value.dtype).eps * float(eigenvalues[-1])
+        found = max(float(eigenvalues[0]) - lost, 0.0)
+        if found < self.least_eigenvalue * (1 - _ROUNDING):
+            raise FedsimError(
+                f"gaussian_sampling.least_eigenvalue: expected none below "
+                f"{self.least_eigenvalue:g}, got {found:.6g} in the kernel matrix of client "
+                f"{client}, so that the claim would not hold; declare what holds of every database "
+                "to hide among, or set lift instead, whose claim holds of any"
+            )
 
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
         """K̃ of (n, n) K, positive semidefinite.

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal, final
 
 from pydantic import Field
+from torch import Tensor
 
 from fedsim.defense import DataDefense
 from fedsim.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.privacy import projection, regression
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.leverage import bound, lowering
+from fedsim_defenses.leverage import bound, lowering, require
 from fedsim_defenses.random_projection import Projected
 
 
@@ -57,6 +59,20 @@ class LeastSquaresMechanism(DataDefense):
     """The largest leverage of a row in [B, b], in any database that is to be hidden among. Below 1
     the claim is *relative*: it holds among those databases alone, and whoever computes it from the
     data reveals something by it."""
+
+    @property
+    def assumes(self) -> bool:
+        """Whether a leverage below 1 is declared."""
+        return self.leverage < 1
+
+    def check(self, clients: Mapping[int, Tensor]) -> None:
+        """Refuse rows of more leverage among a client's own than is declared.
+
+        Raises:
+            FedsimError: there is one.
+        """
+        for client, rows in clients.items():
+            require(self.leverage, rows, f"client {client}", "least_squares")
 
     def sigma(self, release: Release) -> float:
         """In the units of the rows.

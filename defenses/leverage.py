@@ -1,10 +1,43 @@
-"""How far rows σ I appended to a database lower the leverage of its rows."""
+"""The leverage of a database's rows, and how far rows σ I appended to it lower that."""
 
 from __future__ import annotations
 
 import math
 
+import torch
+from torch import Tensor
+
 from fedsim.types import FedsimError
+
+_ROUNDING = 1e-9
+"""Relative error of a measured leverage. A claim changes as little by it."""
+
+
+def largest(rows: Tensor) -> float:
+    """The largest leverage v'(D'D)^+ v of a row v of D (n, d), in [0, 1]; 0 if there is no row.
+
+    Directions of D that are lost in the rounding of its largest singular value do not count.
+    """
+    if not len(rows):
+        return 0.0
+    left, lengths, _ = torch.linalg.svd(rows, full_matrices=False)
+    kept = lengths > lengths.max() * max(rows.shape) * torch.finfo(rows.dtype).eps
+    return float(left[:, kept].square().sum(1).max())
+
+
+def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
+    """Refuse rows (n, d) `of` somebody, of which one has more than the `declared` leverage.
+
+    Raises:
+        FedsimError: one has.
+    """
+    found = largest(rows)
+    if found > declared * (1 + _ROUNDING):
+        raise FedsimError(
+            f"{defense}.leverage: expected no row above {declared:g}, got {found:.6g} among the "
+            f"{len(rows)} rows of {of}, so that the claim would not hold; declare what holds of "
+            "every database to hide among, or leave it out for a claim that holds of any"
+        )
 
 
 def bound(sigma: float, row_norm: float, leverage: float) -> float:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal, final
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from fedsim.defense import DataDefense
 from fedsim.guarantee import ExactMechanism, Guarantee, Release
 from fedsim.privacy import mutual_information, projection, sheffet
 from fedsim.types import FedsimError
-from fedsim_defenses.leverage import bound, lowering
+from fedsim_defenses.leverage import bound, lowering, require
 
 
 @final
@@ -66,6 +69,25 @@ class RandomProjection(DataDefense):
     def least_clients(self) -> int:
         """All that share the noise."""
         return self.shared_among
+
+    @property
+    def assumes(self) -> bool:
+        """Whether a leverage below 1 is declared."""
+        return self.leverage < 1
+
+    def check(self, clients: Mapping[int, Tensor]) -> None:
+        """Refuse rows of more leverage than is declared.
+
+        In the union of the clients, if they share the noise, or else among each one's own.
+
+        Raises:
+            FedsimError: there is one.
+        """
+        if self.shared_among > 1:
+            clients = {-1: torch.cat(list(clients.values()))}
+        for client, rows in clients.items():
+            of = "all clients" if client < 0 else f"client {client}"
+            require(self.leverage, rows, of, "random_projection")
 
     def sigma(self, release: Release) -> float:
         """Of one client, in the units of the rows.

@@ -55,6 +55,22 @@ class DataDefense(Plugin):
         """How many clients' releases have to be combined for what `pooled` claims."""
         return 1
 
+    @property
+    def assumes(self) -> bool:
+        """Whether its claim holds only of data that pass `check`; by default it holds of any."""
+        return False
+
+    def check(self, clients: Mapping[int, Tensor]) -> None:
+        """Refuse data that contradict what the claim assumes of them; by default none do.
+
+        `clients` has the rows (n, d + 1) of each client that takes part in one release, by its
+        number, before σ I is appended. The refusal is itself a function of the data, and nothing
+        hides it.
+
+        Raises:
+            FedsimError: they do, with the parameter, its value and that of the data.
+        """
+
 
 class StatisticDefense(Plugin):
     """Privatizes a statistic from which a closed-form learner computes its release.
@@ -80,6 +96,20 @@ class StatisticDefense(Plugin):
 
         Raises:
             FedsimError: as `apply`.
+        """
+
+    @property
+    def assumes(self) -> bool:
+        """Whether its claim holds only of data that pass `check`; by default it holds of any."""
+        return False
+
+    def check(self, client: int, value: Tensor) -> None:
+        """Refuse a `client`'s `value` that contradicts what the claim assumes; by default none.
+
+        The refusal is itself a function of the data, and nothing hides it.
+
+        Raises:
+            FedsimError: it does, with the parameter, its value and that of the data.
         """
 
     @abstractmethod

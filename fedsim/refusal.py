@@ -12,13 +12,14 @@ def check(workload: Workload) -> None:
 
     Raises:
         FedsimError: a client holds less data than a batch, a round observes nobody, weights to
-            start from do not fit, or the stack cannot handle the model; the message starts with the
-            scenario's key.
+            start from do not fit, the data contradict what a claim assumes of them, or the stack
+            cannot handle the model; the message starts with the scenario's key.
     """
     _planted(workload)
     _observed(workload)
     _batches(workload)
     _enough(workload)
+    _assumed(workload)
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
         # Two steps show what many would: an epoch of them takes minutes.
@@ -45,6 +46,11 @@ def _enough(workload: Workload) -> None:
             f"{sampled} take part in a round; share it among those, or raise data.clients or "
             "federation.participation"
         )
+
+
+def _assumed(workload: Workload) -> None:
+    with blaming(f"defenses.{workload.stack_name}"):
+        workload.check_assumptions()
 
 
 def _observed(workload: Workload) -> None:

@@ -62,6 +62,10 @@ class Stack:
                 return defense.apply(value, release, rng)
         return value
 
+    def assumed_of(self, statistic: Statistic) -> list[StatisticDefense]:
+        """The defenses of `statistic` whose claims hold of some data only."""
+        return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
+
     def laws(self, release: Release) -> dict[str, Mapping[str, float]]:
         """Of each statistic that is private, how its law is in use (`StatisticDefense.law`)."""
         return {defense.statistic: defense.law(release) for defense in self.statistic_defenses}

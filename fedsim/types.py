@@ -343,6 +343,10 @@ class Dataset:
         return (c, h, w)
 
 
+_ROUNDING = 1e-12
+"""Relative error of a norm that is exactly at its bound. A claim changes as little by it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Table:
     """A tabular data source in memory: rows of bounded norm, the target being their last entry.
@@ -368,6 +372,25 @@ class Table:
     """Whether the last feature is the constant 1 (before rows are scaled down to the bound)."""
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
+    private_statistics: tuple[str, ...] | None = None
+    """As those of a Dataset: what of the above was computed from the training rows without noise
+    ("ranges of the columns"); None: the source does not say, and no claim of privacy is made."""
+
+    def __post_init__(self) -> None:
+        """Refuse rows beyond the bound, which every claim rests on.
+
+        Raises:
+            FedsimError: a training row is longer than `row_norm`, or not finite.
+        """
+        norms = self.train_rows.norm(dim=1)
+        beyond = ~(norms <= self.row_norm * (1 + _ROUNDING))
+        if beyond.any():
+            row = int(beyond.nonzero()[0])
+            raise FedsimError(
+                f"{self.name}: training row {row} has an L2 norm of {float(norms[row]):.6g}, and "
+                f"row_norm declares at most {self.row_norm:.6g}; scale rows down to it "
+                "(`fedsim.data.rows.bounded`), or declare a larger bound"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -221,14 +221,13 @@ class Workload:
         """
         training = self._training(probe)
         taken = int(state.get(_STEPS, 0))
-        path = (round, client) if probe is None else (round, client, probe.batch_size, probe.trial)
+        path = _path(round, client, probe)
         truth: Truth | None = None
         if isinstance(self.dataset, Dataset) and self.trains:
             drawn = self._batches(self.dataset, client, training, path, taken)
         else:
-            held = self._held(client)
-            truth = self._row_truth(held, probe, path)
-            drawn = [held if truth is None else (held[0][truth.members], held[1][truth.members])]
+            rows, truth = self._rows(client, round, probe)
+            drawn = [rows]
         request = Request(
             batches=drawn,
             parameters=parameters,
@@ -257,6 +256,25 @@ class Workload:
             state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
         )
+
+    def check_assumptions(self) -> None:
+        """Refuse data that contradict what the stack's claim assumes of them.
+
+        Those of every release of a closed-form learner are looked at; training assumes nothing.
+
+        Raises:
+            FedsimError: they do (`Computation.check`).
+        """
+        if self.trains:
+            return
+        for round in range(1, self.scenario.training.rounds + 1):
+            participants = self.schedule.participants(round)
+            self.computation.check({client: self._held(client) for client in participants})
+            for probe in self.schedule.probes(round):
+                asked = self.schedule.observed(round)
+                self.computation.check(
+                    {client: self._rows(client, round, probe)[0] for client in asked}
+                )
 
     def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
         """What the server gets to see of all `updates` of `round`, if the stack combines them."""
@@ -352,17 +370,22 @@ class Workload:
             return data.train_rows[own], data.train_labels[own]
         return as_pixels(data.train_images[own]), data.train_labels[own]
 
-    def _row_truth(
-        self, held: tuple[Tensor, Tensor], probe: Probe | None, path: tuple[int, ...]
-    ) -> RowTruth | None:
-        """Which of the client's rows a probe is computed from; None of a training release."""
+    def _rows(
+        self, client: int, round: int, probe: Probe | None
+    ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
+        """(inputs, labels) of a closed-form release, and which of the client's rows they are.
+
+        Of a training release, all that the client holds and None.
+        """
+        held = self._held(client)
         if probe is None:
-            return None
+            return held, None
         truth = self.computation.candidates(*held)
         assert truth is not None
-        stream = rng.generator(self.scenario.seed, "batch", *path)
+        stream = rng.generator(self.scenario.seed, "batch", *_path(round, client, probe))
         chances = torch.rand(len(truth.rows), generator=stream, dtype=torch.float64)
-        return replace(truth, members=chances < probe.batch_size / len(truth.rows))
+        members = chances < probe.batch_size / len(truth.rows)
+        return (held[0][members], held[1][members]), replace(truth, members=members)
 
     def _batches(
         self,
@@ -397,6 +420,12 @@ class Workload:
             draw = batches.poisson if poisson else batches.without_replacement
             drawn = draw(own, training.batch_size, rng.generator(seed, "batch", *path))
         return drawn if self.withheld is None else drawn[~self.withheld[drawn]]
+
+
+def _path(round: int, client: int, probe: Probe | None) -> tuple[int, ...]:
+    """Of the streams of one client's release."""
+    asked = () if probe is None else (probe.batch_size, probe.trial)
+    return (round, client, *asked)
 
 
 _STEPS = "sampling.steps"
@@ -435,15 +464,12 @@ def private_statistics(
 ) -> Mapping[Unit, tuple[str, ...]]:
     """What of a federation's set-up was computed from training data without noise, by whose.
 
-    A table's rows are scaled by declared ranges. Where a partition deals by labels, one example
-    also has a say in who holds the others.
+    Where a partition deals by labels, one example also has a say in who holds the others.
     """
-    found: tuple[str, ...] = ()
-    if isinstance(dataset, Dataset):
-        if dataset.private_statistics is None:
-            found = (f"data source {dataset.name} does not declare Dataset.private_statistics",)
-        else:
-            found = dataset.private_statistics
+    found = dataset.private_statistics
+    if found is None:
+        kind = type(dataset).__name__
+        found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
     dealt = scenario.data.partition.name
     by_label = (f"partition {dealt}, which deals examples by their labels",)
     return {"client": found, "example": found + by_label if dealt in _BY_LABEL else found}

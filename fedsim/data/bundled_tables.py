@@ -88,6 +88,7 @@ class BreastCancer(TableSource):
             torch.from_numpy(data.target).double() * 2 - 1,
             "diagnosis",
             ("malignant", "benign"),
+            private_statistics=(),
         )
 
 
@@ -112,4 +113,5 @@ class Diabetes(TableSource):
             _PROGRESSION.scaled(torch.from_numpy(data.target).double()),
             _PROGRESSION.name,
             None,
+            private_statistics=(),
         )

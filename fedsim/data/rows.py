@@ -68,9 +68,12 @@ class TableSource(DataSource):
         target_name: str,
         classes: tuple[str, ...] | None,
         client_of: Tensor | None = None,
+        *,
+        private_statistics: tuple[str, ...] | None = None,
     ) -> Table:
         """The table of raw `features` (n, d), given their columns, and of the `target` (n,) on
-        [-1, 1]. `client_of` (n,) counts clients from 0.
+        [-1, 1]. `client_of` (n,) counts clients from 0. `private_statistics` are the table's: empty
+        if no range of a column, nor a class, was computed from the rows.
 
         Raises:
             FedsimError: there are too few rows to leave any for the test.
@@ -96,6 +99,7 @@ class TableSource(DataSource):
             classes=classes,
             intercept=self.intercept,
             client_of=None if client_of is None else client_of[train],
+            private_statistics=private_statistics,
         )
 
 

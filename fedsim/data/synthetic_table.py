@@ -42,4 +42,12 @@ class SyntheticTable(TableSource):
         noise = normal(self.rows) * _SPREAD
         target = x.clamp_(-1, 1) @ (weights / torch.linalg.vector_norm(weights)) + noise
         columns = tuple(Column(name=f"x{i}", low=-1, high=1) for i in range(self.features))
-        return self.table("synthetic_table", x, columns, target.clamp(-1, 1), "y", None)
+        return self.table(
+            "synthetic_table",
+            x,
+            columns,
+            target.clamp(-1, 1),
+            "y",
+            None,
+            private_statistics=(),
+        )

@@ -84,6 +84,7 @@ class TableFile(TableSource):
             self.target.name,
             None if quantity else self._classes(),
             torch.tensor(owners, dtype=torch.int64) if owners else None,
+            private_statistics=(),
         )
 
     def _classes(self) -> tuple[str, ...]:

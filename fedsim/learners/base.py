@@ -7,7 +7,7 @@ handed in and returned, so that a computation is a pure function of its argument
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -109,6 +109,16 @@ class Computation(ABC):
         None of a learner whose releases are never observed.
         """
         return None
+
+    def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Refuse data that contradict what a defense's claim assumes of them; by default none do.
+
+        `clients` has (inputs, labels) of each client that takes part in one release.
+
+        Raises:
+            FedsimError: they do (`DataDefense.check`, `StatisticDefense.check`).
+        """
+        return
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

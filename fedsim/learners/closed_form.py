@@ -7,6 +7,7 @@ the mean: a client's number of rows would tell whether it holds one more.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -68,6 +69,12 @@ class ClosedForm(Computation):
             clients=torch.zeros(len(inputs), dtype=torch.int64),
             scored=scored,
         )
+
+    def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """By the defense of rows."""
+        defense = self._stack.data_defense
+        if defense and defense.assumes:
+            defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Zeros: there is no model before the first release."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -159,11 +160,28 @@ class _Regression(Computation):
             return {KERNEL: self._learner.scale**2 * own}
         return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
 
+    def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """By the defenses of the features and of the kernel matrix."""
+        of_features = self._stack.assumed_of("features")
+        of_kernel = self._stack.assumed_of("kernel")
+        if not of_features and not of_kernel:
+            return
+        for client, (pixels, _) in clients.items():
+            features = self._features.of(pixels)
+            for defense in of_features:
+                defense.check(client, features)
+            for defense in of_kernel:
+                defense.check(client, self._gram(features))
+
+    def _gram(self, features: Tensor) -> Tensor:
+        """The kernel matrix (n, n) of (n, d) features."""
+        return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
+
     def fitted(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
         """(X̃, α̃) of a client, from statistics as the stack lets it use them."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
-        gram = ntk.kernel(features, features, self._weights, scale=self._learner.scale)
+        gram = self._gram(features)
         alpha = ntk.fit(
             self._stack.private("kernel", gram, self.release, rng),
             ntk.one_hot(classes, self._classes),

@@ -62,6 +62,7 @@ def make_release(
         row_norm=math.sqrt(size) if row_norm is None else row_norm,
         classes=classes,
         intercept=intercept,
+        private_statistics=(),
     )
     scenario = _scenario(learner, parameters, num_clients)
     problem = Problem(scenario=scenario, stack=stack, dataset=table, device=_CPU)

@@ -115,9 +115,9 @@ MUTATIONS = (
         name="a source that does not say is believed",
         item=1,
         file="fedsim/workload.py",
-        old='            found = (f"data source {dataset.name} does not declare '
-        'Dataset.private_statistics",)\n',
-        new="            found = ()\n",
+        old='        found = (f"data source {dataset.name} does not declare '
+        '{kind}.private_statistics",)\n',
+        new="        found = ()\n",
         tests=(SENSITIVITY,),
     ),
     Mutation(
