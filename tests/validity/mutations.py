@@ -29,6 +29,7 @@ SENSITIVITY = "tests/validity/test_sensitivity.py"
 
 SEEDS = "tests/validity/test_seeds.py"
 CLAIMS = "tests/validity/test_claims.py"
+ASSUMPTIONS = "tests/validity/test_assumptions.py"
 
 MUTATIONS = (
     Mutation(
@@ -46,6 +47,22 @@ MUTATIONS = (
         old="LEAST = 3\n",
         new="LEAST = 2\n",
         tests=("tests/scoring/test_statistics.py",),
+    ),
+    Mutation(
+        name="assumptions that the data contradict are believed",
+        item=3,
+        file="fedsim/refusal.py",
+        old="    _assumed(workload)\n",
+        new="",
+        tests=(ASSUMPTIONS,),
+    ),
+    Mutation(
+        name="rows longer than their bound",
+        item=3,
+        file="fedsim/types.py",
+        old="        beyond = ~(norms <= self.row_norm * (1 + _ROUNDING))\n",
+        new="        beyond = norms < 0\n",
+        tests=(ASSUMPTIONS,),
     ),
     Mutation(
         name="a probe carries the training's batch size",
