@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedsim.adversary import rebuild
 from fedsim.types import Observation
 from fedsim_attacks.feature_norms import labels_of
-from fedsim_attacks.head_gradient import ADD_NOISE, HeadGradient
+from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.head_objective import Objective
 from fedsim_attacks.later_steps import LaterSteps
 from fedsim_attacks.matching import layout
@@ -155,7 +155,7 @@ class PartUpdate:
         self._target = [laid(body.live(name, tensor)) for name, tensor in update.items()]
         self._bounds = _bounds(observation, update)
         self._names = list(update)
-        self._clipped = any(member["name"] == "clip" for member in observation.defense)
+        self._clipped = observation.effect.scaled
         self._expected = _Expected(scaled=rough)
         self.energy = torch.stack([tensor.square().sum() for tensor in self._target]).sum()
         """|update|² (0-d), of the entries that meet anything but padding."""
@@ -350,13 +350,14 @@ def noise_share(observation: Observation, seen: HeadGradient, names: Collection[
 
 def _bounds(observation: Observation, update: dict[str, Tensor]) -> list[Tensor] | None:
     """For each tensor, what its removed entries are smaller than; None if none was removed."""
-    names = {str(member["name"]): member for member in observation.defense}
-    pruning = names.get("gradient_pruning") or names.get("top_k")
-    if pruning is None or names.keys() & ADD_NOISE:
+    removed = observation.effect.removed
+    if removed is None or observation.effect.noisy:
         return None
+    if removed == "others":
+        return [tensor.new_full((), torch.inf) for tensor in update.values()]
     kept = [tensor[tensor != 0].abs() for tensor in update.values()]
     least = [part.min() if len(part) else part.new_full((), torch.inf) for part in kept]
-    if pruning.get("scope") == "tensor":
+    if removed == "smallest_of_tensor":
         return least
     return [torch.stack(least).min()] * len(least)
 

@@ -24,9 +24,6 @@ from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 
-ADD_NOISE = frozenset({"gaussian_noise", "dp_sgd", "correlated_noise", "dp_ftrl"})
-"""Defenses that add noise of one variance to every entry."""
-
 _BEYOND = 1.05
 """Times the edge of noise, from which a direction is an image's."""
 
@@ -58,6 +55,8 @@ class HeadGradient:
     num_images: int
     pruned: bool
     """Whether the declared defenses set entries to zero."""
+    smallest: bool
+    """Whether those are smaller than all that are left."""
     noisy: bool
     """Whether they add noise."""
     exact: bool
@@ -97,9 +96,7 @@ class HeadGradient:
         if not any(bool(part.any()) for part in seen.values()):
             raise AttackFailed("nothing is left of the update of the head")
         head = model.head
-        declared = {str(member["name"]) for member in observation.defense}
-        pruned = bool(declared & {"gradient_pruning", "top_k"})
-        noisy = bool(declared & ADD_NOISE)
+        effect = observation.effect
         training = observation.training
         weights = step_weights(training)
         divisor = float(head.config.width if head.config.divided else 1)
@@ -113,10 +110,11 @@ class HeadGradient:
             grad_bias=seen["hidden.bias"],
             grad_output=seen["output.weight"] * divisor,
             num_images=observation.num_images,
-            pruned=pruned,
-            noisy=noisy,
-            exact=not pruned and not noisy and "quantization" not in declared,
-            clipped="clip" in declared,
+            pruned=effect.removed is not None,
+            smallest=effect.removed != "others",
+            noisy=effect.noisy,
+            exact=effect.exact,
+            clipped=effect.scaled,
             dropped=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,
             first=weights[0] / sum(weights),

@@ -50,7 +50,8 @@ class Objective:
         self._kept: Tensor | None = None
         if seen.pruned:
             self._kept = self._observed != 0
-            self._bound = self._observed[self._kept].abs().min()
+            least = self._observed[self._kept].abs().min()
+            self._bound = least if seen.smallest else torch.full_like(least, torch.inf)
         self._errors: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Value:

@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from fedsim.adversary import AttackFailed
-from fedsim.types import Knowledge, Observation, ReleaseKind
+from fedsim.types import Effect, Knowledge, Observation, ReleaseKind
 from fedsim_attacks.quadratic_form import completed, decomposed
 
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
 """The kinds of release that `read` reads."""
-
-_HARMLESS = ("truncated_laplace", "gaussian_sampling", "aggregate")
-"""Defenses whose effect on a release is known."""
 
 _EXACT = 1e-6
 """Scale of the noise on rows to which none was added: they are read as exactly as that."""
@@ -94,7 +91,7 @@ def read(observation: Observation, known: Tensor) -> Model:
         AttackFailed: it cannot be told from the release, or a defense is not known here.
     """
     spec = observation.release
-    foreign = [str(d["name"]) for d in observation.defense if d["name"] not in _HARMLESS]
+    foreign = [] if observation.effect == Effect() else ["the defense of the update"]
     laws = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
     foreign += [name for name, law in spec.statistics.items() if set(law) != laws.get(name)]
     if foreign:

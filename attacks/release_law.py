@@ -183,18 +183,18 @@ def _scale(bound: float, square: float) -> float:
 
 
 def _declared(observation: Observation) -> tuple[float, float]:
-    """(clipping bound, variance of the noise on each entry) of a client's release, as declared."""
-    bound, variance = math.inf, 0.0
-    for member in observation.defense:
-        if member["name"] == "clip":
-            bound = min(bound, float(member["norm"]))
-        elif member["name"] == "gaussian_noise":
-            if member.get("std") is None:
-                raise AttackFailed("the recording does not tell the noise's std: record it again")
-            variance += float(member["std"]) ** 2
-        elif member["name"] == "dp_ftrl" and member["noise_multiplier"]:
-            # of the server, on the sum, and the last round's
-            of_sum = (float(member["noise_multiplier"]) * bound) ** 2
-            taken_back = float(member["correlation"]) ** 2 if observation.round > 1 else 0.0
-            variance += (1 + taken_back) * of_sum / observation.num_clients
-    return bound, variance
+    """(bound on its norm, variance of the noise on each entry) of a client's release, as declared.
+
+    Raises:
+        AttackFailed: the recording does not tell.
+    """
+    effect = observation.effect
+    if not effect.known:
+        raise AttackFailed("a defense does not declare its effect: what is likely is not known")
+    variance = 0.0
+    for noise in effect.noise:
+        # of the server: on the sum, and the last round's
+        taken_back = noise.correlation**2 if observation.round > 1 else 0.0
+        shared = observation.num_clients if noise.on == "sum" else 1
+        variance += (1 + taken_back) * noise.variance / shared
+    return math.inf if effect.bound is None else effect.bound, variance

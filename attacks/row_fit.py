@@ -46,7 +46,7 @@ def improved(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
     kept = seen.grad_hidden != 0
-    bound = seen.grad_hidden[kept].abs().min()
+    bound = float(seen.grad_hidden[kept].abs().min()) if seen.smallest else torch.inf
     for _ in range(_ROUNDS):
         predicted = signals @ features
         target = torch.where(kept, seen.grad_hidden, predicted.clamp(-bound, bound))

@@ -61,8 +61,9 @@ class UnrolledUpdate:
         calls: int,
     ) -> None:
         """As `BodyGradient`."""
-        clipped = any(member["name"] == "clip" for member in observation.defense)
-        self._distance = distance_by_part(list(observation.parameters), clipped=clipped)
+        self._distance = distance_by_part(
+            list(observation.parameters), clipped=observation.effect.scaled
+        )
         self._matching = Matching(observation, calls=calls, width=width)
         self._labels, self._weight = known.labels, weight
         self._prior = ForwardPrior(observation, Knowledge(), Features(features, "relative"))

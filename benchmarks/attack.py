@@ -39,6 +39,7 @@ from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.recording import load_observation, load_truth, root_of
 from fedsim.types import (
+    Effect,
     GroundTruth,
     Knowledge,
     LocalTraining,
@@ -111,6 +112,7 @@ def victim(
         spec=spec,
         training=training,
         defense=(),
+        effect=Effect(),
         vantage="server",
         round=1,
         client=0,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.defense import AggregationDefense, shapes
 from fedsim.guarantee import Guarantee
-from fedsim.types import FedsimError, Tensors, Update
+from fedsim.types import Effect, FedsimError, Tensors, Update
 
 
 @final
@@ -59,6 +59,10 @@ class Aggregate(AggregationDefense):
         that share noise count one example each, so that the mean is a plain one.)
         """
         return replace(before, mechanism=before.pooled, pooled=None) if before.pooled else before
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Nothing is added to the combination."""
+        return Effect()
 
 
 @final

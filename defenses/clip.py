@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fedsim.defense import UpdateDefense, global_norm
 from fedsim.guarantee import Guarantee
-from fedsim.types import Tensors
+from fedsim.types import Effect, Tensors
 
 
 @final
@@ -49,6 +49,10 @@ class Clip(UpdateDefense):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """The sensitivity is at most `norm`."""
         return before.bounded(self.norm)
+
+    def effect(self, before: Guarantee) -> Effect:
+        """A factor of the client's own."""
+        return Effect(scaled=True, bound=self.norm)
 
     def _shorten(self, update: Tensors, norm: float) -> Tensors:
         margin, step = 0.0, max(torch.finfo(tensor.dtype).eps for tensor in update.values())

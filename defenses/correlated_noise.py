@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.defense import GradientFn, LossFn, RememberingDefense, add_gaussian
 from fedsim.guarantee import Guarantee
-from fedsim.types import LocalTraining, Tensors
+from fedsim.types import Effect, LocalTraining, Noise, Tensors
 from fedsim_defenses.per_example import clipped_mean, mechanism
 
 
@@ -76,3 +76,9 @@ class CorrelatedNoise(RememberingDefense):
         if self.noise_multiplier == 0:
             return Guarantee(reason="correlated_noise adds no noise: its noise_multiplier is 0")
         return Guarantee(mechanism=mechanism(self.noise_multiplier, training, self.correlation))
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Noise on each step, behind a factor of each example's own."""
+        variance = (self.noise_multiplier * self.norm / training.batch_size) ** 2
+        noise = Noise(variance=variance, on="step", correlation=self.correlation)
+        return Effect(scaled_examples=True, noise=(noise,) if variance else ())

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from fedsim.defense import NoisyAggregation, ServerRound, add_gaussian
 from fedsim.guarantee import Guarantee, Mechanism
-from fedsim.types import FedsimError, Update
+from fedsim.types import Effect, FedsimError, Noise, Update
 from fedsim_defenses.aggregate import Mean
 
 
@@ -97,3 +97,10 @@ class DPFTRL(NoisyAggregation):
                 shared=True,
             )
         )
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Noise of the server on the sum."""
+        if self.noise_multiplier == 0:
+            return Effect()
+        variance = (self.noise_multiplier * before.sensitivity) ** 2
+        return Effect(noise=(Noise(variance=variance, on="sum", correlation=self.correlation),))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
 from fedsim.guarantee import Guarantee
-from fedsim.types import LocalTraining, Tensors
+from fedsim.types import Effect, LocalTraining, Noise, Tensors
 from fedsim_defenses.per_example import clipped_mean, mechanism
 
 
@@ -61,3 +61,9 @@ class DPSGD(TrainingDefense):
         if self.noise_multiplier == 0:
             return Guarantee(reason="dp_sgd adds no noise: its noise_multiplier is 0")
         return Guarantee(mechanism=mechanism(self.noise_multiplier, training))
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """Noise on each step, behind a factor of each example's own."""
+        variance = (self.noise_multiplier * self.norm / training.batch_size) ** 2
+        noise = Noise(variance=variance, on="step")
+        return Effect(scaled_examples=True, noise=(noise,) if variance else ())

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fedsim.defense import GradientFn, LossFn, TrainingDefense
 from fedsim.guarantee import Guarantee
-from fedsim.types import LocalTraining
+from fedsim.types import Effect, LocalTraining
 
 
 @final
@@ -35,3 +35,7 @@ class Dropout(TrainingDefense):
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Dropout proves nothing and takes nothing away."""
         return before
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """The training says it all."""
+        return Effect()

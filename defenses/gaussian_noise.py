@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from fedsim.defense import UpdateDefense, add_gaussian
 from fedsim.guarantee import Guarantee, Mechanism
 from fedsim.privacy import gaussian
-from fedsim.types import FedsimError, Tensors
+from fedsim.types import Effect, FedsimError, Noise, Tensors
 
 _Scale = Annotated[float, Field(ge=0, le=1e12)]
 
@@ -84,6 +84,11 @@ class GaussianNoise(UpdateDefense):
                 noise_multiplier=std / before.sensitivity, unit="client", relation="zero_out"
             )
         )
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Noise on the update."""
+        std = self._std(before.sensitivity, before.reason)
+        return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
     def law(self, before: Guarantee) -> dict[str, float]:
         """`std`, whatever it was declared by."""

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fedsim.defense import UpdateDefense
 from fedsim.guarantee import Guarantee
-from fedsim.types import Tensors
+from fedsim.types import Effect, Tensors
 from fedsim_defenses.selection import largest, share
 
 
@@ -49,6 +49,10 @@ class GradientPruning(UpdateDefense):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Zeroing entries lengthens no update."""
         return before
+
+    def effect(self, before: Guarantee) -> Effect:
+        """The smallest entries are zero."""
+        return Effect(removed="smallest" if self.scope == "global" else "smallest_of_tensor")
 
     def _prune(self, update: Tensors) -> Tensors:
         total = sum(tensor.numel() for tensor in update.values())

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fedsim.defense import GradientFn, LossFn, TrainingDefense
 from fedsim.guarantee import Guarantee
-from fedsim.types import Batches, LocalTraining
+from fedsim.types import Batches, Effect, LocalTraining
 
 
 @final
@@ -37,3 +37,7 @@ class LocalAggregation(TrainingDefense):
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Summing steps proves nothing and takes nothing away."""
         return before
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """The training says it all."""
+        return Effect()

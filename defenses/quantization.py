@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.defense import UpdateDefense, uniform
 from fedsim.guarantee import Guarantee
-from fedsim.types import Tensors
+from fedsim.types import Effect, Tensors
 
 
 @final
@@ -46,6 +46,10 @@ class Quantization(UpdateDefense):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """Rounding up lengthens an update."""
         return before.unproven("quantization may round the update up beyond its bound")
+
+    def effect(self, before: Guarantee) -> Effect:
+        """A grid in each tensor."""
+        return Effect(rounded=True)
 
     def _quantize(self, tensor: Tensor, rng: torch.Generator) -> Tensor:
         # float64: max|x| / levels must not vanish for the smallest float32, nor the draw be coarse

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fedsim.defense import UpdateDefense, all_finite
 from fedsim.guarantee import Guarantee
-from fedsim.types import Tensors
+from fedsim.types import Effect, Tensors
 from fedsim_defenses.selection import largest, share
 
 
@@ -49,3 +49,7 @@ class TopK(UpdateDefense):
     def guarantee(self, before: Guarantee) -> Guarantee:
         """What the memory adds has no bound."""
         return before.unproven("top_k adds what earlier rounds left over to the update")
+
+    def effect(self, before: Guarantee) -> Effect:
+        """The smallest entries of all are not sent."""
+        return Effect(removed="smallest")

@@ -286,12 +286,15 @@ def main() -> None:
 
 def _outcome(folder: Path) -> str:
     """The leaderboard of a run, or what its defenses cost if nothing is attacked."""
-    from fedsim.report import attacks_nothing, describe, load_runs, utility
+    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
 
     runs = load_runs([folder])
-    if attacks_nothing(runs):
-        return describe(utility(runs))
-    return _leaderboard([folder], TableFormat.table)
+    shown = (
+        describe(utility(runs))
+        if attacks_nothing(runs)
+        else _leaderboard([folder], TableFormat.table)
+    )
+    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
 
 
 def _leaderboard(folders: list[Path], format: TableFormat) -> str:

@@ -19,7 +19,7 @@ from fedsim.guarantee import CurveMechanism, Guarantee, Release, Statistic
 from fedsim.plugins import Plugin
 from fedsim.rng import normal as normal
 from fedsim.rng import uniform as uniform
-from fedsim.types import LocalTraining, Tensors, Update
+from fedsim.types import UNKNOWN, Effect, LocalTraining, Tensors, Update
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 """(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
@@ -152,6 +152,14 @@ class UpdateDefense(Plugin):
             FedsimError: the defense cannot follow what comes before it.
         """
 
+    def effect(self, before: Guarantee) -> Effect:
+        """What the defense does to an update of which `before` holds, for attacks to allow for.
+
+        A defense that does not say is attacked as if it added noise of a size that nobody knows:
+        it looks safer than it is.
+        """
+        return UNKNOWN
+
     def law(self, before: Guarantee) -> Mapping[str, float]:
         """Parameters in use that follow from the declared ones and what held `before`.
 
@@ -178,6 +186,13 @@ class TrainingDefense(Plugin):
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """What holds of the update after training that is described by `training`."""
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """What the defense does to the update beyond what `training` (its own) says of it.
+
+        As that of an update defense, if it does not say.
+        """
+        return UNKNOWN
 
 
 class RememberingDefense(TrainingDefense):
@@ -207,6 +222,14 @@ class AggregationDefense(Plugin):
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
         """What holds of the combined update, given what holds of each client's."""
+
+    def effect(self, before: Guarantee) -> Effect:
+        """What it adds to the mere sum or mean of clients' updates, of each of which `before`
+        holds.
+
+        As that of an update defense, if it does not say.
+        """
+        return UNKNOWN
 
 
 @dataclass(frozen=True, kw_only=True)

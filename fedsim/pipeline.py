@@ -89,6 +89,12 @@ _NOISE = (
 )
 
 
+_UNDECLARED = (
+    "defenses.{}: a defense does not declare its effect; attacks take it for noise of a size that "
+    "nobody knows, and it looks safer than it is: override `effect`"
+)
+
+
 class _Plan:
     """One scenario, refused or accepted as a whole before anything is written."""
 
@@ -257,9 +263,18 @@ class _Plan:
                 "seconds": seconds,
                 "peak_memory_bytes": _peak_memory(),
                 "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
-                "notes": {"lpips": self._lpips_note(), "noise": _NOISE},
+                "notes": {
+                    "lpips": self._lpips_note(),
+                    "noise": _NOISE,
+                    **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
+                },
             },
         )
+
+    @property
+    def undeclared(self) -> list[str]:
+        """Stacks with a defense that does not declare its effect."""
+        return [name for name, workload in self.workloads.items() if not workload.effect().known]
 
     def _refuse_other_run(self) -> None:
         previous = self.out / "scenario.yaml"

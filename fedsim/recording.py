@@ -30,6 +30,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedsim.types import (
+    UNKNOWN,
+    Effect,
     FedsimError,
     GroundTruth,
     LocalTraining,
@@ -63,6 +65,8 @@ class _Sidecar(BaseModel):
     """Of a closed-form release, which has no model."""
     training: LocalTraining
     defense: tuple[dict[str, Any], ...]
+    effect: Effect | None = None
+    """None of a recording that does not tell."""
     vantage: Vantage
     round: int
     client: int
@@ -111,6 +115,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
         release=observation.spec if isinstance(observation.spec, ReleaseSpec) else None,
         training=observation.training,
         defense=tuple(dict(defense) for defense in observation.defense),
+        effect=observation.effect,
         vantage=observation.vantage,
         round=observation.round,
         client=observation.client,
@@ -160,6 +165,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         spec=spec,
         training=sidecar.training,
         defense=sidecar.defense,
+        effect=sidecar.effect or (UNKNOWN if sidecar.defense else Effect()),
         vantage=sidecar.vantage,
         round=sidecar.round,
         client=sidecar.client,

@@ -26,7 +26,7 @@ from fedsim.defense import (
     UpdateDefense,
 )
 from fedsim.guarantee import Composed, Guarantee, Release, Statistic
-from fedsim.types import FedsimError, LocalTraining, Tensors, Vantage
+from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,25 @@ class Stack:
         """
         proven = self.guarantees(declared, release)
         return [d.law(held) for d, held in zip(self.update_defenses, proven, strict=False)]
+
+    def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
+        """What the whole stack does to the update.
+
+        Data and statistic defenses act on what a release is computed from; how, it says itself.
+
+        Raises:
+            FedsimError: as `guarantees`.
+        """
+        proven = self.guarantees(declared, release)
+        training = self.training(declared)
+        whole = Effect()
+        for defense in self.training_defenses:
+            whole = whole.then(defense.effect(training))
+        for member, held in zip(self.update_defenses, proven, strict=False):
+            whole = whole.then(member.effect(held))
+        if self.aggregation:
+            whole = whole.then(self.aggregation.effect(proven[-2]))
+        return whole
 
     @property
     def vantage(self) -> Vantage:

@@ -41,20 +41,16 @@ def _noise(observation: Observation) -> float | None:
     training = observation.training
     weights = step_weights(training)
     total, variance = sum(weights), 0.0
-    for member in observation.defense:
-        if member["name"] == "gaussian_noise":
-            if member.get("std") is None:
-                return None  # recorded before it was announced
-            variance += (mean_gradient_factor(training) * float(member["std"])) ** 2
-        elif member["name"] in ("dp_sgd", "correlated_noise"):
-            correlation = float(member.get("correlation", 0.0))
-            if correlation and observation.releases > 1:
-                return None  # what all of them share does not average out
-            step = float(member["noise_multiplier"]) * float(member["norm"]) / training.batch_size
-            taken = _correlated(weights, correlation, observation.round)
-            variance += taken * (step / total) ** 2
-        elif member["name"] == "dp_ftrl":
-            return None
+    if not observation.effect.known:
+        return None
+    for noise in observation.effect.noise:
+        if noise.on == "sum" or (noise.correlation and observation.releases > 1):
+            return None  # what all releases share does not average out
+        if noise.on == "update":
+            variance += mean_gradient_factor(training) ** 2 * noise.variance
+        else:
+            taken = _correlated(weights, noise.correlation, observation.round)
+            variance += taken * noise.variance / total**2
     # The mean of several clients' updates, and of several releases of one.
     return variance / (observation.num_clients * observation.releases)
 

@@ -154,6 +154,82 @@ class ReleaseSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Noise:
+    """Noise that a defense adds to every entry, independent, around zero and of one variance."""
+
+    variance: float
+    """Of an entry: > 0, in units of what it is `on`."""
+    on: Literal["step", "update", "sum"]
+    """`step`: the direction of each local step (a gradient); `update`: a client's update; `sum`:
+    the server's, on the sum of all clients' updates."""
+    correlation: float = 0.0
+    """λ in [0, 1) of z_t - λ z_(t-1), where z_t has this variance and t counts a client's steps
+    over all rounds, or (on a `sum`) the rounds; z_0 = 0."""
+
+
+Removal = Literal["smallest", "smallest_of_tensor", "others"]
+"""Which entries are zeroed: the smallest of all, the same share of each tensor's, or by another
+rule, under which a zero tells nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Effect:
+    """What a defense does to an update, in all that an attack who knows the defense can use.
+
+    As public as the defense. What it does to the local training itself (steps, dropout in the
+    head) is in `LocalTraining`, and to the statistics of a closed-form release in `ReleaseSpec`.
+    """
+
+    known: bool = True
+    """Whether the defense says what it does; nothing else here is to be relied upon if not."""
+    noise: tuple[Noise, ...] = ()
+    """All that is added."""
+    removed: Removal | None = None
+    """Which entries are set to zero; None: no entry is."""
+    scaled: bool = False
+    """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
+    bound: float | None = None
+    """L2 norm that the update does not exceed before noise; None: no such bound."""
+    scaled_examples: bool = False
+    """Whether each example's gradient is multiplied by a factor of its own in (0, 1]."""
+    rounded: bool = False
+    """Whether a tensor's entries are multiples of its least magnitude but zero: a grid, or signs.
+    Noise and removal that follow leave nothing of that."""
+    mixed: bool = False
+    """Whether an entry depends on those of other positions (a projection, a transform)."""
+
+    @property
+    def noisy(self) -> bool:
+        """Whether noise is added, as far as is known."""
+        return bool(self.noise) or not self.known
+
+    @property
+    def exact(self) -> bool:
+        """Whether the update is what was computed, up to one factor for all of it."""
+        touched = self.removed or self.rounded or self.mixed
+        return not touched and not self.noisy
+
+    def then(self, after: Effect) -> Effect:
+        """The effect of `after` on what this one has left."""
+        bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
+        removals = {removal for removal in (self.removed, after.removed) if removal}
+        return Effect(
+            known=self.known and after.known,
+            noise=self.noise + after.noise,
+            removed="others" if len(removals) > 1 else next(iter(removals), None),
+            scaled=self.scaled or after.scaled,
+            bound=min(bounds, default=None),
+            scaled_examples=self.scaled_examples or after.scaled_examples,
+            rounded=self.rounded or after.rounded,
+            mixed=self.mixed or after.mixed,
+        )
+
+
+UNKNOWN = Effect(known=False)
+"""Of a defense that does not say what it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """What an attacker at a vantage point saw of one update, decoded from the wire.
 
@@ -178,6 +254,8 @@ class Observation:
     defense: tuple[Mapping[str, Any], ...]
     """The announced defense stack, `name` and parameters in use of each, in order of application:
     `std` of Gaussian noise is there whether or not it was declared by another parameter."""
+    effect: Effect
+    """What that stack does to the update. Attacks read this, and no name of a defense."""
     vantage: Vantage
     round: int
     client: int

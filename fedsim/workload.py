@@ -36,6 +36,7 @@ from fedsim.scenario.build import (
 from fedsim.schedule import Probe, Schedule
 from fedsim.types import (
     Dataset,
+    Effect,
     FedsimError,
     LocalTraining,
     ModelSpec,
@@ -332,6 +333,7 @@ class Workload:
             spec=spec,
             training=self._training(probe),
             defense=announced(self.stack, refs, self._declared(probe), self.release),
+            effect=self.effect(probe),
             vantage=self.stack.vantage,
             round=round,
             client=client,
@@ -340,6 +342,10 @@ class Workload:
             seed=self.scenario.attack_seed,
             releases=releases,
         )
+
+    def effect(self, probe: Probe | None = None) -> Effect:
+        """What the stack does to an update."""
+        return self.stack.effect(self._declared(probe), self.release)
 
     def observation_id(self, round: int, client: int, probe: Probe | None) -> str:
         """The id under which an update is recorded; client -1 is the aggregate."""

@@ -20,7 +20,15 @@ from fedsim.recording import (
     write_bytes,
     write_tensors,
 )
-from fedsim.types import FedsimError, GroundTruth, LocalTraining, ModelSpec, Observation
+from fedsim.types import (
+    Effect,
+    FedsimError,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Noise,
+    Observation,
+)
 
 OBSERVATION = Observation(
     id="none/round-0001/client-0000-b2-t0",
@@ -37,7 +45,8 @@ OBSERVATION = Observation(
         std=(0.25,),
     ),
     training=LocalTraining(algorithm="fedsgd", steps=1, batch_size=2, lr=0.1),
-    defense=({"name": "clip", "norm": 1.0},),
+    defense=({"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "std": 0.5}),
+    effect=Effect(scaled=True, bound=1.0, noise=(Noise(variance=0.25, on="update"),)),
     vantage="server",
     round=1,
     client=0,

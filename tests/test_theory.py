@@ -16,7 +16,7 @@ from fedsim.privacy.recovery import tensor_rate
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.theory import observed_rate
-from fedsim.types import LocalTraining, Observation
+from fedsim.types import UNKNOWN, LocalTraining, Observation
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.5, "planted_gain": 0.1}
 CLIP = {"name": "clip", "norm": 1e-3}
@@ -124,7 +124,7 @@ def test_noise_of_several_steps_is_what_they_add_up_to(momentum: float, correlat
 def test_what_is_not_known_is_left_out() -> None:
     noise = {"name": "correlated_noise", "norm": 1.0, "noise_multiplier": 0.003, "correlation": 0.5}
     assert observed_rate(replace(seen(noise), releases=4)) is None
-    untold = replace(seen(), defense=({"name": "gaussian_noise", "std": None},))
+    untold = replace(seen(), effect=UNKNOWN)
     assert observed_rate(untold) is None
     several = replace(seen(), defense=({"name": "dp_ftrl", "noise_multiplier": 1.0},))
     assert observed_rate(several) is None

@@ -1,6 +1,7 @@
 """What a run leaves for people: the leaderboard, the report, and pictures."""
 
 from fedsim.report.control import Control, invalid_reasons, positive_controls
+from fedsim.report.facts import undeclared
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
@@ -21,6 +22,7 @@ __all__ = [
     "render",
     "save_grid",
     "save_grids",
+    "undeclared",
     "utility",
     "write_report",
 ]

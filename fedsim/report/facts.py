@@ -81,6 +81,13 @@ def notes(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def undeclared(runs: Sequence[Run]) -> list[str]:
+    """A line for each stack of which a defense does not declare its effect, once."""
+    noted = [nested(run.record, "notes") or {} for run in runs]
+    found = [str(text) for of in noted for key, text in of.items() if key.startswith("effect.")]
+    return list(dict.fromkeys(found))
+
+
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:
     """What `record.json` says of where and how the run was made."""
     environment = record.get("environment")

@@ -21,6 +21,8 @@ from torch import Tensor
 from fedsim.defense import (
     AggregationDefense,
     Defense,
+    NoisyAggregation,
+    ServerRound,
     TrainingDefense,
     UpdateDefense,
     global_norm,
@@ -30,7 +32,7 @@ from fedsim.guarantee import Guarantee, Mechanism
 from fedsim.stack import chain
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
-from fedsim.types import FedsimError, LocalTraining, Tensors, Update
+from fedsim.types import UNKNOWN, FedsimError, LocalTraining, Tensors, Update
 
 BOUND = 2.0
 """The L2 bound that the suites take as proven by the defenses before."""
@@ -163,6 +165,71 @@ class UpdateDefenseContract(_DefenseContract):
         before = Guarantee(sensitivity=BOUND, mechanism=mechanism)
         assert self.make().guarantee(before).mechanism == mechanism
 
+    def test_the_effect_is_declared(self) -> None:
+        """Attacks are weaker against a defense that does not say what it does."""
+        assert self.make().effect(Guarantee(sensitivity=BOUND)) != UNKNOWN, (
+            "override `effect`: say what the defense does to an update"
+        )
+
+    def test_the_declared_noise_is_added(self) -> None:
+        """Of a zero update its variance is left; without noise, nothing comes and goes."""
+        defense = self.make()
+        effect = defense.effect(Guarantee(sensitivity=BOUND))
+        zero = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
+        defended, _ = defense.apply(zero, defense.init(zero, BOUND), stream())
+        entries = torch.cat([tensor.flatten() for tensor in defended.values()]).double()
+        assert {noise.on for noise in effect.noise} <= {"update"}, "a client's update is noised"
+        declared = math.sqrt(sum(noise.variance for noise in effect.noise))
+        # 40,000 draws: within 0.35%, four times that for heavier tails
+        assert float(entries.std()) == pytest.approx(declared, rel=0.02)
+        if not effect.noise and not effect.rounded:
+            update = mixed()
+            state = defense.init(update, BOUND)
+            first, again = (defense.apply(update, state, stream(i))[0] for i in (1, 2))
+            assert same(first, again), "what differs by chance is noise: declare it"
+
+    def test_removed_entries_are_declared(self) -> None:
+        """And they are the smallest, if that is the rule."""
+        defense = self.make()
+        effect = defense.effect(Guarantee(sensitivity=BOUND))
+        if effect.noise or effect.mixed:
+            return
+        given = {
+            "a": torch.randn(300, generator=stream(1)),
+            "b": torch.randn(20, generator=stream(2)),
+        }
+        defended, _ = defense.apply(given, defense.init(given, BOUND), stream())
+        removed = {name: (tensor == 0) & (given[name] != 0) for name, tensor in defended.items()}
+        if effect.removed is None:
+            assert effect.rounded or not any(bool(mask.any()) for mask in removed.values())
+        elif effect.removed != "others":
+            parts = [[name] for name in given]
+            for names in parts if effect.removed == "smallest_of_tensor" else [list(given)]:
+                gone = torch.cat([given[n][removed[n]].abs() for n in names])
+                kept = torch.cat([given[n][~removed[n]].abs() for n in names])
+                assert not len(gone) or not len(kept) or float(gone.max()) <= float(kept.min())
+
+    def test_the_declared_scale_and_grid_are_all_that_changes(self) -> None:
+        """What is left of an update is it, a multiple of it, or on a grid of its tensor."""
+        defense = self.make()
+        effect = defense.effect(Guarantee(sensitivity=BOUND))
+        if effect.noise or effect.mixed:
+            return
+        given = {"a": 50 * torch.randn(300, generator=stream(1)), "b": torch.full((3,), 7.0)}
+        defended, _ = defense.apply(given, defense.init(given, BOUND), stream())
+        if effect.bound is not None:
+            assert float(global_norm(defended)) <= effect.bound * (1 + 1e-6)
+        left = {name: tensor[tensor != 0] for name, tensor in defended.items()}
+        if effect.rounded:
+            for name in left:
+                steps = left[name].double() / left[name].double().abs().min()
+                assert float((steps - steps.round()).abs().max()) < 0.05, "no grid"
+            return
+        ratios = torch.cat([left[n].double() / given[n][defended[n] != 0] for n in given])
+        one = ratios.mean() if effect.scaled else torch.ones(())
+        torch.testing.assert_close(ratios, one.to(ratios).expand_as(ratios), rtol=1e-5, atol=0)
+        assert 0 < float(one) <= 1 + 1e-6
+
 
 class TrainingDefenseContract(_DefenseContract):
     """What every `TrainingDefense` keeps to."""
@@ -205,6 +272,33 @@ class TrainingDefenseContract(_DefenseContract):
         found = first(*_example(), stream())
         torch.manual_seed(12345)
         assert same(found, again(*_example(), stream()))
+
+    def test_the_effect_is_declared(self) -> None:
+        """And its noise is that of a step's direction."""
+        defense = self.make()
+        effect = defense.effect(defense.training(_declared()))
+        assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
+        assert {noise.on for noise in effect.noise} <= {"step"}, "what is noised is a step"
+        parameters = {"weight": torch.zeros(2, 15_000)}
+        images, labels = torch.randn(3, 1, 100, 150, generator=stream(0)), torch.tensor([0, 1, 0])
+        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _still, 3)
+        noise = still(parameters, images, labels, stream())["weight"].double()
+        declared = math.sqrt(sum(noise.variance for noise in effect.noise))
+        assert float(noise.std()) == pytest.approx(declared, rel=0.02)
+
+    def test_a_direction_that_changes_says_so(self) -> None:
+        """Without noise and factors of examples' own it is the one that was handed in."""
+        defense = self.make()
+        effect = defense.effect(defense.training(_declared()))
+        if effect.noise or effect.scaled_examples or not effect.exact:
+            return
+        parameters, images, labels = _example()
+        direction = defense.gradient(_cross_entropy, _plain, 3)
+        found = direction(parameters, images, labels, stream())
+        expected = _plain(parameters, images, labels, stream())
+        ratios = torch.cat([(found[n] / expected[n]).flatten() for n in expected])
+        one = ratios.mean() if effect.scaled else torch.ones_like(ratios[0])
+        torch.testing.assert_close(ratios, one.expand_as(ratios), rtol=1e-4, atol=0)
 
     def test_a_claimed_mechanism_adds_its_noise(self) -> None:
         """Noise, measured where the gradient is zero, over the farthest a single example reaches.
@@ -302,6 +396,21 @@ class AggregationDefenseContract(_DefenseContract):
             assert same(update.tensors, tensors)
             assert same(update.buffers, buffers)
 
+    def test_the_effect_is_declared(self) -> None:
+        """And its noise is that of the sum, which a server adds."""
+        defense = self.make()
+        effect = defense.effect(Guarantee(sensitivity=BOUND))
+        assert effect != UNKNOWN, "override `effect`: say what is added to the combination"
+        assert {noise.on for noise in effect.noise} <= {"sum"}, "what is noised is the sum"
+        if not isinstance(defense, NoisyAggregation):
+            assert not effect.noise, "a plain combination adds nothing"
+            return
+        zero = Update(tensors={"weight": torch.zeros(40_000)}, num_examples=1)
+        variances = [noise.variance for noise in effect.noise]
+        round = ServerRound(clients=5, sensitivity=BOUND, stream=stream(), before=None)
+        shown = defense.noised(zero, round).tensors["weight"].double()
+        assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
+
     def test_no_update_is_an_error(self) -> None:
         """A round in which every client failed combines to nothing."""
         with pytest.raises(FedsimError):
@@ -352,6 +461,10 @@ def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tenso
 def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
     scores = (images.flatten(1) * parameters["weight"][labels]).sum(1)
     return 1e6 * scores.mean()
+
+
+def _still(parameters: Tensors, *_: object) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(value) for name, value in parameters.items()}
 
 
 def _plain(

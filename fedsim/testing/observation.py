@@ -101,6 +101,7 @@ def make_observation(
         spec=spec,
         training=training,
         defense=announced(stack, refs, declared, None),
+        effect=stack.effect(declared),
         vantage=stack.vantage,
         round=1,
         client=client,

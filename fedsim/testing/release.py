@@ -162,6 +162,7 @@ def _observed(
         spec=spec,
         training=declared,
         defense=announced(stack, refs, declared, computation.release),
+        effect=stack.effect(declared, computation.release),
         vantage=stack.vantage,
         round=1,
         client=client,

@@ -440,7 +440,9 @@ def test_whoever_was_exchanged_is_withheld() -> None:
 
 def test_what_cannot_be_read_is_refused() -> None:
     observation, truth = released(MODEL, [{"name": "clip", "norm": 1.0}])
-    with pytest.raises(AttackFailed, match="what clip does to a kernel regression"):
+    with pytest.raises(
+        AttackFailed, match="what the defense of the update does to a kernel regression"
+    ):
         question(RowReconstruction(), observation, truth, OTHERS, 0)
     observation, truth = released(MODEL)
     other = {"features": {"scale": 1.0, "tail": 2.0}}

@@ -14,7 +14,7 @@ from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.privacy import gaussian
 from fedsim.testing import make_release
-from fedsim.types import Knowledge, Observation
+from fedsim.types import UNKNOWN, Knowledge, Observation
 from fedsim_attacks.release_law import Law, law
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
@@ -228,6 +228,5 @@ def test_a_server_that_adds_no_noise_needs_no_bound() -> None:
 
 def test_noise_that_is_not_told_is_not_guessed() -> None:
     observation, knowledge = observed(columns=7)
-    untold = {"name": "gaussian_noise", "std": None, "epsilon": 1.0, "delta": 1e-5}
-    with pytest.raises(AttackFailed, match="record it again"):
-        law(replace(observation, defense=(untold,)), knowledge)
+    with pytest.raises(AttackFailed, match="does not declare its effect"):
+        law(replace(observation, effect=UNKNOWN), knowledge)

@@ -29,6 +29,7 @@ SENSITIVITY = "tests/validity/test_sensitivity.py"
 
 SEEDS = "tests/validity/test_seeds.py"
 CLAIMS = "tests/validity/test_claims.py"
+EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
 
 MUTATIONS = (
@@ -47,6 +48,46 @@ MUTATIONS = (
         old="LEAST = 3\n",
         new="LEAST = 2\n",
         tests=("tests/scoring/test_statistics.py",),
+    ),
+    Mutation(
+        name="an own attack blind to noise",
+        item=6,
+        file="attacks/head_gradient.py",
+        old="            noisy=effect.noisy,\n",
+        new="            noisy=False,\n",
+        tests=(EFFECTS,),
+    ),
+    Mutation(
+        name="an own attack blind to pruning",
+        item=6,
+        file="attacks/head_gradient.py",
+        old="            pruned=effect.removed is not None,\n",
+        new="            pruned=False,\n",
+        tests=(EFFECTS,),
+    ),
+    Mutation(
+        name="bounds of removed entries ignored",
+        item=6,
+        file="attacks/body_gradient.py",
+        old="    if removed is None or observation.effect.noisy:\n",
+        new="    if removed:\n",
+        tests=(EFFECTS,),
+    ),
+    Mutation(
+        name="a stack that drops what a second defense does",
+        item=6,
+        file="fedsim/types.py",
+        old="            noise=self.noise + after.noise,\n",
+        new="            noise=self.noise or after.noise,\n",
+        tests=(EFFECTS,),
+    ),
+    Mutation(
+        name="a foreign defense is taken for none",
+        item=6,
+        file="fedsim/types.py",
+        old="UNKNOWN = Effect(known=False)\n",
+        new="UNKNOWN = Effect()\n",
+        tests=(EFFECTS,),
     ),
     Mutation(
         name="assumptions that the data contradict are believed",

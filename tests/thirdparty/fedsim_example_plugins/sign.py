@@ -11,7 +11,7 @@ from pydantic import Field
 
 from fedsim.defense import UpdateDefense
 from fedsim.guarantee import Guarantee
-from fedsim.types import Tensors
+from fedsim.types import Effect, Tensors
 
 
 @final
@@ -32,6 +32,10 @@ class Sign(UpdateDefense):
     ) -> tuple[Tensors, Tensors]:
         """Zero stays zero."""
         return {name: self.scale * tensor.sign() for name, tensor in update.items()}, state
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Of an entry only its sign is left, at a scale that says nothing of the update's."""
+        return Effect(rounded=True, scaled=True)
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         """None of its own."""
