@@ -317,9 +317,11 @@ class _Plan:
         self, path: Path, workload: Workload, display: progress.Display
     ) -> Callable[[RoundRecord], None]:
         def on_round(result: RoundRecord) -> None:
-            record.append_line(path, rows.round_row(workload, result))
-            accuracy = result.test_accuracy
-            display.advance("" if accuracy is None else f"test accuracy {accuracy:.1%}")
+            row = rows.round_row(workload, result)
+            record.append_line(path, row)
+            share, chance = row["test_accuracy"], row["test_chance"]
+            beside = f" (chance {chance:.1%})" if chance else ""
+            display.advance("" if share is None else f"test accuracy {share:.1%}{beside}")
 
         return on_round
 

@@ -216,10 +216,13 @@ def round_row(workload: Workload, result: RoundRecord) -> Row:
     """A line of `rounds.jsonl`, accounted up to its round."""
     fields = asdict(result)
     claimed = spent_by(workload, result.round)
+    examples, chance = workload.test_set()
     return {
         "defense": workload.stack_name,
         "round": fields.pop("round"),
         **fields,
+        "test_examples": examples,
+        "test_chance": chance,
         "epsilon": number(claimed.epsilon),
         "privacy": _privacy(claimed),
         "sigma": row_noise(workload),
@@ -291,6 +294,8 @@ class Context:
                 "train_loss": last["train_loss"],
                 "test_loss": last["test_loss"],
                 "test_accuracy": last["test_accuracy"],
+                "test_examples": last["test_examples"],
+                "test_chance": last["test_chance"],
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
             "privacy": {

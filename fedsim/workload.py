@@ -352,6 +352,17 @@ class Workload:
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
         return observation_id(self.stack_name, round, client, suffix)
 
+    def test_set(self) -> tuple[int, float | None]:
+        """(number of test examples, share of the most frequent class; None of no classes)."""
+        data = self.dataset
+        if isinstance(data, Dataset):
+            labels = data.test_labels
+        elif data.classes:
+            labels = (data.test_rows[:, -1] > 0).long()
+        else:
+            return len(data.test_rows), None
+        return len(labels), float(labels.bincount().max()) / len(labels)
+
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         """Mean loss and accuracy of the global model on the test split."""
         return self.computation.evaluate(parameters, buffers)

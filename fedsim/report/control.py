@@ -36,21 +36,42 @@ def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
     ]
 
 
-def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Why the table that holds `rows` proves nothing; empty if every comparison's control passed.
+_TRY = "; try more iterations or restarts, batch size 1, or another attack (`fedsim list attacks`)"
 
-    One comparison whose attacks do not work marks the whole table: a reader of any line must know.
+
+def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[tuple[str, str, str, str], str]:
+    """Comparison -> why nothing follows from its rows; those whose control passed are not there."""
+    return {
+        control.comparison: control.reason
+        for control in positive_controls(rows)
+        if control.status != "passed"
+    }
+
+
+def learning_problems(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """A line for each defense whose model says nothing of what the defense costs."""
+    several = len({row.comparison for row in rows}) > 1
+    found = {
+        f"{describe_comparison(row.comparison)}, {row.defense}: {problem}"
+        if several
+        else f"{row.defense}: {problem}": None
+        for row in rows
+        if (problem := row.learning_problem)
+    }
+    return list(found)
+
+
+def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Why comparisons among `rows` prove nothing; empty if every one's control passed.
+
+    Each is judged by itself: one whose attacks do not work says nothing of another.
     """
     if not rows:
         return ["no positive control: there are no results"]
-    controls = positive_controls(rows)
-    several = len(controls) > 1
+    several = len({row.comparison for row in rows}) > 1
     return [
-        f"{describe_comparison(control.comparison)}: {control.reason}"
-        if several
-        else control.reason
-        for control in controls
-        if control.status != "passed"
+        f"{describe_comparison(comparison)}: {reason}" if several else reason
+        for comparison, reason in invalid_comparisons(rows).items()
     ]
 
 
@@ -95,9 +116,9 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
             comparison=comparison,
             status="failed",
             reason=f"no attack recovered {rows[0].subject} of the undefended stack at batch size "
-            f"{size}, so there is no gain over guessing to show that the attacks work",
+            f"{size}, so there is no gain over guessing to show that the attacks work{_TRY}",
         )
-    best = max(attacked, key=lambda row: row.strength)
+    best = max(attacked, key=lambda row: row.standing)
     gain = best.strength[0]
     passed = gain >= REQUIRED_GAIN
     if not passed and of_membership and of_membership.status == "passed":
@@ -112,7 +133,7 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
         reason=measured
         if passed
         else f"{measured}, where {REQUIRED_GAIN:g} dB are required: attacks that fail without a "
-        "defense say nothing about defenses",
+        f"defense say nothing about defenses{_TRY}",
     )
 
 
@@ -127,7 +148,7 @@ def _feature_control(
         reason=measured
         if passed
         else f"{measured}, where at most {REQUIRED_SPAN:g} is required: attacks that fail without "
-        "a defense say nothing about defenses",
+        f"a defense say nothing about defenses{_TRY}",
     )
 
 
@@ -145,5 +166,5 @@ def _membership_control(
         reason=measured
         if passed
         else f"{measured}, where {REQUIRED_AUC:g} is required: attacks that fail without a defense "
-        "say nothing about defenses",
+        f"say nothing about defenses{_TRY}",
     )

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fedsim.scoring import Summary
+from fedsim.scoring import Accuracy, Summary
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
@@ -62,6 +62,14 @@ def format_signed(value: float, digits: int = 1) -> str:
 def format_percent(value: float | None) -> str:
     """A share of 1 in percent, or a dash."""
     return "–" if value is None else f"{value:.0%}"
+
+
+def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
+    """`91% (83–96)`, with `!` if it is no better than chance; the bare share, or a dash."""
+    if accuracy is None:
+        return format_percent(share)
+    mark = "!" if accuracy.is_chance else ""
+    return f"{share:.0%}{mark} ({100 * accuracy.low:.0f}–{100 * accuracy.high:.0f})"
 
 
 def describe_variant(variant: dict[str, Any]) -> str:

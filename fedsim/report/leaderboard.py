@@ -17,11 +17,13 @@ from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.runs import (
     Metrics,
     ResultRow,
+    RoundRow,
     Subject,
+    UtilityOf,
     load_runs,
     measurements,
 )
-from fedsim.scoring import Summary, summarize
+from fedsim.scoring import Accuracy, Summary, accuracy, learning_problem, summarize
 
 Aggregated = Literal[
     "psnr",
@@ -107,6 +109,8 @@ class LeaderboardRow:
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
+    accuracy: Accuracy | None
+    """The same, with chance, the test set's size and an interval; None of runs that do not tell."""
     diverged: int
     """Trials of a recording whose local training diverges."""
     epsilon: float | None
@@ -127,12 +131,22 @@ class LeaderboardRow:
     seconds: float | None
     """Mean per trial."""
     strongest: bool = False
-    """Whether no other attack gains more against this defense."""
+    """Whether it worked, and no other attack gains more against this defense."""
 
     @property
     def comparison(self) -> tuple[str, str, str, str]:
         """Rows that may be compared with each other share it."""
         return (self.scenario, self.variant, self.dataset, self.model)
+
+    @property
+    def standing(self) -> tuple[float, ...]:
+        """`strength`, behind whether the attack worked in any trial: a guess is no attack."""
+        return (float(self.n_ok > 0), *self.strength)
+
+    @property
+    def learning_problem(self) -> str | None:
+        """Why the model says nothing of what the defense costs; None if it does."""
+        return learning_problem(self.accuracy, self.test_loss) if self.accuracy else None
 
     @property
     def strength(self) -> tuple[float, float, float, float]:
@@ -177,10 +191,10 @@ def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     Comparisons keep the order in which they were read.
     """
     order = {key: i for i, key in enumerate(dict.fromkeys(line.comparison for line in lines))}
-    leak: dict[tuple[object, ...], tuple[float, ...]] = {}
+    leak: dict[tuple[object, ...], tuple[float, ...]] = {}  # of the attack that stands highest
     for line in lines:
         key = (*line.comparison, line.defense)
-        leak[key] = max(leak.get(key, line.strength), line.strength)
+        leak[key] = max(leak.get(key, line.standing), line.standing)
 
     def rank(line: LeaderboardRow) -> tuple[object, ...]:
         leaked = leak[(*line.comparison, line.defense)]
@@ -189,7 +203,7 @@ def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
             not line.undefended,
             tuple(-value for value in leaked),
             line.defense,
-            tuple(-value for value in line.strength),
+            tuple(-value for value in line.standing),
             line.attack,
             line.batch_size,
             line.round,
@@ -203,7 +217,7 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
-        marked.append(replace(line, strongest=key not in seen))
+        marked.append(replace(line, strongest=key not in seen and line.n_ok > 0))
         seen.add(key)
     return marked
 
@@ -269,6 +283,7 @@ def _aggregate(
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
+        accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         diverged=sum(bool(row.utility and row.utility.diverged) for row in rows),
         epsilon=weakest.epsilon,
         delta=privacy.delta if privacy else None,
@@ -351,6 +366,21 @@ def _other(row: ResultRow) -> Metrics | None:
 def _of(metrics: Metrics | None, name: Aggregated) -> float | None:
     value: Any = getattr(metrics, name) if metrics else None
     return value if value is None else float(value)
+
+
+def accuracy_of(
+    evaluated: Sequence[UtilityOf | RoundRow], *, confidence: float = 0.95
+) -> Accuracy | None:
+    """Of the mean over runs, which have one test set; of the smallest if they do not.
+
+    None if one of them does not tell what it was tested on.
+    """
+    told = [u for u in evaluated if u.test_accuracy is not None]
+    sizes = [(u.test_examples, u.test_chance) for u in told if u.test_examples and u.test_chance]
+    if not told or len(sizes) < len(told):
+        return None
+    share = sum(u.test_accuracy or 0.0 for u in told) / len(told)
+    return accuracy(share, *min(sizes), confidence=confidence)
 
 
 def _present(rows: list[ResultRow], get: Callable[[ResultRow], float | None]) -> list[float]:

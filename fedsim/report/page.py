@@ -12,6 +12,7 @@ from fedsim.recording import write_text
 from fedsim.report import facts, plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
 from fedsim.report.figures import (
+    format_accuracy,
     format_claim,
     format_epsilon,
     format_number,
@@ -107,6 +108,7 @@ def _html(runs: Sequence[Run]) -> str:
         "summary": format_summary,
         "number": format_number,
         "percent": format_percent,
+        "accuracy": format_accuracy,
         "epsilon": format_epsilon,
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "signed": format_signed,

@@ -6,15 +6,21 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Literal
 
-from fedsim.report.control import describe_comparison, invalid_reasons, positive_controls
+from fedsim.report.control import (
+    describe_comparison,
+    invalid_comparisons,
+    invalid_reasons,
+    learning_problems,
+    positive_controls,
+)
 from fedsim.report.figures import (
+    format_accuracy,
     format_claim,
     format_number,
-    format_percent,
     format_signed,
     format_summary,
 )
@@ -45,12 +51,13 @@ def render(
 
 
 def _json(rows: Sequence[LeaderboardRow]) -> str:
-    reasons = invalid_reasons(rows)
+    reasons, invalid = invalid_reasons(rows), invalid_comparisons(rows)
     document = {
         "valid": not reasons,
         "invalid_reasons": reasons,
+        "warnings": learning_problems(rows),
         "positive_controls": [asdict(control) for control in positive_controls(rows)],
-        "rows": [_fields(row) for row in rows],
+        "rows": [{**_judged(row, invalid), **_fields(row)} for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
@@ -61,14 +68,21 @@ def _fields(row: LeaderboardRow) -> dict[str, Any]:
     return {**fields, "epsilon": _epsilon(row.epsilon)}
 
 
+def _judged(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
+    """Whether the comparison that `row` is part of is valid, and what its model is worth."""
+    return {
+        "valid": row.comparison not in invalid,
+        "invalid_reason": invalid.get(row.comparison, ""),
+        "warning": row.learning_problem or "",
+    }
+
+
 def _csv(rows: Sequence[LeaderboardRow]) -> str:
-    reasons = invalid_reasons(rows)
+    invalid = invalid_comparisons(rows)
     text = io.StringIO()
-    records = [
-        {"valid": not reasons, "invalid_reason": " | ".join(reasons), **_flat(row)} for row in rows
-    ]
+    records = [{**_judged(row, invalid), **_flat(row)} for row in rows]
     # Without rows there is still the verdict.
-    records = records or [{"valid": False, "invalid_reason": " | ".join(reasons)}]
+    records = records or [{"valid": False, "invalid_reason": " | ".join(invalid_reasons(rows))}]
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)
@@ -108,6 +122,10 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "train_loss": row.train_loss,
         "test_loss": row.test_loss,
         "test_accuracy": row.test_accuracy,
+        "test_accuracy_low": row.accuracy and row.accuracy.low,
+        "test_accuracy_high": row.accuracy and row.accuracy.high,
+        "test_examples": row.accuracy and row.accuracy.examples,
+        "test_chance": row.accuracy and row.accuracy.chance,
         "epsilon": _epsilon(row.epsilon),
         "delta": row.delta,
         "accountant": row.accountant,
@@ -145,7 +163,7 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("≤", lambda row: _limit(row)),
     ("TPR", lambda row: _percent(row.metrics["membership_tpr"])),
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
-    ("acc", lambda row: format_percent(row.test_accuracy)),
+    ("acc", lambda row: format_accuracy(row.test_accuracy, row.accuracy)),
     (
         "ε (δ, unit, neighbours)",
         lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
@@ -163,7 +181,8 @@ _LEGEND = (
     "▸ strongest attack on a defense (undefended first). B batch size, ok trials that succeeded of "
     "all; failed ones count as guessing. PSNR mean and Student's interval (three trials or more), "
     "max the worst trial or image; gain: dB above the mean-image guess; other: PSNR of the same "
-    "attack on another update. acc: test accuracy."
+    "attack on another update. acc: test accuracy and Wilson's interval, ! if no better than "
+    "chance."
 )
 
 _LEGEND_OF_ROWS = (
@@ -190,19 +209,30 @@ def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
         highlight=False,
         legacy_windows=False,
     )
-    reasons = invalid_reasons(rows)
-    for reason in reasons:
-        console.print(Text(f"INVALID: {_printable(reason)}", "bold red"))
+    invalid = invalid_comparisons(rows)
+    if not rows:
+        console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
     for comparison in dict.fromkeys(row.comparison for row in rows):
         members = [row for row in rows if row.comparison == comparison]
         console.print()
-        title = Text("INVALID  " if reasons else "", "bold red")
+        title = Text("INVALID  " if comparison in invalid else "", "bold red")
         console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
-        console.print(Text(_printable(_common(members)), "dim"))
+        if comparison in invalid:
+            console.print(Text(f"INVALID: {_printable(invalid[comparison])}", "bold red"))
+        for problem in learning_problems(members):
+            console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
+        console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
         console.print(_grid(members, width))
     for subject in dict.fromkeys(row.subject for row in rows):
         console.print(Text(_LEGENDS[subject], "dim"))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """What all rows have in common, and what their accuracies are to be read beside."""
+    tests = {(row.accuracy.examples, row.accuracy.chance) for row in rows if row.accuracy}
+    of = [f"accuracy on {n} test examples (chance {chance:.0%})" for n, chance in sorted(tests)]
+    return [_common(rows), *of]
 
 
 def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:

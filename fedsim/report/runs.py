@@ -95,6 +95,9 @@ class UtilityOf(_Part):
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
+    test_examples: int | None = None
+    test_chance: float | None = None
+    """Share of the test set's most frequent class."""
     local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
     """On the recorded images, before local training and after it."""
 
@@ -227,6 +230,8 @@ class RoundRow(_Part):
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None
+    test_examples: int | None = None
+    test_chance: float | None = None
     epsilon: float | Literal["inf"] | None = None
     privacy: PrivacyOf | None = None
     sigma: float | None = None

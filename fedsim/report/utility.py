@@ -13,8 +13,9 @@ from fedsim.report.figures import (
     format_number,
     format_summary,
 )
+from fedsim.report.leaderboard import accuracy_of
 from fedsim.report.runs import PrivacyOf, RoundRow, Run
-from fedsim.scoring import Summary, summarize
+from fedsim.scoring import Accuracy, Summary, learning_problem, summarize
 
 _SEED = "seed"
 
@@ -43,6 +44,10 @@ class UtilityRow:
     test_loss: Summary | None
     test_accuracy: Summary | None
     """In percent."""
+    accuracy: Accuracy | None
+    """Of the runs' mean, with chance, the test set's size and an interval."""
+    problem: str | None
+    """Why the model says nothing of what the defense costs; None if it does."""
 
 
 def attacks_nothing(runs: Sequence[Run]) -> bool:
@@ -76,6 +81,8 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
             audited_epsilon=max(audited.get((variant, defense), []), default=None),
             sigma=max((r.sigma for r in rows if r.sigma is not None), default=None),
             test_loss=summarize([r.test_loss for r in rows if r.test_loss is not None]),
+            accuracy=accuracy_of(rows),
+            problem=_problem(rows),
             test_accuracy=summarize(
                 [100 * r.test_accuracy for r in rows if r.test_accuracy is not None]
             ),
@@ -98,10 +105,18 @@ def describe(rows: Sequence[UtilityRow]) -> str:
         if row.test_loss:
             told.append(f"test loss {format_summary(row.test_loss, 3)}")
         if row.test_accuracy:
-            told.append(f"accuracy {format_summary(row.test_accuracy)}%")
+            told.append(f"accuracy {row.accuracy or format_summary(row.test_accuracy) + '%'}")
         name = ", ".join(filter(None, (row.variant, row.defense)))
         lines.append(f"{name}: {', '.join(told)}")
+        lines += [f"WARNING: {name}: {row.problem}"] if row.problem else []
     return "\n".join(lines)
+
+
+def _problem(rows: Sequence[RoundRow]) -> str | None:
+    found = accuracy_of(rows)
+    losses = [row.test_loss for row in rows if row.test_loss is not None]
+    mean = sum(losses) / len(losses) if len(losses) == len(rows) else None
+    return learning_problem(found, mean) if found else None
 
 
 def _of_weakest(rows: Sequence[RoundRow]) -> PrivacyOf:

@@ -18,7 +18,7 @@ from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.scoring import LEAST, Summary
 
 Level = Literal[
-    "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "invalid"
+    "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "failed", "invalid"
 ]
 
 HEADLINES: dict[Level, str] = {
@@ -29,6 +29,7 @@ HEADLINES: dict[Level, str] = {
     "membership": "Membership leaks",
     "unseen": "No gain measured",
     "unknown": "{Subject} not attacked",
+    "failed": "Attacks failed",
     "invalid": "No conclusion",
 }
 
@@ -66,7 +67,7 @@ class Verdict:
 
 def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
     """One verdict per defense among the rows of one comparison, in their order."""
-    undefended = next((row.test_accuracy for row in rows if row.undefended), None)
+    undefended = next((row for row in rows if row.undefended), None)
     return [
         _verdict([row for row in rows if row.defense == name], control, undefended)
         for name in dict.fromkeys(row.defense for row in rows)
@@ -74,9 +75,9 @@ def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
 
 
 def _verdict(
-    rows: Sequence[LeaderboardRow], control: Control, undefended_accuracy: float | None
+    rows: Sequence[LeaderboardRow], control: Control, undefended: LeaderboardRow | None
 ) -> Verdict:
-    strongest = max(rows, key=lambda row: row.strength)
+    strongest = max(rows, key=lambda row: row.standing)
     # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
     doubtful = control.status != "passed" and not strongest.undefended
     level = "invalid" if doubtful else _level(strongest)
@@ -90,7 +91,7 @@ def _verdict(
         sentence=_sentence(strongest, level),
         labels=_labels(rows),
         membership=_membership(rows),
-        accuracy=_accuracy(strongest, undefended_accuracy),
+        accuracy=_accuracy(strongest, undefended),
         privacy=privacy_claim(strongest),
         cautions=_cautions(rows, strongest),
     )
@@ -98,6 +99,8 @@ def _verdict(
 
 def _level(row: LeaderboardRow) -> Level:
     """By the lower end of the interval; a gain that the prior alone explains is no leak."""
+    if row.n_ok == 0:
+        return "failed"
     if row.gain is None:
         span = row.metrics["subspace_error"]
         if span is None:
@@ -147,6 +150,11 @@ def _membership(rows: Sequence[LeaderboardRow]) -> str | None:
 def _sentence(row: LeaderboardRow, level: Level) -> str:
     if level == "invalid":
         return "The positive control did not pass, so what these attacks achieve here says nothing."
+    if level == "failed":
+        return (
+            "Every attack failed against this defense, which is no protection measured: "
+            f"{'; '.join(row.failures)}."
+        )
     where = f"at batch size {row.batch_size}, round {row.round}"
     if row.gain is None:
         span = row.metrics["subspace_error"]
@@ -197,18 +205,21 @@ def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
     return f"{share:.0%} of labels recovered{guess} by {best.attack}, batch size {best.batch_size}"
 
 
-def _accuracy(row: LeaderboardRow, undefended: float | None) -> str:
+def _accuracy(row: LeaderboardRow, undefended: LeaderboardRow | None) -> str:
     if row.test_accuracy is None and row.subject == "rows" and row.test_loss is not None:
         return f"test loss {row.test_loss:.3g}"
     if row.test_accuracy is None:
         return "test accuracy not measured"
-    text = f"{row.test_accuracy:.1%} test accuracy"
-    if row.undefended or undefended is None:
+    text = f"accuracy {row.accuracy}" if row.accuracy else f"{row.test_accuracy:.1%} test accuracy"
+    if row.undefended or undefended is None or undefended.test_accuracy is None:
         return text
-    points = 100 * (row.test_accuracy - undefended)
+    points = 100 * (row.test_accuracy - undefended.test_accuracy)
     if abs(points) < 0.05:
         return f"{text}, the same as without defense"
-    return f"{text}, {abs(points):.1f} points {'above' if points > 0 else 'below'} no defense"
+    text += f", {abs(points):.1f} points {'above' if points > 0 else 'below'} no defense"
+    if row.accuracy and undefended.accuracy and row.accuracy.overlaps(undefended.accuracy):
+        text += f", which {row.accuracy.examples} test examples do not tell apart"
+    return text
 
 
 def privacy_claim(row: LeaderboardRow) -> str:
@@ -236,7 +247,8 @@ def privacy_claim(row: LeaderboardRow) -> str:
 
 
 def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[str]:
-    found = []
+    problem = strongest.learning_problem
+    found = [f"{problem[0].upper()}{problem[1:]}."] if problem else []
     if strongest.n == 1:
         found.append("One trial only: no interval can be given.")
     elif strongest.n < LEAST:

@@ -1,5 +1,6 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
+from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.guess import Guess, baseline, majority_label, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
@@ -15,6 +16,7 @@ __all__ = [
     "METRICS",
     "MISSING",
     "PSNR_CAP",
+    "Accuracy",
     "Backbone",
     "Guess",
     "LpipsMetric",
@@ -23,9 +25,11 @@ __all__ = [
     "ScoringError",
     "Summary",
     "Unavailable",
+    "accuracy",
     "align",
     "baseline",
     "check_pixels",
+    "learning_problem",
     "load_lpips",
     "majority_label",
     "match",

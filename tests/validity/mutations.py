@@ -29,6 +29,7 @@ SENSITIVITY = "tests/validity/test_sensitivity.py"
 
 SEEDS = "tests/validity/test_seeds.py"
 CLAIMS = "tests/validity/test_claims.py"
+BOARD = "tests/validity/test_leaderboard.py"
 EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
 
@@ -88,6 +89,38 @@ MUTATIONS = (
         old="UNKNOWN = Effect(known=False)\n",
         new="UNKNOWN = Effect()\n",
         tests=(EFFECTS,),
+    ),
+    Mutation(
+        name="a failed attack marked strongest",
+        item=13,
+        file="fedsim/report/leaderboard.py",
+        old="        return (float(self.n_ok > 0), *self.strength)\n",
+        new="        return self.strength\n",
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="all failed, and one marked",
+        item=13,
+        file="fedsim/report/leaderboard.py",
+        old="strongest=key not in seen and line.n_ok > 0",
+        new="strongest=key not in seen",
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="chance is taken for learning",
+        item=13,
+        file="fedsim/scoring/accuracy.py",
+        old="        return self.low <= self.chance\n",
+        new="        return self.share < self.chance\n",
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="one invalid comparison marks another",
+        item=13,
+        file="fedsim/report/render.py",
+        old='        "valid": row.comparison not in invalid,\n',
+        new='        "valid": not invalid,\n',
+        tests=(BOARD,),
     ),
     Mutation(
         name="assumptions that the data contradict are believed",

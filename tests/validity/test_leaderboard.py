@@ -31,6 +31,7 @@ from fedsim.report import (
 from fedsim.report import page as module
 from fedsim.report.recovered import accused
 from fedsim.report.verdict import verdicts
+from fedsim.scoring import accuracy
 
 METRICS = (
     "rmse",
@@ -224,13 +225,113 @@ def test_recovered_labels_are_no_positive_control(tmp_path: Path) -> None:
     assert positive_controls(rows)[0].status == "passed"
 
 
-def test_one_comparison_without_control_marks_all(tmp_path: Path) -> None:
-    """Rule 15: a sweep's variants are compared side by side, so one that fails marks the table."""
+def test_each_comparison_is_judged_by_itself(tmp_path: Path) -> None:
+    """Rule 15: one whose attacks do not work is INVALID in every output, and another is not."""
     good, bad = line(30.0), line(12.1)
     bad["variant"] = {"training.local.mode": "eval"}
     rows = board(tmp_path, [good, bad])
     assert [control.status for control in positive_controls(rows)] == ["passed", "failed"]
-    assert_invalid(rows, tmp_path, "training.local.mode=eval")
+    (reason,) = invalid_reasons(rows)
+    assert "training.local.mode=eval" in reason and "batch size 1" in reason
+    table = render(rows, width=300)
+    assert table.count("INVALID: ") == 1
+    assert [text for text in table.splitlines() if text.startswith("INVALID  ")] == [
+        "INVALID  s (training.local.mode=eval), faces, convnet"
+    ]
+    assert "s, faces, convnet" in table.splitlines()
+    document = json.loads(render(rows, "json"))
+    assert [row["valid"] for row in document["rows"]] == [True, False]
+    assert document["rows"][0]["invalid_reason"] == ""
+    records = list(csv.DictReader(io.StringIO(render(rows, "csv"))))
+    assert [record["valid"] for record in records] == ["True", "False"]
+    assert "try more iterations" in records[1]["invalid_reason"]
+    page = write_report(tmp_path).read_text()
+    assert "INVALID in part" in page and "<strong>INVALID</strong>" not in page
+
+
+def test_a_failed_attack_is_never_the_strongest(tmp_path: Path) -> None:
+    """Its guess is no attack: above working ones of negative gain it would say that none works."""
+    failed, worse = (
+        line(None, attack="idlg", defense="dp", stack=DP),
+        line(8.0, defense="dp", stack=DP),
+    )
+    rows = board(tmp_path, [line(30.0), failed, worse])
+    behind = [row for row in rows if row.defense == "dp"]
+    assert [(row.attack, row.strongest) for row in behind] == [
+        ("inverting_gradients", True),
+        ("idlg", False),
+    ]
+    assert behind[0].gain is not None and behind[0].gain.mean < 0
+    (control,) = positive_controls(rows)
+    assert verdicts(rows, control)[1].strongest.attack == "inverting_gradients"
+
+
+def test_where_every_attack_failed_none_is_marked(tmp_path: Path) -> None:
+    rows = board(tmp_path, [line(30.0), line(None, defense="dp", stack=DP)])
+    assert [row.strongest for row in rows] == [True, False]
+    (control,) = positive_controls(rows)
+    verdict = verdicts(rows, control)[1]
+    assert (verdict.level, verdict.headline) == ("failed", "Attacks failed")
+    assert "no protection measured" in verdict.sentence
+
+
+def evaluated(share: float, loss: float | None = 1.4, **case: Any) -> dict[str, Any]:
+    """A results row of a model that was tested on 80 images of four classes."""
+    row = line(30.0, **case)
+    row["utility"] |= {
+        "test_accuracy": share,
+        "test_loss": loss,
+        "test_examples": 80,
+        "test_chance": 0.25,
+    }
+    return row
+
+
+@pytest.mark.parametrize(
+    ("share", "loss", "why"),
+    [
+        (0.25, 1.4, "the model learned nothing"),
+        (0.34, 1.4, "the model learned nothing"),  # 25 to 45%: 80 images do not show more
+        (0.25, None, "training diverged"),
+        (0.25, 40.0, "training diverged"),
+        (0.5, 40.0, None),
+        (0.9, 0.3, None),
+    ],
+)
+def test_a_model_at_chance_is_said_to_be(
+    share: float, loss: float | None, why: str | None, tmp_path: Path
+) -> None:
+    rows = board(tmp_path, [evaluated(share, loss)])
+    table = re.sub(r"\s+", " ", render(rows, width=200))
+    assert "accuracy on 80 test examples (chance 25%)" in table
+    document = json.loads(render(rows, "json"))
+    (record,) = csv.DictReader(io.StringIO(render(rows, "csv")))
+    page = write_report(tmp_path).read_text()
+    assert record["test_examples"] == "80" and record["test_chance"] == "0.25"
+    for told in (" ".join(document["warnings"]), record["warning"], table, page):
+        text = told.lower()
+        assert why is None or why in text
+        assert why is not None or ("learned nothing" not in text and "diverged" not in text)
+    assert float(record["test_accuracy_low"]) < share < float(record["test_accuracy_high"])
+    assert "80 test examples" in page
+
+
+def test_a_difference_within_what_the_test_set_shows_is_said_to_be(tmp_path: Path) -> None:
+    """3 of 80 images are no price."""
+    rows = board(tmp_path, [evaluated(0.9), evaluated(0.8625, defense="dp", stack=DP)])
+    (control,) = positive_controls(rows)
+    verdict = verdicts(rows, control)[1]
+    assert "3.7 points below no defense, which 80 test examples do not tell apart" in (
+        verdict.accuracy
+    )
+
+
+def test_wilsons_interval_is_wilsons() -> None:
+    """Of 20 of 80: (p + z²/2n ± z sqrt(pq/n + z²/4n²)) / (1 + z²/n)."""
+    found, z, n = accuracy(0.25, 80, 0.25), 1.959963984540054, 80
+    center, half = 0.25 + z * z / 2 / n, z * math.sqrt(0.1875 / n + z * z / 4 / n**2)
+    assert found.low == pytest.approx((center - half) / (1 + z * z / n))
+    assert found.high == pytest.approx((center + half) / (1 + z * z / n))
 
 
 def test_a_failing_attack_fails_the_control(tmp_path: Path) -> None:

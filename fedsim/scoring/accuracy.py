@@ -1,0 +1,77 @@
+"""Accuracy on a test set, with what it takes to read it: chance, the set's size, an interval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+_DIVERGED = 2.0
+"""Test loss over that of someone who names each class as often as the most frequent one occurs,
+from which on a model without skill has diverged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accuracy:
+    """The share of a test set that a model classified correctly."""
+
+    share: float
+    """In [0, 1]."""
+    examples: int
+    """Size of the test set."""
+    chance: float
+    """Share of the test set's most frequent class, which needs no model."""
+    low: float
+    high: float
+    """Wilson's interval of the share."""
+    confidence: float
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether the interval does not lie above chance."""
+        return self.low <= self.chance
+
+    def overlaps(self, other: Accuracy) -> bool:
+        """Whether test sets of this size do not tell the two apart."""
+        return self.low <= other.high and other.low <= self.high
+
+    def __str__(self) -> str:
+        """`91.2% of 80 test examples (83.0 to 95.7%; chance 25.0%)`."""
+        return (
+            f"{self.share:.1%} of {self.examples} test examples ({100 * self.low:.1f} to "
+            f"{self.high:.1%}; chance {self.chance:.1%})"
+        )
+
+
+def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
+    """With Wilson's interval (JASA 22, 1927) of `share` of so many `examples`, at least one.
+
+    Of the mean over several runs on one test set, which is no more images for being used again.
+    """
+    from scipy.stats import binomtest
+
+    found = binomtest(round(share * examples), examples).proportion_ci(confidence, "wilson")
+    return Accuracy(
+        share=share,
+        examples=examples,
+        chance=chance,
+        low=float(found.low),
+        high=float(found.high),
+        confidence=confidence,
+    )
+
+
+def learning_problem(accuracy: Accuracy, test_loss: float | None) -> str | None:
+    """Why a model with this `accuracy` says nothing of what a defense costs; None if it does.
+
+    `test_loss` is None where it was not finite.
+    """
+    if not accuracy.is_chance:
+        return None
+    guessed = -math.log(accuracy.chance)
+    if test_loss is None or (guessed > 0 and test_loss > _DIVERGED * guessed):
+        loss = "is not finite" if test_loss is None else f"{test_loss:.3g}"
+        return f"training diverged: accuracy {accuracy}, test loss {loss}; lower the learning rate"
+    return (
+        f"the model learned nothing that its test set could show: accuracy {accuracy}; train "
+        "longer, or test on more images"
+    )
