@@ -16,7 +16,7 @@ from fedsim.privacy.recovery import tensor_rate
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.theory import observed_rate
-from fedsim.types import UNKNOWN, LocalTraining, Observation
+from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.5, "planted_gain": 0.1}
 CLIP = {"name": "clip", "norm": 1e-3}
@@ -126,5 +126,5 @@ def test_what_is_not_known_is_left_out() -> None:
     assert observed_rate(replace(seen(noise), releases=4)) is None
     untold = replace(seen(), effect=UNKNOWN)
     assert observed_rate(untold) is None
-    several = replace(seen(), defense=({"name": "dp_ftrl", "noise_multiplier": 1.0},))
-    assert observed_rate(several) is None
+    of_the_sum = Effect(noise=(Noise(variance=1.0, on="sum"),))
+    assert observed_rate(replace(seen(), effect=of_the_sum)) is None
