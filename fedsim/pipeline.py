@@ -19,7 +19,7 @@ from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.record import Run
-from fedsim.report import save_grids, write_report
+from fedsim.report import save_grids, save_overview, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
@@ -250,6 +250,7 @@ class _Plan:
         record.write_lines(path, found)
         rounds = record.read_lines(self.out / "rounds.jsonl")
         save_grids(self.out)
+        save_overview(self.out)
         recording.write_json(
             self.out / "record.json",
             {

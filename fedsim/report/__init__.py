@@ -3,6 +3,7 @@
 from fedsim.report.control import Control, invalid_reasons, positive_controls
 from fedsim.report.facts import undeclared
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
@@ -22,6 +23,7 @@ __all__ = [
     "render",
     "save_grid",
     "save_grids",
+    "save_overview",
     "undeclared",
     "utility",
     "write_report",

@@ -1,0 +1,70 @@
+"""The overview shows the same images behind every defense, by a stated choice."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from synthetic_run import STACKS, write_run
+
+from fedsim.recording import read_tensors, write_tensors
+from fedsim.report import save_overview
+from fedsim.report.overview import _chosen, _recovered, _strongest
+from fedsim.report.runs import load_runs
+from fedsim.scoring import psnr
+
+
+def test_a_picture_is_written(run_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    path = save_overview(folder)
+    assert path == folder / "overview.png"
+    pixels = np.asarray(Image.open(path).convert("RGB"))
+    assert min(pixels.shape[:2]) > 300
+    before = path.read_bytes()
+    save_overview(folder)
+    assert path.read_bytes() == before
+
+
+def test_every_defense_shows_the_image_that_was_chosen(run_folder: Path) -> None:
+    (run,) = load_runs([run_folder])
+    rows = [row for row in run.rows if row.batch_size == 1]
+    for victim in _chosen(run, _strongest(rows, "none")):
+        for stack in ("none", "pruning", "dp"):
+            found = _recovered(run, _strongest(rows, stack), victim)
+            assert found is not None
+            assert found[1] == pytest.approx(float(psnr(found[0][None], victim.image[None])))
+
+
+def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Path) -> None:
+    folder = write_run(
+        tmp_path, stacks={"none": STACKS["none"]}, trials=5, batch_sizes=(1,), rounds=1
+    )
+    (run,) = load_runs([folder])
+    rows = _strongest(run.rows, "none")
+    values = sorted(row.metrics.psnr for row in rows if row.metrics and row.metrics.psnr)
+    chosen = _chosen(run, rows)
+    assert [v.psnr for v in chosen] == pytest.approx([values[0], values[2], values[-1]], abs=1e-3)
+    assert {v.of for v in chosen} == {5}
+
+
+def test_an_image_that_no_row_attacked_is_left_out(run_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    for path in folder.glob("reconstructions/pruning/*/round-*/*-b1-*.safetensors"):
+        tensors = dict(read_tensors(path))
+        write_tensors(path, {**tensors, "truth": torch.zeros_like(tensors["truth"])})
+    (run,) = load_runs([folder])
+    rows = [row for row in run.rows if row.batch_size == 1]
+    victim = _chosen(run, _strongest(rows, "none"))[0]
+    assert _recovered(run, _strongest(rows, "pruning"), victim) is None
+    assert save_overview(folder) is not None
+
+
+def test_nothing_is_drawn_where_no_image_was_recovered(run_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    shutil.rmtree(folder / "reconstructions")
+    assert save_overview(folder) is None
+    assert not (folder / "overview.png").exists()
