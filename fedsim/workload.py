@@ -449,6 +449,11 @@ _STEPS = "sampling.steps"
 """Name, in a client's state, of how many local steps it has taken over all its rounds."""
 
 _BY_LABEL = ("dirichlet", "shards")
+
+_WEIGHTS = (
+    "training.weights, which may be of a model of the same clients (if none of their data had a "
+    "part in them, declare it: `privacy: {weights: public}`)"
+)
 """Partitions in which an example's label decides on where others go."""
 
 _KIND = {Dataset: "images", Table: "a table"}
@@ -481,12 +486,17 @@ def private_statistics(
 ) -> Mapping[Unit, tuple[str, ...]]:
     """What of a federation's set-up was computed from training data without noise, by whose.
 
+    Weights to start from may be a model of the same clients, trained without noise: they count as
+    that unless the scenario declares them public.
+
     Where a partition deals by labels, one example also has a say in who holds the others.
     """
     found = dataset.private_statistics
     if found is None:
         kind = type(dataset).__name__
         found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
+    if scenario.training.weights is not None and scenario.privacy.weights != "public":
+        found += (_WEIGHTS,)
     dealt = scenario.data.partition.name
     by_label = (f"partition {dealt}, which deals examples by their labels",)
     return {"client": found, "example": found + by_label if dealt in _BY_LABEL else found}

@@ -184,6 +184,9 @@ class Privacy(Section):
     probes: Literal["included", "outside"] = "included"
     """Whether the ε of a run counts its probes. `outside`: they are the auditor's, and no part of
     the deployment, which is said beside each ε."""
+    weights: Literal["undeclared", "public"] = "undeclared"
+    """What `training.weights` were computed from. `public`: no client's data had a part in them.
+    Otherwise nothing is claimed of a federation that starts from them."""
 
 
 class Audit(Section):

@@ -212,6 +212,14 @@ MUTATIONS = (
         tests=(SENSITIVITY,),
     ),
     Mutation(
+        name="weights of unknown origin are believed",
+        item=1,
+        file="fedsim/workload.py",
+        old="        found += (_WEIGHTS,)\n",
+        new="        pass\n",
+        tests=(SENSITIVITY,),
+    ),
+    Mutation(
         name="an audit's worlds share their statistics",
         item=1,
         file="fedsim/workload.py",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from safetensors.torch import save_file
 
 from fedsim import plugins, rows
 from fedsim.canaries import audited_epsilon
@@ -130,6 +131,21 @@ def test_a_partition_by_labels_voids_the_claim_of_an_example(partition: str) -> 
     assert claim.epsilon == float("inf")
     assert f"partition {partition}" in str(claim.reason)
     assert rows.spent(Workload(made, "client"), 1).unit == "client", "whoever holds what"
+
+
+def test_weights_of_unknown_origin_void_the_claim(tmp_path: Path) -> None:
+    """They may be a model of the same images, trained without noise."""
+    parameters, _ = Workload(scenario("digits", noise=1.0), "dp").initial()
+    path = tmp_path / "weights.safetensors"
+    save_file(dict(parameters), path)
+    training = {"rounds": 1, "local": {"batch_size": COUNT, "lr": 0.1}, "weights": str(path)}
+    undeclared = scenario("digits", noise=1.0, training=training)
+    claim = rows.spent(Workload(undeclared, "dp"), 1)
+    assert claim.epsilon == float("inf")
+    assert "training.weights" in str(claim.reason)
+    public = scenario("digits", noise=1.0, training=training, privacy={"weights": "public"})
+    plain = rows.spent(Workload(scenario("digits", noise=1.0), "dp"), 1)
+    assert rows.spent(Workload(public, "dp"), 1).epsilon == plain.epsilon < float("inf")
 
 
 class Undeclared(DataSource):
