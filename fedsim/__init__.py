@@ -12,7 +12,6 @@ Names are loaded when first used, so `import fedsim` costs nothing.
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
     from fedsim.recording import load_observation
     from fedsim.replay import attack
     from fedsim.scenario import Scenario, load
+
+    __version__: str
 
 _HOMES = {
     "attack": "fedsim.replay",
@@ -30,10 +31,11 @@ _HOMES = {
 }
 
 __all__ = ["Scenario", "attack", "load", "load_observation", "run"]
-__version__ = version("fedsim")
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
+    if name == "__version__":
+        return import_module("importlib.metadata").version("fedsim")
     raise AttributeError(f"module 'fedsim' has no attribute {name!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -114,15 +113,17 @@ def run(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="Processes that attack; default: one per core.")
+        int | None,
+        typer.Option(
+            min=1, help="Processes that attack; default: cores / threads of the scenario."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report."""
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
-    again = shlex.join(["fedsim", *(word for word in sys.argv[1:] if word != "--resume")])
-    with exits(f"continue with: {again} --resume"):
+    with exits():
         from fedsim.pipeline import run as run_scenario
 
         finished = run_scenario(
@@ -160,13 +161,16 @@ def attack(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Default: that of the recorded run.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
+    threads: Annotated[
+        int, typer.Option(min=1, help="That compute; those of the recorded run give its bytes.")
+    ] = 1,
     out: Annotated[
         Path | None, typer.Option(help="Folder for reconstruction.safetensors and result.json.")
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
     """Attack one recording again, anywhere; print the result as JSON."""
-    with exits("run the command again"):
+    with exits():
         from rich.console import Console
 
         from fedsim.progress import Live
@@ -190,6 +194,7 @@ def attack(
                 public=public.value,
                 seed=seed,
                 device=device,
+                threads=threads,
                 truth=truth,
                 on_progress=lambda at: display.detail(
                     name, f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
@@ -277,11 +282,6 @@ def _version(
 
         typer.echo(f"fedsim {__version__}")
         raise typer.Exit
-
-
-def main() -> None:
-    """The entry point of the `fedsim` command."""
-    app()
 
 
 def _outcome(folder: Path) -> str:

@@ -7,15 +7,17 @@ from contextlib import contextmanager
 
 import typer
 
+from fedsim import interrupts
+
 
 @contextmanager
-def exits(interrupted: str = "") -> Iterator[None]:
+def exits() -> Iterator[None]:
     """Turn what a user can act on into a message and an exit status."""
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.secho(f"interrupted; {interrupted}".rstrip("; "), err=True, fg="red")
-        raise typer.Exit(130) from error
+        typer.secho(interrupts.message(), err=True, fg="red")
+        raise typer.Exit(interrupts.STATUS) from error
     except BrokenPipeError:
         raise  # whoever read the output has left: typer ends in silence
     except Exception as error:

@@ -6,22 +6,22 @@ workers share nothing, and a job's result depends neither on which worker ran it
 
 from __future__ import annotations
 
-import multiprocessing
 import queue
-import signal
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import cache
 from multiprocessing.queues import Queue
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedsim import rng, scoring
+from fedsim import processes, rng, scoring, threads
 from fedsim.adversary import Progress, Solution, create
+from fedsim.interrupts import held
 from fedsim.recording import (
     checked_id,
     load_observation,
@@ -57,7 +57,7 @@ class Setting:
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     threads: int
-    """Torch threads of a worker."""
+    """That a job computes on, wherever it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,37 +124,28 @@ def run_jobs(
         RunFailed: a worker died (most likely for want of memory). What had finished was told.
     """
     if workers == 1:
-        lpips, before = _lpips(setting), torch.get_num_threads()
-        torch.set_num_threads(setting.threads)
-        try:
+        with threads.fixed(setting.threads):
+            lpips = _lpips(setting)
             for job in jobs:
                 on_result(job, run_job(job, setting, lpips, _teller(job, on_progress)))
-        finally:
-            torch.set_num_threads(before)
         return
-    context = multiprocessing.get_context("spawn")
-    news: Queue[tuple[int, Progress]] = context.Queue()
-    with ProcessPoolExecutor(workers, context, _start_worker, (setting, news)) as pool:
-        pending: dict[Future[Result], Job] = {
-            pool.submit(_work, index, job): job for index, job in enumerate(jobs)
-        }
-        try:
+    try:
+        with processes.pool(workers, setting) as (pool, news):
+            with held():
+                pending: dict[Future[Result], Job] = {
+                    pool.submit(_work, index, job): job for index, job in enumerate(jobs)
+                }
             while pending:
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
                 _drain(news, jobs, on_progress)
                 for future in done:
                     on_result(pending.pop(future), future.result())
-        except BrokenProcessPool as error:
-            raise RunFailed(
-                "a worker process of the attack stage died, for want of memory or because a "
-                'script calls fedsim.run outside `if __name__ == "__main__":`; finished rows are '
-                "kept: continue with --resume (resume=True), and with fewer --workers"
-            ) from error
-        except BaseException:
-            # Workers leave Ctrl-C to this process; an attack under way may take hours.
-            for worker in multiprocessing.active_children():
-                worker.terminate()
-            raise
+    except BrokenProcessPool as error:
+        raise RunFailed(
+            "a worker process of the attack stage died, for want of memory or because a "
+            'script calls fedsim.run outside `if __name__ == "__main__":`; finished rows are '
+            "kept: continue with --resume (resume=True), and with fewer --workers"
+        ) from error
 
 
 def seed_of(observation: Observation, label: str) -> int:
@@ -351,28 +342,19 @@ def _drain(
         on_progress(jobs[index], progress)
 
 
-@dataclass
-class _Worker:
-    """What a worker process keeps between its jobs."""
-
-    setting: Setting
-    news: Queue[tuple[int, Progress]]
-    lpips: scoring.LpipsMetric | scoring.Unavailable
-
-
-_worker: _Worker | None = None
-
-
-def _start_worker(setting: Setting, news: Queue[tuple[int, Progress]]) -> None:
-    global _worker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    torch.set_num_threads(setting.threads)
-    _worker = _Worker(setting, news, _lpips(setting))
-
-
 def _work(index: int, job: Job) -> Result:
-    assert _worker is not None
-    news = _worker.news
-    return run_job(
-        job, _worker.setting, _worker.lpips, lambda progress: news.put((index, progress))
-    )
+    """In a worker: run the job that the parent knows by `index`."""
+    setting, lpips = _prepared()
+
+    def progress(at: Progress) -> None:
+        processes.tell((index, at))
+
+    return run_job(job, setting, lpips, progress)
+
+
+@cache
+def _prepared() -> tuple[Setting, scoring.LpipsMetric | scoring.Unavailable]:
+    """In a worker, before its first job."""
+    setting: Setting = processes.shared()
+    threads.fix(setting.threads)
+    return setting, _lpips(setting)

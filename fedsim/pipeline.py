@@ -6,7 +6,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,12 @@ from fedsim.data.public import public_images
 from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
+from fedsim.lock import locked
 from fedsim.record import Run
 from fedsim.report import save_grids, save_overview, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
+from fedsim.threads import fixed
 from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
 from fedsim.victims import Granted
 from fedsim.workload import Workload, load_dataset
@@ -43,11 +45,12 @@ def run(
         out: The folder to fill; default `runs/<name>`. A sweep gives each variant a folder in it.
         overrides: `a.b=value` assignments to a file's keys, as with `--set`.
         resume: Continue what an interrupted run of the same scenario left in `out`.
-        workers: Processes of the attack stage; default: one per core (one on a GPU).
+        workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
+            GPU). Results do not depend on it.
         quiet: Show no progress.
 
     Raises:
-        FedsimError: the scenario is refused, before any work.
+        FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
     if isinstance(scenario, str | Path):
@@ -58,28 +61,34 @@ def run(
         document = scenario
     variants = expand(document)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
-    try:
-        plans = [
-            _Plan(
-                variant.scenario,
-                variant.assignment,
-                root / variant.label if variant.label else root,
-                resume=resume,
-                workers=workers,
-            )
-            for variant in variants
-        ]
-    except FedsimError as error:
-        raise locate(document, error) if isinstance(document, Document) else error from None
-    try:
-        with _display(quiet) as display:
-            for plan in plans:
-                plan.execute(display)
-        write_report(root)
-    except RunFailed:
-        raise
-    except FedsimError as error:
-        raise RunFailed(str(error)) from error
+    with ExitStack() as until_the_end:
+        try:
+            plans = [
+                _Plan(
+                    variant.scenario,
+                    variant.assignment,
+                    root / variant.label if variant.label else root,
+                    resume=resume,
+                    workers=workers,
+                )
+                for variant in variants
+            ]
+            until_the_end.enter_context(locked(root))
+            for plan in plans:  # again, since another run may have been there in the meantime
+                plan.refuse_other_run()
+        except FedsimError as error:
+            raise locate(document, error) if isinstance(document, Document) else error from None
+        try:
+            with _display(quiet) as display:
+                for plan in plans:
+                    # Somebody may run a variant by itself, in its folder.
+                    with locked(plan.out) if plan.out != root else nullcontext():
+                        plan.execute(display)
+            write_report(root)
+        except RunFailed:
+            raise
+        except FedsimError as error:
+            raise RunFailed(str(error)) from error
     return Run(root)
 
 
@@ -114,29 +123,36 @@ class _Plan:
         self.resolved = dump(scenario)
         self.device = resolve_device(scenario.device)
         cores = os.cpu_count() or 1
-        self.workers = workers or (1 if self.device.startswith("cuda") else cores)
-        self.threads = max(1, cores // self.workers)
-        self.dataset = load_dataset(scenario)
-        self.workloads = {
-            name: Workload(scenario, name, self.dataset) for name in scenario.defenses
-        }
-        federation.check(scenario)
-        for workload in self.workloads.values():
-            refusal.check(workload)
-        if scenario.audit:
-            last = scenario.training.rounds
-            claims = {name: rows.spent(w, last) for name, w in self.workloads.items()}
-            canaries.check(scenario.audit, claims, scenario.data.clients)
-        self._refuse_other_run()
-        self._refuse_foreign_rows()
+        fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
+        self.workers = workers or fitting
+        with fixed(scenario.threads):
+            self.dataset = load_dataset(scenario)
+            self.workloads = {
+                name: Workload(scenario, name, self.dataset) for name in scenario.defenses
+            }
+            federation.check(scenario)
+            for workload in self.workloads.values():
+                refusal.check(workload)
+            if scenario.audit:
+                last = scenario.training.rounds
+                claims = {name: rows.spent(w, last) for name, w in self.workloads.items()}
+                canaries.check(scenario.audit, claims, scenario.data.clients)
+        self.refuse_other_run()
         self._refuse_missing_weights()
 
     def execute(self, display: progress.Display) -> None:
-        """Federate every stack, attack every recording, write the record."""
+        """Federate every stack, attack every recording, write the record.
+
+        Raises:
+            FedsimError: the folder holds another run, or the work failed.
+        """
         started = time.perf_counter()
+        self.refuse_other_run()
+        recording.remove_torn(self.out)
         recording.write_text(self.out / "scenario.yaml", self.resolved)
-        self._federate(display)
-        self._attack(display)
+        with fixed(self.scenario.threads):
+            self._federate(display)
+            self._attack(display)
         self._finish(time.perf_counter() - started)
 
     def _federate(self, display: progress.Display) -> None:
@@ -277,20 +293,25 @@ class _Plan:
         """Stacks with a defense that does not declare its effect."""
         return [name for name, workload in self.workloads.items() if not workload.effect().known]
 
-    def _refuse_other_run(self) -> None:
+    def refuse_other_run(self) -> None:
+        """Refuse a folder with results that this run could not go on from.
+
+        Raises:
+            FedsimError: it holds a run and is not to be resumed, one of another scenario, or rows
+                that are not this scenario's.
+        """
         previous = self.out / "scenario.yaml"
-        if not previous.exists():
-            return
-        if not self.resume:
+        if previous.exists() and not self.resume:
             raise FedsimError(
                 f"{self.out} holds a run already: continue it with --resume (in Python, "
                 "resume=True), or name another folder with --out (out=...)"
             )
-        if previous.read_bytes() != self.resolved.encode():
+        if previous.exists() and previous.read_bytes() != self.resolved.encode():
             raise FedsimError(
                 f"{self.out} holds a run of another scenario (see its scenario.yaml): resume with "
                 "the same scenario and overrides, or name another folder with --out"
             )
+        self._refuse_foreign_rows()
 
     def _refuse_foreign_rows(self) -> None:
         """A line names files and stacks; what was changed by hand must not reach them."""
@@ -340,7 +361,7 @@ class _Plan:
             guess=guess,
             lpips_backbone=self.scenario.scoring.lpips_backbone,
             lpips_weights=self.scenario.scoring.lpips_weights,
-            threads=self.threads,
+            threads=self.scenario.threads,
         )
 
     def _lpips_note(self) -> str:

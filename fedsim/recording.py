@@ -49,6 +49,7 @@ _ID = re.compile(
 )
 _GLOBAL = "global.safetensors"
 _PUBLIC = "public.safetensors"
+_TORN = ".writing-"
 _MOST = 1_000_000
 """Of anything that is counted in a recording."""
 
@@ -322,7 +323,7 @@ def write_json(path: Path, value: object) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TORN)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -334,6 +335,12 @@ def write_bytes(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def remove_torn(root: Path) -> None:
+    """Remove what kills left half written anywhere below `root`, where nobody writes now."""
+    for torn in root.rglob(f"{_TORN}*"):
+        torn.unlink()
 
 
 def _inconsistencies(seen: Observation, sidecar: _Sidecar) -> Iterator[str]:

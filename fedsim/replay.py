@@ -10,6 +10,7 @@ from fedsim.adversary import create
 from fedsim.device import resolve_device
 from fedsim.knowledge import from_truth
 from fedsim.record import Row
+from fedsim.threads import fixed
 from fedsim.types import (
     BatchNormKnowledge,
     FeatureKnowledge,
@@ -38,6 +39,7 @@ def attack(
     public: PublicKnowledge = "none",
     seed: int | None = None,
     device: str = "cpu",
+    threads: int = 1,
     truth: str | Path | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, Row]:
@@ -50,6 +52,8 @@ def attack(
         labels, bn, features, rows, public: What the threat model grants.
         seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
+        threads: That compute, at least 1; the recorded run's (`threads` of its scenario) give the
+            same bytes.
         truth: The run's folder that holds `truth/`, and the public images. For a recording given
             by path it is found by itself. Without truth nothing is scored.
         on_progress: Told of the attack's loss now and then.
@@ -73,6 +77,8 @@ def attack(
             "known labels or features, exact statistics and other rows come from the ground truth, "
             "and none was found: name the run's folder (--truth), or grant less"
         )
+    if threads < 1:
+        raise FedsimError(f"threads: expected at least 1, got {threads}")
     chosen = create(name, parameters)
     if unmet := chosen.required().unmet(labels, bn, features, rows, public):
         raise FedsimError(f"attack {name} {unmet}")
@@ -80,17 +86,19 @@ def attack(
         raise FedsimError(
             "public images lie in a run's folder, and none was found: name it (--truth)"
         )
-    solution = question(
-        chosen,
-        observation,
-        victim,
-        Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
-        jobs.seed_of(observation, name) if seed is None else seed,
-        public_images=recording.load_public(root) if root and public != "none" else None,
-        restarts=restarts,
-        progress=on_progress,
-    )
-    found = jobs.on_cpu(solution.reconstruction)
+    with fixed(threads):
+        solution = question(
+            chosen,
+            observation,
+            victim,
+            Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
+            jobs.seed_of(observation, name) if seed is None else seed,
+            public_images=recording.load_public(root) if root and public != "none" else None,
+            restarts=restarts,
+            progress=on_progress,
+        )
+        found = jobs.on_cpu(solution.reconstruction)
+        metrics = _metrics(found, victim)
     return found, {
         "observation": observation.id,
         "attack": {
@@ -105,7 +113,7 @@ def attack(
             "rows": rows,
             "public": public,
         },
-        "metrics": _metrics(found, victim),
+        "metrics": metrics,
         "cost": jobs.cost(solution),
     }
 

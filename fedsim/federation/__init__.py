@@ -44,8 +44,8 @@ def federate(
     `on_round` is called after each round trained in this call, in order, before the round's
     checkpoint is written: after a kill, the rounds since the last checkpoint come again, and the
     last report of each counts. A stack that is already complete returns at once. Same scenario,
-    same machine and same number of torch threads (OMP_NUM_THREADS): same results, bit for bit, on
-    every engine, interrupted or not. `workload` spares the local engine building it again.
+    same kind of processor: same results, bit for bit, on every engine and any number of cores,
+    interrupted or not. `workload` spares the local engine building it again.
 
     Raises:
         FedsimError: see `check`; or `out` holds results of this stack and `resume` is false, or of

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedsim.federation import client_state, spool
 from fedsim.paths import from_home
-from fedsim.recording import read_tensors, write_bytes
+from fedsim.recording import read_tensors, remove_torn, write_bytes
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
 
@@ -86,8 +86,7 @@ class Checkpoints:
             shutil.rmtree(states, ignore_errors=True)
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
         for folder in (*self._folders(), states, self._path.parent):
-            for torn in folder.rglob(".writing-*"):  # files that a kill left half written
-                torn.unlink()
+            remove_torn(folder)
 
     @property
     def complete(self) -> bool:
@@ -151,7 +150,8 @@ class Checkpoints:
 def fingerprint(scenario: Scenario, stack: str) -> str:
     """A digest of everything that decides the results of `stack`'s training."""
     sections = scenario.model_dump(
-        mode="json", include={"seed", "device", "data", "learner", "model", "training", "observe"}
+        mode="json",
+        include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},
     )
     if scenario.training.weights is not None:
         with from_home(scenario.training.weights).open("rb") as file:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-import torch
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
+from fedsim import threads
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.recording import save_truth
@@ -38,7 +38,7 @@ class Job:
     stack: str
     out: str
     threads: int
-    """Torch threads, since they decide in which order floats are summed."""
+    """That each process computes on, since they decide in which order floats are summed."""
 
     def workload(self) -> Workload:
         """The federation's computations, built once per process."""
@@ -148,6 +148,5 @@ class Client:
     def _workload(self) -> Workload:
         if self._given is not None:
             return self._given
-        if torch.get_num_threads() != self._job.threads:
-            torch.set_num_threads(self._job.threads)
+        threads.fix(self._job.threads)
         return self._job.workload()

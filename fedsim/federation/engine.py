@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-import torch
-
+from fedsim import threads
 from fedsim.federation import client_app, local, server_app, simulation, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
@@ -68,9 +67,9 @@ def run(
         scenario=scenario.model_dump_json(),
         stack=stack,
         out=str(out.resolve()),
-        threads=torch.get_num_threads(),
+        threads=scenario.threads,
     )
-    with _quiet_flower():
+    with _quiet_flower(), threads.fixed(scenario.threads):
         ENGINES[scenario.federation.engine](job, workload, on_round)
 
 

@@ -4,9 +4,9 @@ Ray starts a cluster of processes, and a Python process in which it failed or wa
 hang; so it gets a process of its own, which dies with its parent however that ends, and whose
 processes die with it. The parent never imports Ray.
 
-Each client computes with as many torch threads as the local engine would, since that decides in
-which order floats are summed; OMP_NUM_THREADS says how many, and a machine of N cores runs
-N / OMP_NUM_THREADS clients at a time.
+Each client computes on as many threads as with the local engine, since that decides in which order
+floats are summed; the scenario's `threads` says how many, and a machine of N cores runs N / threads
+clients at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from pydantic import TypeAdapter
 
+from fedsim import threads
 from fedsim.federation.records import RoundRecord
 from fedsim.types import FedsimError
 
@@ -189,6 +190,7 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
     from fedsim.federation import client_app, server_app
 
     job = client_app.Job(**settings)
+    threads.fix(job.threads)
     workload = job.workload()
     run_simulation(
         server_app=server_app.build(workload, Path(job.out), on_round),
@@ -198,10 +200,10 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
     )
 
 
-def _resources(threads: int, workload: Workload, scratch: Path) -> dict[str, Any]:
+def _resources(per_client: int, workload: Workload, scratch: Path) -> dict[str, Any]:
     """Ray's cluster: as many workers as there are clients to run at a time, at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    per_client = min(threads, cores or 1)
+    per_client = min(per_client, cores or 1)
     schedule, last = workload.schedule, workload.scenario.training.rounds
     busy = max(len(schedule.participants(1)), len(schedule.observed(last)))
     workers = max(1, min((cores or 1) // per_client, busy))

@@ -221,6 +221,9 @@ class Scenario(Section):
     attack_seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of what attacks draw. Attacks are handed it, and `seed` they are not."""
     device: Annotated[str, Field(pattern=DEVICE_PATTERN)] = "cpu"
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Threads that a training, and each attack, computes on. Their number decides in which order
+    floats are summed, so it is the scenario's and not the machine's."""
     data: Data
     learner: PluginRef = PluginRef(name="sgd")
     """What a client computes from its data, and what the server makes of it."""

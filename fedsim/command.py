@@ -1,0 +1,13 @@
+"""The `fedsim` command: interrupts are provided for before anything that takes time is imported."""
+
+from __future__ import annotations
+
+from fedsim import interrupts
+
+
+def main() -> None:
+    """The entry point of the `fedsim` command."""
+    with interrupts.command():
+        from fedsim.cli import app
+
+        app()

@@ -1,0 +1,81 @@
+"""One run at a time in a folder.
+
+The system holds the lock and lets go of it when the process ends, however that is.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import platform
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedsim.types import FedsimError
+
+NAME = ".lock"
+"""Of the file in a run's folder that is locked. It goes when the run ends; a kill leaves it."""
+
+_HELD = (errno.EAGAIN, errno.EACCES)
+_IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keep other processes, and other runs of this one, out of `folder`, which is made if need be.
+
+    Raises:
+        FedsimError: another run is in it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAME
+    handle = _lock(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)  # while it is locked: nobody takes another's for it
+        os.close(handle)
+
+
+def _lock(path: Path) -> int:
+    """The handle of the locked file at `path`."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            _acquire(handle, path)
+            if _is_at(handle, path):
+                os.ftruncate(handle, 0)
+                os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())
+                return handle
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its holder has removed it in the meantime
+
+
+def _acquire(handle: int, path: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD:
+            holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
+            raise FedsimError(
+                f"{path.parent} is in use by another run ({holder or 'unknown'}): wait for its end, "
+                "or name another folder with --out (in Python, out=...)"
+            ) from error
+        if error.errno not in _IMPOSSIBLE:
+            raise
+        warnings.warn(
+            f"{path.parent}: its file system knows no locks; see to it that no other run uses it",
+            stacklevel=2,
+        )
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
