@@ -16,7 +16,7 @@ def exits() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        typer.secho(interrupts.message(), err=True, fg="red")
+        interrupts.say(lambda text: typer.secho(text, err=True, fg="red"))
         raise typer.Exit(interrupts.STATUS) from error
     except BrokenPipeError:
         raise  # whoever read the output has left: typer ends in silence

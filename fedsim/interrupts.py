@@ -17,7 +17,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -52,10 +52,10 @@ def how_to_go_on() -> str:
     return f"run it again: {again}"
 
 
-def message() -> str:
-    """What an interrupted command says, once."""
-    _state.said = True
-    return f"interrupted; {how_to_go_on()}"
+def say(write: Callable[[str], object]) -> None:
+    """Let `write` tell people that the command was interrupted, and how to go on."""
+    write(f"interrupted; {how_to_go_on()}")
+    _state.said = True  # after it: twice is better than never
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def command() -> Iterator[None]:
             raise
         _state.ended = True
         if not _state.said:
-            print(message(), file=sys.stderr)
+            say(lambda text: print(text, file=sys.stderr, flush=True))
         raise SystemExit(STATUS) from None
     finally:
         _state.ended = True
@@ -124,10 +124,11 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _watch(told: int) -> NoReturn:
     """End the process when it was told to twice, or does not end by itself."""
     _next(told)
-    if not _state.ended:
+    late = _state.ended and not _state.received
+    if not late:
         select.select([told], [], [], _GRACE_SECONDS)
-    said = "" if _state.said else message() + "\n"
-    os.write(2, ((_SHOW_CURSOR if os.isatty(2) else "") + said).encode())
+    if not _state.said:
+        say(lambda text: os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{text}\n".encode()))
     os._exit(STATUS)
 
 

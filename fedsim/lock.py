@@ -63,8 +63,8 @@ def _acquire(handle: int, path: Path) -> None:
         if error.errno in _HELD:
             holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
             raise FedsimError(
-                f"{path.parent} is in use by another run ({holder or 'unknown'}): wait for its end, "
-                "or name another folder with --out (in Python, out=...)"
+                f"{path.parent} is in use by another run ({holder or 'unknown'}): wait for its "
+                "end, or name another folder with --out (in Python, out=...)"
             ) from error
         if error.errno not in _IMPOSSIBLE:
             raise

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,9 +73,7 @@ def test_help_needs_nothing_heavy() -> None:
         "assert CliRunner().invoke(app, ['--version']).exit_code == 0\n"
         "print(*sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "fedsim" in loaded
     assert not loaded & {"torch", "numpy", "pydantic", "flwr", "ray", "yaml", "matplotlib"}
@@ -285,33 +280,3 @@ def test_validate(path: Path) -> None:
     assert invoke("validate", path, "--resolved").stdout == resolved
     assert "algorithm: fedsgd" in resolved
     assert invoke("validate", path, "--set", "seed=x").exit_code == 2
-
-
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_ctrl_c_says_how_to_go_on(path: Path, workers: str) -> None:
-    """In a process of its own, with a real signal in the middle of an attack."""
-    out = path.parent / "out"
-    words = ["run", str(path), "--out", str(out), "--workers", workers]
-    command = [sys.executable, "-m", "fedsim", *words]
-    process = subprocess.Popen(
-        [*command, "--set", "attacks[0].iterations=1000000"],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stderr=subprocess.PIPE,
-        text=True,
-        # A shell's background job, as these tests may be, is started with the signal ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if len(list(out.rglob("client-*.json"))) == 2:
-            break
-        time.sleep(0.1)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert said.rstrip().endswith(
-        f"--out {out} --workers {workers} --set 'attacks[0].iterations=1000000' --resume"
-    )
-    assert invoke(*words).exit_code == 2, "another run must not mix with it"

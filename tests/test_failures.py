@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+from clock import Clock, stopped
 
 import fedsim
 from fedsim import plugins
@@ -22,6 +22,7 @@ class Faulty(UpdateDefense):
     """Does to the second and later updates of a process what its parameter says."""
 
     calls: ClassVar[list[str]] = []
+    clock: ClassVar[list[Clock]] = []
     fault: str
 
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
@@ -36,7 +37,7 @@ class Faulty(UpdateDefense):
         if self.fault == "raise":
             raise RuntimeError("out of battery")
         if self.fault == "late":
-            time.sleep(1.2)
+            self.clock[0].sleep(1.2)
         value = {"nan": float("nan"), "inf": float("inf")}.get(self.fault, 0.0)
         if self.fault == "late":
             return update, state
@@ -73,6 +74,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
             return {**installed(group), **more}
 
         patch.setattr(plugins, "_entry_points", with_faulty)
+        Faulty.clock[:] = [stopped(patch)]
         Faulty.calls.clear()
         out = tmp_path_factory.mktemp("faults") / "out"
         return fedsim.run(scenario, out=out, workers=1)

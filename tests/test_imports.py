@@ -115,7 +115,6 @@ def run_stripped(code: str, *arguments: str) -> str:
         [sys.executable, "-c", STRIPPED + code, *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -216,11 +216,10 @@ def test_killed_at_a_random_moment_and_resumed(finished: Run, tmp_path: Path, mo
     victim = subprocess.Popen(command, start_new_session=True)
     # Wait for the first sign of the wanted phase, then a little longer.
     sign = ("checkpoints", "rounds.jsonl", "results.jsonl")[moment]
-    deadline = time.monotonic() + 60
-    while not (out / sign).exists() and victim.poll() is None and time.monotonic() < deadline:
+    while not (out / sign).exists() and victim.poll() is None:
         time.sleep(0.01)
     time.sleep(0.13 * (moment + 1))
     os.killpg(victim.pid, signal.SIGKILL)
-    victim.wait()
-    subprocess.run([*command, "--resume"], check=True, timeout=120)
+    assert victim.wait() in (-signal.SIGKILL, 0), "on a fast machine it may have been done"
+    subprocess.run([*command, "--resume"], check=True)
     assert without_cost(Run(out).rows()) == without_cost(finished.rows())

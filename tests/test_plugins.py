@@ -39,7 +39,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=work,
         capture_output=True,
         text=True,
-        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = work.glob("*.whl")
@@ -148,7 +147,6 @@ def test_a_third_partys_attack_and_defense_run_in_a_scenario(site: Path, tmp_pat
         env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()

@@ -40,7 +40,6 @@ def run_tests(package: Path) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,
-        timeout=120,
     )
 
 

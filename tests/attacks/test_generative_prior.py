@@ -249,7 +249,6 @@ def test_the_training_script_writes_what_an_attack_takes(tmp_path: Path) -> None
         [sys.executable, script, "digits", path, *options],
         capture_output=True,
         text=True,
-        timeout=120,
         check=True,
     )
     assert "3/3: mse" in done.stderr

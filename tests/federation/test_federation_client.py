@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from clock import stopped
 from federation_support import observation, scenario, train, workload
 from flwr.app import Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -184,11 +184,12 @@ def test_one_clients_exception_is_its_own() -> None:
     assert replies[1].error.reason == "RuntimeError: broken client"
 
 
-def test_a_client_is_late_by_its_own_time_only() -> None:
+def test_a_client_is_late_by_its_own_time_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three clients of 0.1 s each are not late at 0.2 s, one of 0.3 s is."""
+    clock = stopped(monkeypatch)
 
     def answer(message: Message, context: Context) -> Message:
-        time.sleep(0.3 if context.node_config["partition-id"] == 1 else 0.1)
+        clock.sleep(0.3 if context.node_config["partition-id"] == 1 else 0.1)
         return Message(RecordDict(), reply_to=message)
 
     with identity():
@@ -197,15 +198,16 @@ def test_a_client_is_late_by_its_own_time_only() -> None:
     assert {position for position, reply in found.items() if reply is None} == {1}
 
 
-def test_waiting_for_a_worker_makes_nobody_late() -> None:
+def test_waiting_for_a_worker_makes_nobody_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """One worker, three clients of 0.15 s: the last answers after 0.45 s, on time at 0.3 s."""
+    clock = stopped(monkeypatch)
 
     class OneWorker(LocalGrid):
         def pull_messages(self, message_ids: Iterable[str]) -> Iterator[Message]:
             return super().pull_messages(list(message_ids)[:1])
 
     def answer(message: Message, context: Context) -> Message:
-        time.sleep(0.15)
+        clock.sleep(0.15)
         return Message(RecordDict(), reply_to=message)
 
     app = ClientApp()
@@ -215,7 +217,9 @@ def test_waiting_for_a_worker_makes_nobody_late() -> None:
     assert len(found) == 3 and all(reply is not None for _, reply in found)
 
 
-def test_silence_makes_an_answer_late() -> None:
+def test_silence_makes_an_answer_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(monkeypatch)
+
     class Silent(LocalGrid):
         def pull_messages(self, message_ids: object) -> object:  # type: ignore[override]
             return []

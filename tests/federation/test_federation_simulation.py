@@ -133,9 +133,9 @@ def test_killed_or_interrupted_nothing_is_left_and_any_engine_goes_on(
             assert ray_processes()
             parent.send_signal(how)
             break
-    assert parent.wait(30) != 0
+    assert parent.wait() != 0
     parent.stdout.close()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 600  # for a busy machine
     while (left := ray_processes()) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not left

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from clock import stopped
 from federation_support import (
     contents,
     final_model,
@@ -25,7 +25,7 @@ from federation_support import (
 from flwr.app import ArrayRecord, Message, MetricRecord
 from flwr.serverapp.strategy import FedAvg
 
-from fedsim.federation import strategies, tap, wire
+from fedsim.federation import local, strategies, tap, wire
 from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.spool import Spool
@@ -141,7 +141,7 @@ def _wrong_dtype(client: int, message: Message, honest: Honest) -> Message:
 
 def _slow(client: int, message: Message, honest: Honest) -> Message:
     reply = honest()
-    time.sleep(0.6)
+    local.time.sleep(0.6)  # on the test's clock
     return reply
 
 
@@ -161,8 +161,11 @@ def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
         (_nan_loss, "non_finite"),
     ],
 )
-def test_a_bad_answer_is_counted_and_left_out(fault: Any, reason: str, tmp_path: Path) -> None:
+def test_a_bad_answer_is_counted_and_left_out(
+    fault: Any, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The model is that of the three others."""
+    stopped(monkeypatch)
     wanted = scenario(federation={"timeout": 0.5}, training__rounds=1, observe__clients="all")
     (record,) = train_with_fault(wanted, tmp_path, _only(2, fault))
     expected = dict.fromkeys(("client_error", "late", "malformed", "non_finite"), 0) | {reason: 1}
