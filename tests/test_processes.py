@@ -112,6 +112,12 @@ def attacking(path: Path) -> bool:
     return len(read_lines(path.parent / "out" / "results.jsonl")) == ROWS
 
 
+def brief(path: Path, more: str = "") -> None:
+    """Make all attacks of the scenario quick."""
+    text = path.read_text().replace("iterations: 1000000", "iterations: 1")
+    path.write_text(text + more)
+
+
 Begin = Callable[[int], "subprocess.Popen[str]"]
 
 
@@ -235,14 +241,14 @@ def test_an_ignored_signal_stays_ignored(path: Path) -> None:
 
 
 def test_a_folder_in_use_is_refused(path: Path, tmp_path: Path) -> None:
+    brief(path)
     with locked(tmp_path / "out"), pytest.raises(FedsimError, match="in use by another run"):
         fedsim.run(path, out=tmp_path / "out", workers=1)
     assert not list((tmp_path / "out").iterdir()), "nothing was written, and no lock is left"
 
 
 def test_a_sweep_leaves_alone_the_variant_that_another_runs(path: Path, tmp_path: Path) -> None:
-    text = path.read_text().replace("iterations: 1000000", "iterations: 1")
-    path.write_text(text + "sweep: {seed: [1, 2]}\n")
+    brief(path, "sweep: {seed: [1, 2]}\n")
     out = tmp_path / "out"
     with locked(out / "seed=2"), pytest.raises(FedsimError, match=r"seed=2 is in use"):
         fedsim.run(path, out=out, workers=1)
@@ -257,6 +263,7 @@ def test_a_folder_that_filled_up_in_the_meantime_is_refused(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the first look at it and the lock."""
+    brief(path)
     out = tmp_path / "out"
     patched = fedsim.pipeline.locked  # type: ignore[attr-defined]
 
@@ -280,7 +287,7 @@ def test_a_lock_whose_file_was_removed_is_not_taken_for_one(tmp_path: Path) -> N
 
 
 def test_resuming_removes_what_a_kill_left_half_written(path: Path, tmp_path: Path) -> None:
-    path.write_text(path.read_text().replace("iterations: 1000000", "iterations: 1"))
+    brief(path)
     out = tmp_path / "out"
     fedsim.run(path, out=out, workers=1)
     torn = out / "reconstructions" / "none" / ".writing-abc"

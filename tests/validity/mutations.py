@@ -32,8 +32,41 @@ CLAIMS = "tests/validity/test_claims.py"
 BOARD = "tests/validity/test_leaderboard.py"
 EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
+THREADS = "tests/validity/test_threads.py"
 
 MUTATIONS = (
+    Mutation(
+        name="a run computes on as many threads as its machine likes",
+        item=12,
+        file="fedsim/threads.py",
+        old="    before = torch.get_num_threads()\n",
+        new="    before = threads = torch.get_num_threads()\n",
+        tests=(THREADS,),
+    ),
+    Mutation(
+        name="a worker computes on as many threads as its machine likes",
+        item=12,
+        file="fedsim/jobs.py",
+        old="    threads.fix(setting.threads)\n",
+        new="",
+        tests=(THREADS,),
+    ),
+    Mutation(
+        name="two runs fill one folder",
+        item=14,
+        file="fedsim/pipeline.py",
+        old="            until_the_end.enter_context(locked(root))\n",
+        new="",
+        tests=("tests/test_processes.py::test_a_folder_in_use_is_refused",),
+    ),
+    Mutation(
+        name="a run overwrites one that came in between",
+        item=14,
+        file="fedsim/pipeline.py",
+        old="                plan.refuse_other_run()\n",
+        new="                pass\n",
+        tests=("tests/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",),
+    ),
     Mutation(
         name="an interval of 90% that is labelled 95%",
         item=7,
