@@ -21,6 +21,7 @@ from fedsim.adversary import Attack, AttackFailed, AttackState, Needs
 from fedsim.models.layers import activation
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks import hermite
+from fedsim_attacks.cp_decomposition import components
 from fedsim_attacks.head_gradient import HeadGradient
 
 _NEGLIGIBLE = 1e-3
@@ -188,40 +189,6 @@ def power_method(matrix: Tensor, rank: int, iterations: int, rng: torch.Generato
     for _ in range(iterations):
         basis = torch.linalg.qr(matrix @ (matrix @ basis))[0]
     return basis
-
-
-def components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Unit u_i with tensor ≈ Σ_i λ_i u_i⊗³ (r, r), and the share left unexplained.
-
-    By simultaneous diagonalization of random contractions (Kuleshov, Chaganty and Liang, Tensor
-    Factorization via Matrix Factorization, AISTATS 2015, for components that need not be
-    orthogonal), then refined by alternating least squares.
-    """
-    rank = len(tensor)
-    candidates = []
-    for _ in range(10):
-        one, two = (
-            torch.einsum(
-                "ijk,k->ij", tensor, torch.randn(rank, generator=rng, dtype=tensor.dtype).to(tensor)
-            )
-            for _ in range(2)
-        )
-        vectors = torch.linalg.eig(one @ torch.linalg.pinv(two))[1].real.T
-        candidates.append(_alternate(tensor, F.normalize(vectors, dim=1)))
-    return min(candidates, key=lambda found: float(found[1]))
-
-
-def _alternate(tensor: Tensor, u: Tensor, rounds: int = 30) -> tuple[Tensor, Tensor]:
-    flat = tensor.flatten(1)
-    for _ in range(rounds):
-        pairs = torch.einsum("ia,ib->iab", u, u).flatten(1)  # (r, r²)
-        factor = flat @ torch.linalg.pinv(pairs)  # (r, components)
-        u = F.normalize(factor.T, dim=1)
-    pairs = torch.einsum("ia,ib->iab", u, u).flatten(1)
-    cubes = torch.einsum("ia,ib->iab", u, pairs).flatten(1)
-    weight = torch.linalg.lstsq(cubes.T, tensor.flatten()[:, None]).solution[:, 0]
-    left = torch.linalg.vector_norm(tensor.flatten() - weight @ cubes)
-    return u, left / torch.linalg.vector_norm(tensor)
 
 
 def _signed(directions: Tensor, seen: HeadGradient) -> Tensor:

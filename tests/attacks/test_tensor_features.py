@@ -22,7 +22,6 @@ from fedsim_attacks import hermite
 from fedsim_attacks.head_gradient import HeadGradient
 from fedsim_attacks.tensor_features import (
     combine,
-    components,
     derivative_moments,
     greedily_ordered,
     power_method,
@@ -92,15 +91,6 @@ def test_the_power_method_finds_eigenvalues_of_both_signs() -> None:
     matrix = axes @ torch.diag(torch.tensor([5.0, -4, 1, 0.5, 0.1, 0]).double()) @ axes.T
     basis = power_method(matrix, 2, 200, rng.generator(0, "power"))
     torch.testing.assert_close(basis @ basis.T, axes[:, :2] @ axes[:, :2].T)
-
-
-def test_components_of_an_exact_tensor() -> None:
-    """Not orthogonal, weights of both signs."""
-    u = F.normalize(normal(4, 4, seed=6) + 0.5, dim=1)
-    tensor = torch.einsum("c,ci,cj,ck->ijk", torch.tensor([1.0, -0.7, 0.5, 2]).double(), u, u, u)
-    found, left = components(tensor, rng.generator(0, "components"))
-    assert float(left) < 1e-8
-    assert float((found @ u.T).abs().max(0).values.min()) > 1 - 1e-8
 
 
 @pytest.mark.parametrize(
