@@ -89,7 +89,7 @@ def test_moments_of_the_activations_derivatives() -> None:
 def test_the_power_method_finds_eigenvalues_of_both_signs() -> None:
     axes = torch.linalg.qr(normal(6, 6))[0]
     matrix = axes @ torch.diag(torch.tensor([5.0, -4, 1, 0.5, 0.1, 0]).double()) @ axes.T
-    basis = power_method(matrix, 2, 200, rng.generator(0, "power"))
+    basis = power_method([matrix], 2, 200, rng.generator(0, "power"))
     torch.testing.assert_close(basis @ basis.T, axes[:, :2] @ axes[:, :2].T)
 
 
