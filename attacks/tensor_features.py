@@ -149,7 +149,8 @@ def decompose(
     outer = outer.double()
     if variance_reduction:
         design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
-        outer = outer - torch.linalg.lstsq(design, outer.T).solution.T @ design.T
+        fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
+        outer = outer - (design @ fit).T
     if rows == "all":
         outer = independent_rows(outer, seen.rank, seen.noise)
     back = torch.eye(w.shape[1]).to(w)
@@ -168,7 +169,9 @@ def decompose(
     y = w @ basis
     inside = F.normalize(torch.randn(seen.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
     by_third = abs(moments[3]) > _NEGLIGIBLE
-    slices = [hermite.third(g, y) if by_third else hermite.fourth_along(g, y, inside) for g in outer]
+    slices = [
+        hermite.third(g, y) if by_third else hermite.fourth_along(g, y, inside) for g in outer
+    ]
     if rows == "all":
         # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
         # labels apart, and their third moments those of one label.

@@ -24,6 +24,8 @@ from fedsim_attacks.tensor_features import (
     combine,
     derivative_moments,
     greedily_ordered,
+    independent_rows,
+    inverse_root,
     power_method,
 )
 
@@ -146,6 +148,79 @@ def test_variance_reduction_helps() -> None:
             result = solve(attack, observation, Knowledge(), seed=1).reconstruction
             errors[reduced] += score(result, truth).subspace_error or 0.0
     assert errors[True] < 0.8 * errors[False]
+
+
+def errors_of(*options: dict[str, object], labels: list[int], **head: object) -> list[float]:
+    """Mean span error of each over five heads: random images of 64 features, 2,048 neurons."""
+    totals = [0.0] * len(options)
+    planted = {"width": 2048, "planted": 2048, "planted_std": 0.1, **head}
+    for seed in range(5):
+        observation, truth = make_observation(
+            torch.rand(len(labels), 1, 8, 8, generator=rng.generator(seed, "options")),
+            torch.tensor(labels),
+            model="mlp",
+            model_parameters={"hidden": [], "head": planted},
+            seed=seed,
+        )
+        for place, option in enumerate(options):
+            found = solve(create("tensor_features", option), observation, Knowledge(), seed=1)
+            error = score(found.reconstruction, truth).subspace_error
+            assert error is not None
+            totals[place] += error / 5
+    return totals
+
+
+def test_whitening_helps() -> None:
+    reduced = {"variance_reduction": True}
+    before, after = errors_of(reduced, {**reduced, "whiten": True}, labels=[3])
+    assert after < 0.85 * before, (before, after)
+
+
+def test_all_rows_tell_images_of_different_labels_apart() -> None:
+    reduced = {"variance_reduction": True, "whiten": True}
+    one, several = errors_of(reduced, {**reduced, "rows": "all"}, labels=[0, 7, 4, 2])
+    assert several < 0.6 * one, (one, several)
+
+
+def test_images_of_one_label_are_found_too() -> None:
+    everything = {"variance_reduction": True, "whiten": True, "rows": "all"}
+    plain, found = errors_of({}, everything, labels=[4, 4], planted_rows="equal")
+    assert found < 0.7 * plain, (plain, found)
+
+
+def test_the_scale_of_planting_changes_nothing_under_relu() -> None:
+    """Of one image and without noise: P̂ is proportional to it, and to the norm of the feature."""
+    for option in ({}, {"variance_reduction": True, "whiten": True, "rows": "all"}):
+        near = [
+            errors_of(option, labels=[3], planted_std=std, planted_gain=0.01 / std)[0]
+            for std in (0.01, 1.0, 30.0)
+        ]
+        assert near == pytest.approx([near[0]] * 3, rel=1e-3)
+
+
+def test_the_inverse_root_makes_a_covariance_one() -> None:
+    w = normal(50, 6)
+    covariance = w.T @ w / 50
+    root = inverse_root(covariance)
+    torch.testing.assert_close(root @ covariance @ root, torch.eye(6).double())
+    few = inverse_root(w[:3].T @ w[:3])  # of rank 3
+    projection = few @ w[:3].T @ w[:3] @ few
+    torch.testing.assert_close(projection @ projection, projection)
+    assert float(projection.trace()) == pytest.approx(3)
+
+
+def test_independent_rows_span_what_is_above_rounding_and_noise() -> None:
+    hidden = normal(3, 400, seed=1)
+    outer = normal(10, 3, seed=2) @ hidden
+    rows = independent_rows(outer + 1e-8 * normal(10, 400, seed=3), 8, 0.0)
+    assert rows.shape == (3, 400)
+    torch.testing.assert_close(rows @ rows.T / 400, torch.eye(3).double())
+    kept = torch.linalg.lstsq(rows.T, hidden.T).solution
+    torch.testing.assert_close((rows.T @ kept).T, hidden, rtol=0, atol=1e-5)
+    assert len(independent_rows(outer, 2, 0.0)) == 2
+    noisy = outer + 0.1 * normal(10, 400, seed=3)
+    assert len(independent_rows(noisy, 8, 0.01)) == 3
+    assert len(independent_rows(normal(10, 400, seed=3), 8, 1.0)) == 1
 
 
 def test_the_greedy_order_is_that_of_the_truth_with_its_signs() -> None:
