@@ -1,10 +1,11 @@
 """Which choices bring `tensor_features` to the level that its paper reports at d = 512.
 
 Table 2 of Liu et al., Data Reconstruction Attacks and Defenses, has a span error of 0.171 for one
-image and 0.175 for eight. `theory` prints what decides it for one image, in closed form: the leading
-term of the error for each activation, scale of W and estimator, the neurons that 0.171 takes, and
-whether the conditions of the paper's Theorem B.1 hold. `measure` attacks random features, n draws a
-cell, and prints one JSON line a cell: mean, 95% Student's interval of it, and seconds.
+image and 0.175 for eight. `theory` prints what decides it for one image, in closed form: the
+leading term of the error for each activation, scale of W and estimator, the neurons that 0.171
+takes, and whether the conditions of the paper's Theorem B.1 hold. `measure` attacks random
+features, n draws a cell, and prints one JSON line a cell: mean, 95% Student's interval of it, and
+seconds.
 
     python benchmarks/tensor_level.py theory
     python benchmarks/tensor_level.py measure [--draws 3] [--batches 1 8] [--forms plain improved]

@@ -33,7 +33,7 @@ def span_error(g: Tensor, w: Tensor, back: Tensor | None = None) -> float:
 def test_its_bound_does_not_cover_its_experiment(count: int) -> None:
     """Theorem B.1 without constants and logarithms, of unit features that are orthogonal."""
     curvature = derivative_moments("relu")[2]
-    assert WIDTH < CLASSES**2 * count**2 * DIMENSION / curvature**2 / 19  # m >= Ω(K² B² d / ν²)
+    assert CLASSES**2 * count**2 * DIMENSION / curvature**2 / 19 > WIDTH  # m >= Ω(K² B² d / ν²)
     assert CLASSES / curvature * count * math.sqrt(DIMENSION / WIDTH) > 4  # of an error <= 1
     assert (CLASSES**2 * count**4 <= DIMENSION) == (count == 1)  # K² B⁴ <= O(d)
 
