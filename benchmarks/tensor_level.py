@@ -5,9 +5,11 @@ image and 0.175 for eight. `theory` prints what decides it for one image, in clo
 leading term of the error for each activation, scale of W and estimator, the neurons that 0.171
 takes, and whether the conditions of the paper's Theorem B.1 hold. `measure` attacks random
 features, n draws a cell, and prints one JSON line a cell: mean, 95% Student's interval of it, and
-seconds.
+seconds. `designs` has one image under W that a server may draw otherwise than the paper does:
+orthogonal blocks of d rows, pairs w and -w, and both.
 
     python benchmarks/tensor_level.py theory
+    python benchmarks/tensor_level.py designs [--draws 3] [--planted 14336]
     python benchmarks/tensor_level.py measure [--draws 3] [--batches 1 8] [--forms plain improved]
         [--planted 14336] [--alike 0 0.46] [--std 1] [--norm 1] [--activation relu] [--rows graded]
 """
@@ -33,6 +35,8 @@ from fedsim.scoring import score
 from fedsim.scoring.statistics import summarize
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim_attacks import hermite
+from fedsim_attacks.tensor_features import power_method
 
 DIMENSION, CLASSES = 512, 10
 FORMS: dict[str, dict[str, Any]] = {
@@ -120,6 +124,39 @@ def measure(arguments: argparse.Namespace) -> None:
             print(json.dumps(row), flush=True)
 
 
+def designs(draws: int, neurons: int) -> None:
+    """The plain estimator and regression on W, for one image under ReLU."""
+    for name in ("gaussian", "pairs", "blocks", "pairs of blocks"):
+        errors: dict[str, list[float]] = {"plain": [], "reduced": []}
+        for draw in range(draws):
+            stream = rng.generator(draw, "design", name)
+            w = draw_weights(name, neurons, stream)
+            feature = F.normalize(torch.randn(DIMENSION, generator=stream), dim=0)
+            g = (w @ feature).relu()
+            design = torch.cat([torch.ones(len(w), 1), w], 1)
+            linear = design @ torch.linalg.solve(design.T @ design, design.T @ g)
+            for form, values in (("plain", g), ("reduced", g - linear)):
+                moment = hermite.second(values, w).double()
+                basis = power_method([moment], 1, 100, rng.generator(draw, "power"))[:, 0]
+                cosine = float(basis @ feature.double()) / float(feature.double().norm())
+                errors[form].append(math.sqrt(max(0.0, 1 - cosine**2)))
+        for form, values in errors.items():
+            row = {"design": name, "neurons": neurons, "form": form, "n": draws}
+            row |= {"error": round(statistics.mean(values), 4), "interval": bounds(values)}
+            print(json.dumps(row), flush=True)
+
+
+def draw_weights(name: str, neurons: int, stream: torch.Generator) -> Tensor:
+    """(m, d) with E[w w'] = I; `neurons` a multiple of 2 d for whole blocks."""
+    count = neurons // 2 if name.startswith("pairs") else neurons
+    if name.endswith("blocks"):
+        square = torch.randn(count // DIMENSION, DIMENSION, DIMENSION, generator=stream)
+        w = torch.linalg.qr(square)[0].flatten(0, 1) * DIMENSION**0.5
+    else:
+        w = torch.randn(count, DIMENSION, generator=stream)
+    return torch.cat([w, -w]) if name.startswith("pairs") else w
+
+
 def bounds(values: list[float]) -> list[float] | None:
     """The 95% Student's interval of the mean; None of fewer than three values."""
     summary = summarize(values)
@@ -176,7 +213,7 @@ def theory() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=("theory", "measure"))
+    parser.add_argument("what", choices=("theory", "designs", "measure"))
     parser.add_argument("--draws", type=int, default=3)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--forms", choices=FORMS, nargs="+", default=["plain", "improved"])
@@ -188,7 +225,13 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", default=["graded"], help="rows of A")
     parser.add_argument("--distinct", action="store_true", help="no label twice in a batch")
     arguments = parser.parse_args()
-    theory() if arguments.what == "theory" else measure(arguments)
+    if arguments.what == "theory":
+        theory()
+    elif arguments.what == "designs":
+        for neurons in arguments.planted:
+            designs(arguments.draws, neurons)
+    else:
+        measure(arguments)
 
 
 if __name__ == "__main__":
