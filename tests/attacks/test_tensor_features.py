@@ -218,6 +218,9 @@ def test_independent_rows_span_what_is_above_rounding_and_noise() -> None:
     kept = torch.linalg.lstsq(rows.T, hidden.T).solution
     torch.testing.assert_close((rows.T @ kept).T, hidden, rtol=0, atol=1e-5)
     assert len(independent_rows(outer, 2, 0.0)) == 2
+    alike = normal(10, 3, seed=2)
+    alike[:, 2] = alike[:, 1] + 1e-5 * alike[:, 2]  # error signals of two images of one label
+    assert len(independent_rows((alike @ hidden).float().double(), 8, 0.0)) == 3
     noisy = outer + 0.1 * normal(10, 400, seed=3)
     assert len(independent_rows(noisy, 8, 0.01)) == 3
     assert len(independent_rows(normal(10, 400, seed=3), 8, 1.0)) == 1
