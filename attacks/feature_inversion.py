@@ -27,6 +27,7 @@ from fedsim_attacks.inverting_gradients import decayed, regularized
 from fedsim_attacks.matching import (
     Candidate,
     Distance,
+    Matched,
     Matching,
     Target,
     cosine_distance,
@@ -116,6 +117,9 @@ class FeatureInversion(Attack[Inversion]):
     """α_BN."""
     feature_weight: Annotated[float, Field(ge=0)] = 0.1
     """α_f."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head. The paper reweights all; the head has most of the parameters."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -123,7 +127,8 @@ class FeatureInversion(Attack[Inversion]):
         """Recover features; then random pixels, or a U-Net of random weights.
 
         Raises:
-            AttackFailed: features are wanted, and the model has no two-layer head.
+            AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
+                `body`, and nothing of the update is outside of the head.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
         features, labels = None, None
@@ -136,7 +141,7 @@ class FeatureInversion(Attack[Inversion]):
         if labels is None:
             labels = granted_labels(observation, Knowledge(labels="inferred"))
             assert labels is not None
-        matching = Matching(observation, calls=self.iterations)
+        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         pixels, network = None, None
         if self.prior == "pixel":
             pixels = matching.random_candidate(labels, rng).images
@@ -160,7 +165,7 @@ class FeatureInversion(Attack[Inversion]):
 
         rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
         optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
-        counts = [float((t != 0).sum()) for t in observation.parameters.values()]
+        counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
         infinite = torch.full((), torch.inf, device=matching.device)
         wanted: Features | None = None
         if features is not None and self.features != "none":

@@ -23,7 +23,13 @@ from fedsim.paths import from_home
 from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
 from fedsim_attacks.generator import Generator, over_parameterized, read_generator
 from fedsim_attacks.inverting_gradients import decayed, regularized
-from fedsim_attacks.matching import Candidate, Matching, cosine_distance, granted_labels
+from fedsim_attacks.matching import (
+    Candidate,
+    Matched,
+    Matching,
+    cosine_distance,
+    granted_labels,
+)
 
 _LATENT_SHARE = 11
 """One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
@@ -85,6 +91,9 @@ class GenerativePrior(Attack[Search]):
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the total variation, the mean absolute difference of neighbouring pixels. Jeon et
     al. have 0.000001 and Zhang et al. 0 in their code, which drew worse photos here."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
 
     @model_validator(mode="after")
     def _parameters_fit(self) -> GenerativePrior:
@@ -101,10 +110,11 @@ class GenerativePrior(Attack[Search]):
         """Random codes; the generator from its file, or of random weights.
 
         Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
             FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
                 other data than `public` says.
         """
-        matching = Matching(observation, calls=self.iterations)
+        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)
         assert labels is not None
         count, spec = observation.num_images, observation.model

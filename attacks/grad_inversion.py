@@ -17,10 +17,16 @@ from torch import Tensor
 from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
 from fedsim_attacks.forward_prior import ForwardPrior
-from fedsim_attacks.inverting_gradients import total_variation
-from fedsim_attacks.matching import Candidate, Matching, granted_labels, squared_distance
+from fedsim_attacks.matching import (
+    Candidate,
+    Matched,
+    Matching,
+    granted_labels,
+    squared_distance,
+)
 from fedsim_attacks.registration import register
 from fedsim_attacks.schedules import half_cosine
+from fedsim_attacks.variation import total_variation
 
 
 @dataclass(kw_only=True)
@@ -58,7 +64,8 @@ class GradInversion(Attack[Group]):
     paper: ClassVar[str] = "Yin et al., See through Gradients (GradInversion), CVPR 2021, section 3"
 
     iterations: Annotated[int, Field(ge=1)] = 20_000
-    """Of Adam; each of them differentiates the gradient of every seed."""
+    """Of Adam; each of them differentiates the gradient of every seed. The default is the paper's:
+    say which share of it a shorter run has."""
     seeds: Annotated[int, Field(ge=1, le=64)] = 8
     """Candidates that are optimized jointly."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
@@ -77,10 +84,18 @@ class GradInversion(Attack[Group]):
     """Largest shift of the registration, in pixels."""
     noise: Annotated[float, Field(ge=0)] = 0.2
     """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
-        """Random images for every seed; labels known, inferred or soft."""
-        matching = Matching(observation, calls=self.iterations * self.seeds)
+        """Random images for every seed; labels known, inferred or soft.
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        calls = self.iterations * self.seeds
+        matching = Matching(observation, calls=calls, tensors=self.tensors)
         labels = granted_labels(observation, knowledge)
         starts = [matching.random_candidate(labels, rng) for _ in range(self.seeds)]
         images = torch.stack([start.images.detach() for start in starts])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks.matching import Candidate, Matching, squared_distance
+from fedsim_attacks.matching import Candidate, Matched, Matching, squared_distance
 
 _CHUNK = 20
 
@@ -35,14 +35,21 @@ class GradientDistance(Attack[Descent]):
     initial_std: Annotated[float, Field(gt=0)] = 0.3
     """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
     from where batches take several times as many iterations."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         """(N,) int64; None to optimize soft labels with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Images (and logits of soft labels) from N(0, 1)."""
-        matching = Matching(observation)
+        """Images (and logits of soft labels) from N(0, 1).
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        matching = Matching(observation, tensors=self.tensors)
         candidate = matching.random_candidate(
             self.labels(observation, knowledge), rng, self.initial_std
         )

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import final
+from typing import Literal, final
 
 import torch
 from torch import Tensor, nn
 
-from fedsim.adversary import rebuild
+from fedsim.adversary import AttackFailed, rebuild
 from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
@@ -35,6 +35,11 @@ class Target:
     outside: Tensor
     """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
 
+
+Matched = Literal["all", "body"]
+"""Which tensors of an update are compared: `all`, or those of the `body`, which are all but the
+classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
+energy, and what images do to the rest is hardly seen in a distance over all of it."""
 
 Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
 """(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
@@ -110,10 +115,19 @@ class Matching:
         dtype: torch.dtype = torch.float32,
         calls: int = 1,
         width: float = 0.0,
+        tensors: Matched = "all",
     ) -> None:
-        """Compute in `dtype`; `differentiate` is to be called about `calls` times.
+        """Prepare the observed update for comparison.
 
-        `width` is that of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+        Args:
+            observation: What the server saw.
+            dtype: Precision of the computation.
+            calls: How often about `differentiate` is to be called; many calls pay for a recording.
+            width: Of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            tensors: Which tensors of the update are compared.
+
+        Raises:
+            AttackFailed: of the `body` alone, and the model has none, or its update is zero.
         """
         self._observation = observation
         self._replays = calls >= PAYS
@@ -128,7 +142,13 @@ class Matching:
         self._training = replace(observation.training, dropout=0.0)
         self._loss = loss_function(model, _cast(observation.buffers, dtype), self._training)
         self._parameters = {n: self._live(n, t) for n, t in observation.parameters.items()}
+        self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
+        """Of the tensors that are compared, in the order of the target."""
         self._target = self._make_target()
+        if tensors == "body" and not self._target.square:
+            raise AttackFailed(
+                "nothing of the observed update is outside of the head: match tensors: all"
+            )
         self._groups = observation.num_clients
         if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
@@ -153,16 +173,18 @@ class Matching:
         return self._lay(tensor if window is None else tensor[window])
 
     def _make_target(self) -> Target:
-        update = [(n, self._observation.update[n].to(self._dtype)) for n in self._parameters]
+        update = [(n, self._observation.update[n].to(self._dtype)) for n in self.names]
+        zero = torch.zeros((), dtype=self._dtype, device=self.device)
         outside = []
         for name, window in self._windows.items():
+            if name not in self.names:
+                continue
             dead = self._observation.update[name].to(self._dtype, copy=True)
             dead[window] = 0
             outside.append(dead.square().sum())
-        zero = torch.zeros((), dtype=self._dtype, device=self.device)
         return Target(
             tensors=[self._live(name, tensor) for name, tensor in update],
-            square=_dots(*[[tensor for _, tensor in update]] * 2),
+            square=_dots(*[[tensor for _, tensor in update]] * 2) if update else zero,
             outside=torch.stack([zero, *outside]).sum(),
         )
 
@@ -186,10 +208,11 @@ class Matching:
         return self.candidate(images, labels, logits)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """What the clients would have sent, had `images` (normalized) been theirs.
+        """What the clients would have sent of the compared tensors, had `images` been theirs.
 
-        If `create_graph`, differentiable in the images and, if they are probabilities, in the
-        labels. Images are those of the first client's first step, then of its second, and so on.
+        If `create_graph`, differentiable in the normalized images and, if they are probabilities,
+        in the labels. Images are those of the first client's first step, then of its second, and
+        so on.
         """
         direction = self._direction if create_graph else self._detached
         updates = [
@@ -197,8 +220,8 @@ class Matching:
             for x, y in _chunks(images, labels, self._groups)
         ]
         if len(updates) == 1:
-            return list(updates[0].values())
-        return [torch.stack([u[n] for u in updates]).mean(0) for n in self._parameters]
+            return [updates[0][name] for name in self.names]
+        return [torch.stack([u[n] for u in updates]).mean(0) for n in self.names]
 
     def differentiate(
         self, candidate: Candidate, distance: Distance

@@ -14,8 +14,8 @@ from pydantic import Field
 from fedsim import rng as streams
 from fedsim.adversary import Attack, AttackState
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks.inverting_gradients import total_variation
 from fedsim_attacks.unet import UNet
+from fedsim_attacks.variation import total_variation
 
 
 @dataclass(kw_only=True)

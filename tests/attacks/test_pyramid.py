@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim_attacks.inverting_gradients import total_variation
 from fedsim_attacks.pyramid import Pyramid
-from fedsim_attacks.variation import chromatic_variation
+from fedsim_attacks.variation import chromatic_variation, total_variation
 
 
 def draw(*shape: int) -> Tensor:

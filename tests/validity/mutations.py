@@ -33,6 +33,7 @@ BOARD = "tests/validity/test_leaderboard.py"
 EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
 THREADS = "tests/validity/test_threads.py"
+MATCHED = "tests/attacks/test_matched_tensors.py"
 
 MUTATIONS = (
     Mutation(
@@ -408,5 +409,13 @@ MUTATIONS = (
         "        }\n"
         "        return Update(tensors=masked, buffers=buffers.read(), num_examples=seen)\n",
         tests=("tests/defenses/test_defense_contracts.py", "tests/defenses/test_aggregate.py"),
+    ),
+    Mutation(
+        name="a rival that is asked for the body and matches the head",
+        item=9,
+        file="attacks/matching.py",
+        old='if tensors == "all" or not n.startswith("head.")]',
+        new="if tensors or n]",
+        tests=(MATCHED,),
     ),
 )
