@@ -22,6 +22,9 @@ Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Vantage = Literal["server", "aggregate"]
+Server = Literal["honest", "planted", "modified"]
+"""What the server has done to the model: nothing; chosen weights of a two-layer head, to read
+features from (`head.planted`); put a module in front, to read images from (`imprint`)."""
 Labels = Literal["none", "inferred", "known"]
 BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
 FeatureKnowledge = Literal["none", "known"]
@@ -119,6 +122,16 @@ class ModelSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """Per-channel normalization, public knowledge."""
+
+
+def server_of(parameters: Mapping[str, Any]) -> Server:
+    """What the server of a model of these `parameters` is: the worse where it is two things.
+
+    Of a model of a third party that knows neither `head` nor `imprint`, `honest`.
+    """
+    if parameters.get("imprint"):
+        return "modified"
+    return "planted" if (parameters.get("head") or {}).get("planted") else "honest"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,6 +39,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+def test_rows_say_that_the_server_planted(finished: Path) -> None:
+    lines = (finished / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["server"] for line in lines} == {"planted"}
+
+
 def test_probes_see_planted_neurons_and_training_does_not(finished: Path) -> None:
     workload = Workload(resolve(TINY), "none")
     start, _ = workload.initial()

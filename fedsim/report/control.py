@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.figures import format_number
-from fedsim.report.leaderboard import LeaderboardRow
+from fedsim.report.leaderboard import Comparison, LeaderboardRow
 from fedsim.scoring import Summary
 
 REQUIRED_GAIN = 3.0
@@ -23,7 +23,7 @@ reach."""
 class Control:
     """Whether a comparison's undefended stack was beaten."""
 
-    comparison: tuple[str, str, str, str]
+    comparison: Comparison
     status: Literal["passed", "failed", "absent"]
     reason: str
 
@@ -39,7 +39,7 @@ def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
 _TRY = "; try more iterations or restarts, batch size 1, or another attack (`fedsim list attacks`)"
 
 
-def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[tuple[str, str, str, str], str]:
+def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
     """Comparison -> why nothing follows from its rows; those whose control passed are not there."""
     return {
         control.comparison: control.reason
@@ -75,13 +75,14 @@ def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
     ]
 
 
-def describe_comparison(comparison: tuple[str, str, str, str]) -> str:
-    """`quickstart (training.mode=eval), faces, convnet`."""
-    scenario, variant, dataset, model = comparison
-    return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}"
+def describe_comparison(comparison: Comparison) -> str:
+    """`quickstart (training.mode=eval), faces, convnet`, and what a malicious server has done."""
+    scenario, variant, dataset, model, server = comparison
+    done = "" if server == "honest" else f", {server} by a malicious server"
+    return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
 
 
-def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRow]) -> Control:
+def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     undefended = [row for row in rows if row.undefended]
     if not undefended:
         return Control(
@@ -137,9 +138,7 @@ def _control(comparison: tuple[str, str, str, str], rows: Sequence[LeaderboardRo
     )
 
 
-def _feature_control(
-    comparison: tuple[str, str, str, str], error: float, attack: str, size: int
-) -> Control:
+def _feature_control(comparison: Comparison, error: float, attack: str, size: int) -> Control:
     measured = f"undefended, at batch size {size}, {attack} leaves a span error of {error:.3f}"
     passed = error <= REQUIRED_SPAN
     return Control(
@@ -152,9 +151,7 @@ def _feature_control(
     )
 
 
-def _membership_control(
-    comparison: tuple[str, str, str, str], area: Summary, attack: str, size: int
-) -> Control:
+def _membership_control(comparison: Comparison, area: Summary, attack: str, size: int) -> Control:
     measured = (
         f"undefended, at batch size {size}, {attack} tells members from others with an AUC of "
         f"{area.mean:.2f}"

@@ -24,6 +24,7 @@ from fedsim.report.runs import (
     measurements,
 )
 from fedsim.scoring import Accuracy, Summary, accuracy, learning_problem, summarize
+from fedsim.types import Server
 
 Aggregated = Literal[
     "psnr",
@@ -42,6 +43,9 @@ Aggregated = Literal[
     "membership_tpr",
 ]
 AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
+
+Comparison = tuple[str, str, str, str, Server]
+"""(scenario, variant, data source, model, server): rows of one may be ranked, of two never."""
 
 _LESS_IS_WORSE = (
     "rmse",
@@ -80,6 +84,8 @@ class LeaderboardRow:
     undefended: bool
     attack: str
     vantage: str
+    server: Server
+    """What the server has done to the model."""
     labels: str
     bn: str
     features: str
@@ -134,9 +140,9 @@ class LeaderboardRow:
     """Whether it worked, and no other attack gains more against this defense."""
 
     @property
-    def comparison(self) -> tuple[str, str, str, str]:
+    def comparison(self) -> Comparison:
         """Rows that may be compared with each other share it."""
-        return (self.scenario, self.variant, self.dataset, self.model)
+        return (self.scenario, self.variant, self.dataset, self.model, self.server)
 
     @property
     def standing(self) -> tuple[float, ...]:
@@ -188,9 +194,10 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
 def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Undefended first, then the leakiest defense first; within each, the strongest attack first.
 
-    Comparisons keep the order in which they were read.
+    Comparisons with an honest server come first, and else keep the order in which they were read.
     """
-    order = {key: i for i, key in enumerate(dict.fromkeys(line.comparison for line in lines))}
+    read = dict.fromkeys(line.comparison for line in lines)
+    order = {key: i for i, key in enumerate(sorted(read, key=lambda key: key[-1] != "honest"))}
     leak: dict[tuple[object, ...], tuple[float, ...]] = {}  # of the attack that stands highest
     for line in lines:
         key = (*line.comparison, line.defense)
@@ -258,6 +265,7 @@ def _aggregate(
         undefended=not first.defense.stack,
         attack=first.attack.label,
         vantage=first.vantage,
+        server=first.server,
         labels=first.knowledge.labels,
         bn=first.knowledge.bn,
         features=first.knowledge.features,

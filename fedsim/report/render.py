@@ -100,6 +100,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "attack": row.attack,
         "strongest": row.strongest,
         "vantage": row.vantage,
+        "server": row.server,
         "labels": row.labels,
         "bn": row.bn,
         "features": row.features,
@@ -242,7 +243,8 @@ def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
 
     varying = _varying(rows)
     attacks = [
-        f"{'▸' if row.strongest else ' '} {' '.join([row.attack, *_own_cases(row, varying)])}"
+        f"{'▸' if row.strongest else ' '} "
+        f"{' '.join([row.attack, *_malicious(row), *_own_cases(row, varying)])}"
         for row in rows
     ]
     fixed = [
@@ -280,7 +282,7 @@ def _width(columns: list[list[str]]) -> int:
     return sum(max(map(len, column)) + 1 for column in columns)
 
 
-_CASES = ("vantage", "labels", "bn", "features", "public", "round")
+_CASES = ("vantage", "server", "labels", "bn", "features", "public", "round")
 _CASES_OF_ROWS = ("vantage", "rows", "round")
 
 
@@ -306,6 +308,11 @@ def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:
     """What sets a row apart; the server's vantage is the usual one and goes without saying."""
     vantage = [row.vantage] if "vantage" in varying and row.vantage != "server" else []
     return vantage + _cases(row, [name for name in varying if name != "vantage"])
+
+
+def _malicious(row: LeaderboardRow) -> list[str]:
+    """In every row of it, what a malicious server has done: such a row is not to be quoted bare."""
+    return [] if row.server == "honest" else [f"({row.server})"]
 
 
 def _signed(summary: Summary | None) -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fedsim.report.settings import differences
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Server, server_of
 
 RESULTS = "results.jsonl"
 _DIVERGED = 2.0
@@ -159,6 +159,9 @@ class ResultRow(_Part):
     defense: DefenseOf
     attack: AttackOf
     vantage: str
+    server: Server = "honest"
+    """What the server has done to the model; of rows that do not say, what the model's parameters
+    tell."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
@@ -179,6 +182,15 @@ class ResultRow(_Part):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _server_told(cls, row: Any) -> Any:
+        if not isinstance(row, dict) or "server" in row:
+            return row
+        parameters = nested(row, "model", "parameters")
+        told = server_of(parameters) if isinstance(parameters, dict) else "honest"
+        return {**row, "server": told}
 
     @property
     def ok(self) -> bool:
@@ -211,7 +223,7 @@ class ResultRow(_Part):
         """What the trials of one leaderboard line share."""
         kept = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
         kept |= {"release"} if self.release else set()
-        kept |= {"attack", "vantage", "knowledge", "batch_size", "round", "releases"}
+        kept |= {"attack", "vantage", "server", "knowledge", "batch_size", "round", "releases"}
         return canonical(self.model_dump(include=kept))
 
     @property

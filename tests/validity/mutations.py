@@ -418,4 +418,28 @@ MUTATIONS = (
         new="if tensors or n]",
         tests=(MATCHED,),
     ),
+    Mutation(
+        name="planted heads ranked among honest ones",
+        item=9,
+        file="fedsim/report/leaderboard.py",
+        old="        return (self.scenario, self.variant, self.dataset, self.model, self.server)\n",
+        new='        return (self.scenario, self.variant, self.dataset, self.model, "honest")\n',
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="rows behind a planted head that call the server honest",
+        item=9,
+        file="fedsim/types.py",
+        old='    return "planted" if (parameters.get("head") or {}).get("planted") else "honest"\n',
+        new='    return "honest"\n',
+        tests=(BOARD, "tests/test_planting.py"),
+    ),
+    Mutation(
+        name="rows of a malicious server without its mark",
+        item=9,
+        file="fedsim/report/render.py",
+        old='    return [] if row.server == "honest" else [f"({row.server})"]\n',
+        new="    return []\n",
+        tests=(BOARD,),
+    ),
 )

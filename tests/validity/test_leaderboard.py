@@ -468,3 +468,50 @@ def test_the_shown_trial_is_the_median_one(tmp_path: Path) -> None:
     uri = re.findall(r'src="data:image/png;base64,([^"]+)"', write_report(tmp_path).read_text())[1]
     pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(uri))))
     assert pixels.max() == round(255 * 0.5)
+
+
+def behind(server: str | None, psnr: float, **fields: Any) -> dict[str, Any]:
+    """A row whose model a server has planted, put an imprint module before, or left alone."""
+    head = {"width": 8, "planted": 6 if server == "planted" else 0}
+    parameters = {"head": head, **({"imprint": {"bins": 4}} if server == "modified" else {})}
+    row = line(psnr, **fields)
+    row["model"] = {"name": "convnet", "parameters": parameters}
+    return row | ({"server": server} if server else {})
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told by the row", "told by the model"])
+def test_malicious_servers_are_marked_and_ranked_apart(tmp_path: Path, told: bool) -> None:
+    """Rule 29: a planted head is another threat model, and the honest server comes first."""
+    lines = [
+        behind("planted", 25.0 + trial, trial=trial, attack="factored_inversion")
+        for trial in range(3)
+    ]
+    lines += [behind("modified", 50.0, trial=trial, attack="imprint") for trial in range(3)]
+    lines += [behind("honest", 17.0 + trial, trial=trial) for trial in range(3)]
+    if not told:
+        for one in lines:
+            del one["server"]
+    rows = board(tmp_path, lines)
+    assert [row.server for row in rows] == ["honest", "planted", "modified"]
+    assert len({row.comparison for row in rows}) == 3
+    assert all(row.strongest for row in rows)
+    records = list(csv.DictReader(io.StringIO(render(rows, "csv"))))
+    assert [record["server"] for record in records] == ["honest", "planted", "modified"]
+    document = json.loads(render(rows, "json"))
+    assert [row["server"] for row in document["rows"]] == ["honest", "planted", "modified"]
+    table = render(rows, width=120)
+    assert "factored_inversion (planted)" in table
+    assert "imprint (modified)" in table
+    assert "inverting_gradients (" not in table
+    assert "convnet, planted by a malicious server" in table
+    page = write_report(tmp_path).read_text()
+    assert "planted by a malicious server" in page
+    assert re.search(r"factored_inversion <small>planted", page)
+
+
+def test_an_honest_control_does_not_make_a_planted_table_valid(tmp_path: Path) -> None:
+    weak = [behind("planted", 13.0, trial=trial) for trial in range(3)]
+    strong = [behind("honest", 30.0, trial=trial) for trial in range(3)]
+    rows = board(tmp_path, [*weak, *strong])
+    (reason,) = invalid_reasons(rows)
+    assert "planted" in reason
