@@ -442,4 +442,20 @@ MUTATIONS = (
         new="    return []\n",
         tests=(BOARD,),
     ),
+    Mutation(
+        name="a report on the batches of development",
+        item=9,
+        file="scenarios/reconstruction/table3-small.yaml",
+        old="seed: 2027\n",
+        new="seed: 3\n",
+        tests=("tests/test_scenarios.py",),
+    ),
+    Mutation(
+        name="a comparison that leaves a rival only the drowned cosine",
+        item=9,
+        file="scenarios/reconstruction/table3-small.yaml",
+        old="label: inverting_gradients_body, iterations: 950, tensors: body",
+        new="label: inverting_gradients_body, iterations: 950",
+        tests=("tests/test_scenarios.py",),
+    ),
 )
