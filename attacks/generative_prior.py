@@ -1,10 +1,10 @@
 """Gradient inversion through a generator: of its latent space first, then of its weights.
 
 Two methods, told apart by `weights`. With: Jeon, Kim, Lee, Oh and Ok, Gradient Inversion with
-Generative Image Prior, NeurIPS 2021 (GIAS). Without:
-Zhang et al., Generative Gradient Inversion via Over-Parameterized Networks in Federated Learning,
-ICCV 2023 (GION): the weights of one untrained generator for the whole batch, at fixed codes.
-Step sizes, iterations and width as in their code.
+Generative Image Prior, NeurIPS 2021 (GIAS). Without: Zhang et al., Generative Gradient Inversion
+via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION): the weights of one
+untrained generator for the whole batch, at fixed codes. Step sizes, iterations and width as in
+their code.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Search(AttackState):
 class GenerativePrior(Attack[Search]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
-    Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are searched first, from N(0, 1); then a copy of the generator for
-    each image is trained further, at the codes of least own loss. Without (GION), one generator of
-    random weights is trained at random codes, by the signs of its gradients.
+    Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
+    searched first, from N(0, 1); then a copy of the generator for each image is trained further, at
+    the codes of least own loss. Without (GION), one generator of random weights is trained at
+    random codes, by the signs of its gradients.
     """
 
     paper: ClassVar[str] = (

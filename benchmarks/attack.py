@@ -128,11 +128,14 @@ Runner = Callable[[int, int], Tensor]
 
 
 def fedsim_runner(
-    observation: Observation, truth: GroundTruth, name: str = "inverting_gradients"
+    observation: Observation,
+    truth: GroundTruth,
+    name: str = "inverting_gradients",
+    **parameters: Any,
 ) -> Runner:
     def run(iterations: int, length: int) -> Tensor:
         keep_freed()
-        attack = adversary.create(name, {"iterations": length})
+        attack = adversary.create(name, {"iterations": length, **parameters})
         knowledge = Knowledge(labels="known", true_labels=truth.labels)
         state = attack.init(observation, knowledge, rng.generator(0, "attack", 0))
         for _ in range(iterations):
@@ -178,7 +181,9 @@ def plain_runner(observation: Observation, truth: GroundTruth) -> Runner:
     return run
 
 
-def breaching_runner(observation: Observation, truth: GroundTruth) -> Runner | None:
+def breaching_runner(
+    observation: Observation, truth: GroundTruth, configuration: str = "invertinggradients"
+) -> Runner | None:
     """The public suite on the same model and gradient; None where it is not installed."""
     try:
         import breaching
@@ -187,8 +192,11 @@ def breaching_runner(observation: Observation, truth: GroundTruth) -> Runner | N
         return None
     folder = Path(breaching.__file__).parent / "config" / "attack"
     base = OmegaConf.load(folder / "_default_optimization_attack.yaml")
-    own = OmegaConf.load(folder / "invertinggradients.yaml")
+    own = OmegaConf.load(folder / f"{configuration}.yaml")
     del own["defaults"]
+    if "features" in own.regularization:
+        # It divides by the gradient of the last layer's bias, which a two-layer head has not.
+        own.regularization.features.scale = 0.0
     model = adversary.rebuild(observation)
     evaluated = observation.training.mode == "eval"
     spec = observation.model
@@ -260,6 +268,8 @@ RUNNERS: dict[str, Callable[[Observation, GroundTruth], Runner | None]] = {
     "plain": plain_runner,
     "breaching": breaching_runner,
     "factored": partial(fedsim_runner, name="factored_inversion"),
+    "fedsim-body": partial(fedsim_runner, tensors="body"),
+    "breaching-modern": partial(breaching_runner, configuration="modern"),
 }
 SUITES = ("fedsim", "plain", "breaching")
 """Of the same method, whose iterations are compared."""

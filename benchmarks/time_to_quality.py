@@ -1,7 +1,8 @@
 """Seconds until a mean PSNR of some dB, on the same gradients, each suite in a process of its own.
 
-`factored_inversion` and `inverting_gradients` against the public suite breaching's
-`invertinggradients` where it is importable, on a ConvNet with a planted two-layer head. Each runs
+`factored_inversion` and `inverting_gradients`, of the whole update and of the body alone, against
+the public suite breaching's `invertinggradients` and `modern` (without its regularization of
+features) where it is importable, on a ConvNet with a planted two-layer head. Each runs
 whole attacks of doubling length until one reaches the target; the figure is that one's time, set-up
 and feature recovery included. Nothing has trained the model, unless --recordings names those of a
 run (runs/NAME/observations/STACK/round-NNNN), of one gradient each.
@@ -24,7 +25,9 @@ from attack import Suite
 _NAMES = {
     "factored": "factored_inversion",
     "fedsim": "inverting_gradients",
+    "fedsim-body": "inverting_gradients, body",
     "breaching": "breaching",
+    "breaching-modern": "breaching, modern",
 }
 
 
