@@ -59,8 +59,8 @@ def attack(
         on_progress: Told of the attack's loss now and then.
 
     Returns:
-        The reconstruction, and a row with the observation's id, the resolved attack, knowledge,
-        metrics (null without truth) and cost.
+        The reconstruction, and a row with the observation's id, the resolved attack, the kind of
+        server, knowledge, metrics (null without truth) and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -106,6 +106,7 @@ def attack(
             "restarts": restarts,
             "parameters": chosen.model_dump(mode="json"),
         },
+        "server": observation.server,
         "knowledge": {
             "labels": labels,
             "bn": bn,

@@ -32,8 +32,6 @@ from fedsim.types import (
     PrivacyClaim,
     Reconstruction,
     RowTruth,
-    Server,
-    server_of,
 )
 from fedsim.workload import Workload
 
@@ -274,7 +272,7 @@ class Context:
                 "parameters": dict(job.parameters),
             },
             "vantage": seen.vantage,
-            "server": _server(seen),
+            "server": seen.server,
             "knowledge": self.scenario.knowledge.model_dump(),
             "batch_size": seen.training.batch_size,
             "round": seen.round,
@@ -408,10 +406,6 @@ def _model(seen: Observation) -> Row | None:
     if not isinstance(seen.spec, ModelSpec):
         return None
     return {"name": seen.spec.name, "parameters": dict(seen.spec.parameters)}
-
-
-def _server(seen: Observation) -> Server:
-    return server_of(seen.spec.parameters) if isinstance(seen.spec, ModelSpec) else "honest"
 
 
 def _release(seen: Observation) -> Row | None:

@@ -282,6 +282,11 @@ class Observation:
     """How many releases of the same images at the same weights `update` is the mean of."""
 
     @property
+    def server(self) -> Server:
+        """What the server has done to the model; of a release of rows, nothing."""
+        return server_of(self.spec.parameters) if isinstance(self.spec, ModelSpec) else "honest"
+
+    @property
     def model(self) -> ModelSpec:
         """The model that was trained.
 

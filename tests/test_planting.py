@@ -42,6 +42,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_rows_say_that_the_server_planted(finished: Path) -> None:
     lines = (finished / "results.jsonl").read_text().splitlines()
     assert {json.loads(line)["server"] for line in lines} == {"planted"}
+    recording = next((finished / "observations").rglob("*-b2-t0.json"))
+    _, row = fedsim.attack(recording, "spectral_features")
+    assert row["server"] == "planted"
 
 
 def test_probes_see_planted_neurons_and_training_does_not(finished: Path) -> None:
