@@ -51,9 +51,8 @@ class Setting:
     """The run's folder."""
     device: str
     granted: Granted
-    guess: scoring.Guess | None
-    """The zero-information guess of an image and its label; None where the data are rows, which
-    are guessed from the others."""
+    guesser: scoring.Guesser | None
+    """Of batches of images; None where the data are rows, which are guessed from the others."""
     lpips_backbone: scoring.Backbone
     lpips_weights: str | None
     threads: int
@@ -95,7 +94,11 @@ class Result:
     metrics: dict[str, float | None]
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
-    baseline: dict[str, float | None]
+    baseline: dict[str, float | str | None]
+    """Metrics of the zero-information guess, and its `name`."""
+    victims: list[str] | None
+    """A digest of each true image, or row that took part, in the order of the truth; the same for
+    the same content. None of an update that was never recorded."""
     tensor_rate: float | None
     """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
     cost: dict[str, float | int | None]
@@ -168,10 +171,10 @@ def run_job(
     observation = load_observation(job.observation, setting.device)
     truth = load_truth(setting.root, observation.id)
     seed = seed_of(observation, job.label)
-    baseline = _baseline(truth, setting, lpips)
     started = time.perf_counter()
     solution: Solution | None = None
-    metrics: dict[str, float | None] = dict.fromkeys(baseline)
+    found: Reconstruction | None = None
+    metrics: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
     per_image: dict[str, list[float]] = {}
     reason = None
     attack = create(job.attack, job.parameters)
@@ -191,7 +194,7 @@ def run_job(
         scores = _score(found, truth, setting, lpips)
         metrics, per_image = scores.metrics(), scores.per_image
         path = reconstruction_path(setting.root, job.label, observation.id)
-        _save(path, found, truth, scores.assignment, setting.guess)
+        _save(path, found, truth, scores.assignment, setting.guesser)
     except FedsimError as error:
         reason = str(error)
     except Exception as error:  # a third party's attack may raise anything: the row says what
@@ -202,7 +205,8 @@ def run_job(
         reason=reason,
         metrics=metrics,
         per_image=per_image,
-        baseline=baseline,
+        baseline=_baseline(truth, found, setting, lpips),
+        victims=_victims(truth),
         tensor_rate=rate,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
         local_losses=_local_losses(truth),
@@ -240,12 +244,25 @@ def _local_losses(truth: Truth) -> tuple[float, float] | None:
 
 
 def _baseline(
-    truth: Truth, setting: Setting, lpips: scoring.LpipsMetric | scoring.Unavailable
-) -> dict[str, float | None]:
+    truth: Truth,
+    found: Reconstruction | None,
+    setting: Setting,
+    lpips: scoring.LpipsMetric | scoring.Unavailable,
+) -> dict[str, float | str | None]:
+    """The guess of someone who is granted what the attack is, matched as `found` is."""
     if isinstance(truth, RowTruth):
-        return scoring.row_baseline(truth)
-    assert setting.guess is not None
-    return scoring.baseline(setting.guess.image, truth, label=setting.guess.label, lpips=lpips)
+        return {"name": "mean_of_others", **scoring.row_baseline(truth)}
+    assert setting.guesser is not None
+    known = truth.labels.tolist() if setting.granted.labels == "known" else None
+    guess = setting.guesser(len(truth.labels), known)
+    alone = found is not None and found.images is None and found.features is None
+    name = "labels" if alone else guess.name
+    return {"name": name, **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips)}
+
+
+def _victims(truth: Truth) -> list[str]:
+    targets = truth.rows[truth.members] if isinstance(truth, RowTruth) else truth.images
+    return [f"{rng.of_bytes(each.contiguous().numpy().tobytes()):016x}" for each in targets.cpu()]
 
 
 def _score(
@@ -256,8 +273,8 @@ def _score(
 ) -> scoring.Scores:
     if isinstance(truth, RowTruth):
         return scoring.score_rows(found, truth)
-    assert setting.guess is not None
-    return scoring.score(found, truth, lpips=lpips, guess=setting.guess.image)
+    assert setting.guesser is not None
+    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)
 
 
 def _save(
@@ -265,16 +282,16 @@ def _save(
     found: Reconstruction,
     truth: Truth,
     assignment: list[int],
-    guess: scoring.Guess | None,
+    guesser: scoring.Guesser | None,
 ) -> None:
     """Write the truth and, in the order of the truth, exactly what was scored against it."""
     if isinstance(truth, RowTruth):
         _save_rows(path, found, truth)
         return
-    assert guess is not None
+    assert guesser is not None
     tensors = {"truth": truth.images, "truth_labels": truth.labels}
     if found.images is not None:
-        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guess.image)
+        tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guesser.mean)
     if found.labels is not None:
         tensors["labels"] = found.labels
     if found.features is not None and truth.features is not None:
@@ -303,7 +320,8 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         reason=reason,
         metrics=nothing,
         per_image={},
-        baseline=nothing,
+        baseline={"name": None, **nothing},
+        victims=None,
         tensor_rate=None,
         cost=_failed_cost(0.0),
         local_losses=None,
@@ -320,7 +338,7 @@ def _without_tensors(observation: Observation) -> Observation:
 
 
 def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
-    if setting.guess is None:
+    if setting.guesser is None:
         return scoring.Unavailable("the data are no images")
     return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
 

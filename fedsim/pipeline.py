@@ -348,17 +348,14 @@ class _Plan:
         return on_round
 
     def _setting(self) -> Setting:
-        guess = None
+        guesser = None
         if isinstance(self.dataset, Dataset):
-            guess = scoring.Guess(
-                scoring.mean_image(self.dataset.test_images),
-                scoring.majority_label(self.dataset.test_labels),
-            )
+            guesser = scoring.Guesser(self.dataset.test_images, self.dataset.test_labels)
         return Setting(
             root=self.out,
             device=self.device,
             granted=Granted(**self.scenario.knowledge.model_dump()),
-            guess=guess,
+            guesser=guesser,
             lpips_backbone=self.scenario.scoring.lpips_backbone,
             lpips_weights=self.scenario.scoring.lpips_weights,
             threads=self.scenario.threads,

@@ -285,7 +285,8 @@ class Context:
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
-            "baseline": {"name": _guess(seen), **result.baseline},
+            "victims": result.victims,
+            "baseline": result.baseline,
             "control": {"other_update": None},
             "theory": {
                 "tensor_rate": result.tensor_rate,
@@ -412,10 +413,6 @@ def _release(seen: Observation) -> Row | None:
     if isinstance(seen.spec, ModelSpec):
         return None
     return {"kind": seen.spec.kind, "parameters": dict(seen.spec.parameters)}
-
-
-def _guess(seen: Observation) -> str:
-    return "mean_image" if isinstance(seen.spec, ModelSpec) else "mean_of_others"
 
 
 def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:

@@ -1,7 +1,7 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.guess import Guess, baseline, majority_label, mean_image
+from fedsim.scoring.guess import Guess, Guesser, baseline, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
@@ -19,6 +19,7 @@ __all__ = [
     "Accuracy",
     "Backbone",
     "Guess",
+    "Guesser",
     "LpipsMetric",
     "Metric",
     "Scores",
@@ -31,7 +32,6 @@ __all__ = [
     "check_pixels",
     "learning_problem",
     "load_lpips",
-    "majority_label",
     "match",
     "matched_images",
     "mean_image",

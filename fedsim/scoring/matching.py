@@ -26,15 +26,20 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     them itself, for choosing among them by the truth would be an oracle. If M < N, N - M truths
     are left `MISSING`.
     """
-    from scipy.optimize import linear_sum_assignment
-
     claimed = reconstruction[: len(truth)].flatten(1).double()
     wanted = truth.flatten(1).double()
     # The direct form of the distance: the matrix-product form loses small differences.
     distance = torch.cdist(wanted, claimed, compute_mode="donot_use_mm_for_euclid_dist")
     cost = distance.square() / max(1, wanted.shape[1])
+    return assign(cost)
+
+
+def assign(cost: Tensor) -> list[int]:
+    """The assignment of least total `cost` (N, M): for each row its column, or `MISSING`."""
+    from scipy.optimize import linear_sum_assignment
+
     rows, columns = linear_sum_assignment(cost.numpy())
-    assignment = [MISSING] * len(truth)
+    assignment = [MISSING] * len(cost)
     for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
         assignment[row] = column
     return assignment

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedsim.scoring import Unavailable, baseline, mean_image, score
+from fedsim.scoring import Guesser, Unavailable, baseline, score
 from fedsim.types import GroundTruth, Reconstruction
 
 NO_LPIPS = Unavailable(
@@ -77,7 +77,8 @@ def write_run(
 ) -> Path:
     """Fill `folder`; `undefended` scales how well the attacks work at all."""
     pool = photos(96, side)
-    guess = mean_image(pool[64:])
+    public = (pool[64:] * 255).round().byte()
+    guesser = Guesser(public, torch.arange(len(public)) % 10)
     rows = [
         _row(
             folder,
@@ -90,7 +91,7 @@ def write_run(
             size,
             trial,
             pool,
-            guess,
+            guesser,
             rounds,
         )
         for name, stack in stacks.items()
@@ -150,10 +151,11 @@ def _row(
     size: int,
     trial: int,
     pool: Tensor,
-    guess: Tensor,
+    guesser: Guesser,
     rounds: int,
 ) -> dict[str, Any]:
     stream = torch.Generator().manual_seed(1000 * trial + size)
+    guess = guesser.mean
     chosen = torch.randperm(64, generator=stream)[:size]
     truth = GroundTruth(images=pool[chosen], labels=chosen % 10)
     other = pool[torch.randperm(64, generator=stream)[:size]]
@@ -209,7 +211,10 @@ def _row(
         "status": "failed" if failed else "ok",
         "reason": "no restart ended at a finite loss (losses: (nan,))" if failed else None,
         "metrics": dict.fromkeys(scores.metrics()) if failed else scores.metrics(),
-        "baseline": {"name": "mean_image", **baseline(guess, truth, label=1, lpips=NO_LPIPS)},
+        "baseline": {
+            "name": guesser(size).name,
+            **baseline(guesser(size), truth, lpips=NO_LPIPS),
+        },
         "control": {"other_update": foreign},
         "utility": {"train_loss": 0.9, "test_accuracy": stack.accuracy},
         "privacy": {

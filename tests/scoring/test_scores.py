@@ -13,8 +13,6 @@ from fedsim.scoring import (
     METRICS,
     ScoringError,
     Unavailable,
-    baseline,
-    majority_label,
     matched_images,
     mean_image,
     score,
@@ -161,20 +159,6 @@ def test_of_surplus_reconstructions_the_first_count(truth: GroundTruth) -> None:
     early = score(found(torch.cat([truth.images, junk])), truth)
     assert late.psnr == score(found(junk), truth).psnr
     assert early.psnr == 60.0
-
-
-def test_baseline_is_the_mean_image_and_the_majority_label(truth: GroundTruth) -> None:
-    pool = torch.tensor([[0, 255], [100, 155]], dtype=torch.uint8).view(2, 1, 1, 2)
-    assert torch.allclose(
-        mean_image(pool).flatten(), torch.tensor([50 / 255, 205 / 255]), atol=1e-6
-    )
-    assert majority_label(torch.tensor([4, 2, 2, 4, 1])) == 2
-    values = baseline(torch.full((3, 12, 10), 0.4), truth, label=1)
-    rmse = (truth.images - 0.4).square().flatten(1).mean(1).sqrt().mean()
-    assert values["rmse"] == pytest.approx(float(rmse), abs=1e-6)
-    assert values["label_accuracy"] == 0.5
-    assert values["attack_loss"] is None
-    assert list(values) == list(METRICS)
 
 
 def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth) -> None:

@@ -35,6 +35,9 @@ ASSUMPTIONS = "tests/validity/test_assumptions.py"
 THREADS = "tests/validity/test_threads.py"
 MATCHED = "tests/attacks/test_matched_tensors.py"
 
+GUESS = "tests/scoring/test_guess.py"
+VICTIMS = "tests/validity/test_victims.py"
+
 MUTATIONS = (
     Mutation(
         name="a run computes on as many threads as its machine likes",
@@ -67,6 +70,37 @@ MUTATIONS = (
         old="                plan.refuse_other_run()\n",
         new="                pass\n",
         tests=("tests/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",),
+        name="one image guessed for all of a batch",
+        item=7,
+        file="fedsim/scoring/guess.py",
+        old="        levels = everything.made(chosen, count)\n",
+        new='        levels = everything.made("mean_image", count)\n',
+        tests=(GUESS, VICTIMS),
+    ),
+    Mutation(
+        name="the guess ignores granted labels",
+        item=7,
+        file="fedsim/jobs.py",
+        old='    known = truth.labels.tolist() if setting.granted.labels == "known" else None\n',
+        new="    known = None\n",
+        tests=(VICTIMS,),
+    ),
+    Mutation(
+        name="what is filled in is matched, too",
+        item=7,
+        file="fedsim/jobs.py",
+        old="    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)\n",
+        new="    fill = truth.images.mean(0)\n"
+        "    return scoring.score(found, truth, lpips=lpips, guess=fill)\n",
+        tests=(VICTIMS,),
+    ),
+    Mutation(
+        name="few public images are learned by heart",
+        item=7,
+        file="fedsim/scoring/guess.py",
+        old="        return [*plain, learned] if count <= _MOST_LEARNED else plain\n",
+        new="        return [learned]\n",
+        tests=(GUESS,),
     ),
     Mutation(
         name="an interval of 90% that is labelled 95%",
@@ -345,16 +379,16 @@ MUTATIONS = (
         name="the guess made of clients' training images",
         item=8,
         file="fedsim/pipeline.py",
-        old="scoring.mean_image(self.dataset.test_images)",
-        new="scoring.mean_image(self.dataset.train_images)",
+        old="scoring.Guesser(self.dataset.test_images, self.dataset.test_labels)",
+        new="scoring.Guesser(self.dataset.train_images, self.dataset.train_labels)",
         tests=(ROAD,),
     ),
     Mutation(
         name="a black image as the guess",
         item=8,
         file="fedsim/pipeline.py",
-        old="scoring.mean_image(self.dataset.test_images)",
-        new="0 * scoring.mean_image(self.dataset.test_images)",
+        old="scoring.Guesser(self.dataset.test_images, self.dataset.test_labels)",
+        new="scoring.Guesser(0 * self.dataset.test_images, self.dataset.test_labels)",
         tests=(ROAD,),
     ),
     Mutation(

@@ -15,8 +15,6 @@ from fedsim.scoring import (
     ScoringError,
     Unavailable,
     load_lpips,
-    majority_label,
-    mean_image,
     psnr,
     score,
 )
@@ -197,16 +195,3 @@ def test_without_weights_lpips_is_null_and_says_why(
     scores = score(found(victims), truth(victims), lpips=metric)
     assert scores.lpips is None
     assert "alexnet" in scores.notes["lpips"]
-
-
-def test_the_zero_information_guess_has_not_seen_the_victims() -> None:
-    """Rule 12: the mean image and the majority label come from data other than the batch."""
-    pool = torch.cat([torch.full((4, 1, 8, 8), 200), torch.full((2, 1, 8, 8), 100)]).byte()
-    labels = torch.tensor([3, 3, 3, 3, 1, 1])
-    victims = torch.tensor([0, 1, 2, 3])
-    assert torch.allclose(mean_image(pool, victims), torch.full((1, 8, 8), 100 / 255))
-    assert majority_label(labels, victims) == 1
-    with pytest.raises(ScoringError, match="other than the victim"):
-        mean_image(pool[:4], victims)
-    with pytest.raises(ScoringError, match="other than the victim"):
-        majority_label(labels[:4], victims)

@@ -1,0 +1,162 @@
+"""The zero-information guess, on public images for which the best one is known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.scoring import METRICS, Guesser, ScoringError, baseline, mean_image, score
+from fedsim.types import GroundTruth, Reconstruction
+
+
+def flat(levels: Sequence[int]) -> Tensor:
+    """(N, 1, 8, 8), uint8: an image of each level."""
+    return torch.tensor(levels, dtype=torch.uint8).view(-1, 1, 1, 1).expand(-1, 1, 8, 8).clone()
+
+
+def truth(images: Tensor, labels: Sequence[int] | None = None) -> GroundTruth:
+    known = torch.zeros(len(images)) if labels is None else torch.tensor(labels)
+    return GroundTruth(images=images.float() / 255, labels=known.long())
+
+
+def smooth(count: int, seed: int) -> Tensor:
+    """(N, 1, 8, 8), uint8: a brightness each, and noise."""
+    stream = torch.Generator().manual_seed(seed)
+    brightness = 60 + 130 * torch.rand(count, 1, 1, 1, generator=stream)
+    return (brightness + 20 * torch.randn(count, 1, 8, 8, generator=stream)).clamp(0, 255).byte()
+
+
+def psnr(images: Tensor, of: Tensor) -> float:
+    answer = Reconstruction(images=images, loss=0.0, iterations=0)
+    value = score(answer, truth(of)).psnr
+    assert value is not None
+    return value
+
+
+@pytest.fixture(scope="module")
+def guesser() -> Guesser:
+    return Guesser(smooth(400, 0), torch.zeros(400, dtype=torch.int64))
+
+
+def test_the_mean_image_is_the_mean() -> None:
+    pool = torch.tensor([[0, 255], [100, 155]], dtype=torch.uint8).view(2, 1, 1, 2)
+    expected = torch.tensor([50 / 255, 205 / 255])
+    assert torch.allclose(mean_image(pool).flatten(), expected, atol=1e-6)
+
+
+def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
+    guess = Guesser(flat([20] * 50 + [220] * 50), torch.zeros(100).long())(2)
+    assert sorted((guess.images[:, 0, 0, 0] * 255).round().tolist()) == [20, 220]
+    both, one = truth(flat([220, 20])), truth(flat([220, 220]))
+    assert baseline(guess, both)["psnr"] == 60.0
+    assert baseline(guess, one)["psnr"] == pytest.approx((60 - 20 * math.log10(200 / 255)) / 2, abs=0.01)
+    assert list(baseline(guess, both)) == list(METRICS)
+    assert baseline(guess, both)["attack_loss"] is None
+
+
+@pytest.mark.parametrize("count", [4, 8, 16])
+def test_it_beats_the_mean_image_at_evenly_spaced_brightness(guesser: Guesser, count: int) -> None:
+    """What knows nothing but the images' brightness on average must not gain over it."""
+    levels = smooth(400, 0).double().flatten(1).mean(1)
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) / count
+    shift = (levels.quantile(places) - levels.mean()).float() / 255
+    spaced = (guesser.mean + shift.view(-1, 1, 1, 1)).clamp(0, 1)
+    guess = guesser(count)
+    gains = [
+        psnr(spaced, batch) - psnr(guess.images, batch)
+        for batch in (smooth(count, seed) for seed in range(1, 200))
+    ]
+    assert sum(gains) / len(gains) < 0.05
+    plain = [
+        psnr(guess.images, batch) - psnr(guesser.mean.expand_as(guess.images), batch)
+        for batch in (smooth(count, seed) for seed in range(1, 200))
+    ]
+    assert sum(plain) / len(plain) > 1, "matching is worth something"
+
+
+def test_what_is_filled_in_lets_nothing_gain(guesser: Guesser) -> None:
+    """An answer of fewer images, which know nothing either, has no more than the guess."""
+    guess = guesser(4)
+    for kept in (1, 2, 3):
+        gains = []
+        for seed in range(1, 200):
+            known = truth(smooth(4, seed))
+            part = Reconstruction(images=guess.images[:kept], loss=0.0, iterations=0)
+            partly = score(part, known, guess=guesser.mean).psnr
+            assert partly is not None
+            gains.append(partly - psnr(guess.images, smooth(4, seed)))
+        assert sum(gains) / len(gains) < 0, kept
+
+
+def test_known_labels_are_used_and_answered() -> None:
+    left, right = flat([0] * 60), flat([0] * 60)
+    left[..., :4], right[..., 4:] = 200, 200
+    labels = torch.tensor([3] * 60 + [1] * 60)
+    guesser = Guesser(torch.cat([left, right]), labels)
+    victims = truth(torch.stack([left[0], right[0], left[0]]), [3, 1, 3])
+    for known in ([3, 1, 3], [1, 3, 3]):
+        told = baseline(guesser(3, known), victims)
+        assert told["psnr"] == 60.0 and told["label_accuracy"] == 1.0
+    assert baseline(guesser(1, [3]), truth(left[:1], [3]))["psnr"] == 60.0
+    untold = baseline(guesser(1), truth(left[:1], [3]))
+    assert untold["psnr"] is not None and untold["psnr"] < 20
+    assert guesser(1, [3]).name in ("class_means", "learned_class_means")
+    assert guesser(2, [3, 7]).labels.tolist() == [3, 7], "a label without a public image"
+
+
+@pytest.mark.parametrize(
+    ("shares", "count", "expected"),
+    [
+        ([5, 5, 5, 5], 4, [0, 1, 2, 3]),
+        ([18, 2], 2, [0, 0]),
+        ([14, 3, 3], 3, [0, 0, 1]),
+        ([0, 4, 4], 1, [1]),
+    ],
+)
+def test_labels_alone_are_guessed_as_a_multiset(
+    shares: list[int], count: int, expected: list[int]
+) -> None:
+    """Of which the overlap with labels that are drawn is largest, on average."""
+    labels = torch.arange(len(shares)).repeat_interleave(torch.tensor(shares))
+    guess = Guesser(flat([100] * sum(shares)), labels)(count)
+    assert guess.labels_alone.tolist() == expected
+    known = truth(flat([100] * count), expected)
+    assert baseline(guess, known, labels_alone=True)["label_accuracy"] == 1.0
+    assert baseline(guess, known, labels_alone=True)["psnr"] is None
+
+
+def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
+    """Learned of single images, a guess would be those: other images show that it is worse."""
+    stream = torch.Generator().manual_seed(3)
+    noise = (torch.rand(8, 1, 8, 8, generator=stream) * 255).byte()
+    guess = Guesser(noise, torch.zeros(8).long())(4)
+    other = truth((torch.rand(4, 1, 8, 8, generator=stream) * 255).byte())
+    value = baseline(guess, other)["psnr"]
+    assert value is not None and value > 9.5, "single images of noise have 7.8 dB, their mean 10.8"
+
+
+def test_it_does_not_depend_on_threads() -> None:
+    pool, labels = smooth(300, 5), torch.arange(300) % 3
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            guesser = Guesser(pool, labels)
+            found.append([guesser(5).images, guesser(4, [0, 1, 1, 2]).images])
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_it_says_what_is_wrong() -> None:
+    with pytest.raises(ScoringError, match="needs a public image"):
+        Guesser(flat([]), torch.zeros(0).long())
+    with pytest.raises(ScoringError, match="needs 2 labels, got 1"):
+        Guesser(flat([1, 2]), torch.zeros(2).long())(2, [0])
+    guess = Guesser(flat([100]), torch.zeros(1).long())(1)
+    assert guess.name == "mean_image", "of one public image nothing can be learned"
