@@ -18,6 +18,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 
 from fedsim.models.weights import read_weights
+from fedsim.paths import GIB, regular
 from fedsim.types import FedsimError
 from fedsim_attacks.unet import resolutions
 
@@ -92,7 +93,7 @@ def read_generator(path: Path, shape: tuple[int, int, int], public: str) -> Gene
         FedsimError: it is missing, damaged, no generator, or another one.
     """
     try:
-        with safe_open(path, framework="pt") as file:
+        with safe_open(regular(path, GIB), framework="pt") as file:
             header = _Header.model_validate_json((file.metadata() or {}).get("generator", "null"))
     except (OSError, SafetensorError) as error:
         raise FedsimError(f"{path}: cannot be read as safetensors: {error}") from error

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import canaries, federation, progress, record, recording, refusal, rows, scoring
+from fedsim import canaries, federation, paths, progress, record, recording, refusal, rows, scoring
 from fedsim.adversary import Progress
 from fedsim.data.public import public_images
 from fedsim.device import resolve_device
@@ -24,7 +24,7 @@ from fedsim.report import save_grids, save_overview, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.threads import fixed
-from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
+from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
 from fedsim.victims import Granted
 from fedsim.workload import Workload, load_dataset
 
@@ -133,9 +133,9 @@ class _Plan:
             federation.check(scenario)
             for workload in self.workloads.values():
                 refusal.check(workload)
+            # Whatever an accountant refuses, it refuses before any training.
+            claims = {name: _accounted(name, w) for name, w in self.workloads.items()}
             if scenario.audit:
-                last = scenario.training.rounds
-                claims = {name: rows.spent(w, last) for name, w in self.workloads.items()}
                 canaries.check(scenario.audit, claims, scenario.data.clients)
         self.refuse_other_run()
         self._refuse_missing_weights()
@@ -306,7 +306,7 @@ class _Plan:
                 f"{self.out} holds a run already: continue it with --resume (in Python, "
                 "resume=True), or name another folder with --out (out=...)"
             )
-        if previous.exists() and previous.read_bytes() != self.resolved.encode():
+        if previous.exists() and paths.content(previous, paths.TEXT) != self.resolved.encode():
             raise FedsimError(
                 f"{self.out} holds a run of another scenario (see its scenario.yaml): resume with "
                 "the same scenario and overrides, or name another folder with --out"
@@ -369,6 +369,11 @@ class _Plan:
         if isinstance(lpips, scoring.Unavailable):
             return lpips.reason
         return lpips.describe(*self.dataset.input_shape[1:])
+
+
+def _accounted(name: str, workload: Workload) -> PrivacyClaim:
+    with progress.told_of_work(f"account {name}"):
+        return rows.spent(workload, workload.scenario.training.rounds)
 
 
 def _job(entry: AttackEntry, observation: Path) -> Job:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedsim.exits import exits
+from fedsim.progress import told_of_work
 
 if TYPE_CHECKING:
     from fedsim.privacy.contract import Answer
@@ -71,7 +72,8 @@ def delta(
             _list(as_json)
             return
         parsed = calculator.parse(keys)
-        answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
+        with told_of_work(mechanism):
+            answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
         _draw(plot, mechanism, parsed, answer)
         _show(answer, as_json)
 
@@ -92,7 +94,8 @@ def epsilon(
             _list(as_json)
             return
         parsed = calculator.parse(keys)
-        answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
+        with told_of_work(mechanism):
+            answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
         _draw(plot, mechanism, parsed, answer)
         _show(answer, as_json)
 
@@ -112,12 +115,13 @@ def calibrate(
         if mechanism is None:
             _list(as_json)
             return
-        answer = calculator.calibrate(
-            mechanism,
-            calculator.parse(keys),
-            epsilon=_given("epsilon", epsilon),
-            delta=_given("delta", delta),
-        )
+        with told_of_work(mechanism):
+            answer = calculator.calibrate(
+                mechanism,
+                calculator.parse(keys),
+                epsilon=_given("epsilon", epsilon),
+                delta=_given("delta", delta),
+            )
         _show(answer, as_json)
 
 
@@ -151,15 +155,16 @@ def audit(
         if mechanism is None:
             _list(as_json)
             return
-        found = calculator.audit(
-            mechanism,
-            calculator.parse(keys),
-            delta=_given("delta", delta),
-            draws=draws,
-            confidence=confidence,
-            seed=seed,
-            method=method.value,
-        )
+        with told_of_work(mechanism):
+            found = calculator.audit(
+                mechanism,
+                calculator.parse(keys),
+                delta=_given("delta", delta),
+                draws=draws,
+                confidence=confidence,
+                seed=seed,
+                method=method.value,
+            )
         _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
         if not found.holds:
             raise typer.Exit(1)

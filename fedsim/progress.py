@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -106,3 +110,25 @@ class Live:
     def note(self, text: str) -> None:
         """See `Display`."""
         self._console.print(text)
+
+
+_PATIENCE, _EVERY = 1.0, 5.0
+"""Seconds of silence before work is told of, and between two lines about it."""
+
+
+@contextmanager
+def told_of_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Print how far an accountant is, on standard error, where it takes more than a second."""
+    from fedsim.privacy import work
+
+    started = last = time.monotonic()
+
+    def listen(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
+            last = now
+            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=stream or sys.stderr)
+
+    with work.heard_by(listen):
+        yield

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsim import paths
 from fedsim.recording import write_bytes
 from fedsim.types import FedsimError
 
@@ -40,7 +41,9 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+    for number, line in enumerate(
+        paths.content(path, paths.LINES).splitlines(keepends=True), start=1
+    ):
         if not line.endswith(b"\n"):
             continue
         try:
@@ -64,7 +67,7 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Make a file that a kill may have cut inside a line safe to append to."""
-    if path.exists() and not path.read_bytes().endswith(b"\n"):
+    if path.exists() and not paths.content(path, paths.LINES).endswith(b"\n"):
         write_lines(path, read_lines(path))
 
 

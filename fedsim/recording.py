@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedsim import memory, paths
 from fedsim.types import (
     UNKNOWN,
     Effect,
@@ -144,7 +145,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         raise FedsimError(f"{path}: no such recording; expected a file below a run's observations/")
     path = path.with_suffix(".json")
     try:
-        sidecar = _Sidecar.model_validate_json(path.read_text(encoding="utf-8"))
+        sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
     except FileNotFoundError as error:
         raise FedsimError(
             f"{path}: no such recording; expected a file below a run's observations/"
@@ -304,7 +305,8 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Te
         FedsimError: it is missing or damaged.
     """
     try:
-        with safe_open(path, framework="pt", device=str(device)) as file:
+        whole = paths.regular(path, memory.limit())
+        with safe_open(whole, framework="pt", device=str(device)) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise FedsimError(f"{path}: cannot be read as safetensors: {error}") from error
@@ -395,7 +397,7 @@ def _sha256(path: Path) -> str:
 @lru_cache(maxsize=16)
 def _digest(path: Path, _modified: int) -> str:
     # Cached: every observation of a round names the digest of the same global weights.
-    with path.open("rb") as file:
+    with paths.opened(path, memory.limit()) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedsim import rng
+from fedsim import paths, rng
 from fedsim.types import Dataset, FedsimError, Table
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def partition(
             f"{dataset.name} has {count}: lower data.clients or use a larger source"
         )
     if config.path is not None:
-        parts = _by_owner(_read_owners(Path(config.path), count, clients), clients)
+        parts = _by_owner(_read_owners(paths.from_home(config.path), count, clients), clients)
     elif config.name == "natural":
         parts = _by_owner(_natural_owners(dataset, clients), clients)
     else:
@@ -200,7 +200,8 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
     """(count,) client of each training image, from a CSV or JSON file."""
     try:
-        owner_of = _parse(path.read_text(encoding="utf-8-sig"), path.suffix.lower() == ".json")
+        written = paths.text(path, paths.TEXT, encoding="utf-8-sig")
+        owner_of = _parse(written, path.suffix.lower() == ".json")
     except OSError as error:
         raise FedsimError(
             f"the partition file {path} cannot be read ({error.strerror}): correct "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, final
@@ -10,8 +11,8 @@ from typing import Annotated, final
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedsim import paths
 from fedsim.data.rows import Column, TableSource
-from fedsim.paths import from_home
 from fedsim.types import FedsimError, Table
 
 _MAX_DIGITS = 18
@@ -94,8 +95,8 @@ class TableFile(TableSource):
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
         """(line number, column -> text) of each row."""
         try:
-            with from_home(self.path).open(encoding="utf-8-sig", newline="") as file:
-                yield from self._parsed(file)
+            with paths.opened(paths.from_home(self.path), paths.LINES) as file:
+                yield from self._parsed(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
         except OSError as error:
             raise FedsimError(
                 f"{self.path} cannot be read ({error.strerror}): correct `path`"

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, final
 
+from fedsim import paths
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ class DirectoryTree(Tree):
         return self.root.joinpath(*path).stat().st_size
 
     def _read(self, path: Parts) -> bytes:
-        return self.root.joinpath(*path).read_bytes()
+        return paths.content(self.root.joinpath(*path), MAX_FILE_BYTES)
 
 
 @final
@@ -160,13 +161,13 @@ def open_tree(root: Path) -> Iterator[Tree]:
     """The tree at `root`, a directory or a zip archive.
 
     Raises:
-        FedsimError: there is neither.
+        FedsimError: there is neither, or too many files are in it.
     """
     if root.is_dir():
         yield DirectoryTree(root)
         return
     try:
-        archive = zipfile.ZipFile(root)
+        archive = zipfile.ZipFile(paths.regular(root, paths.ARCHIVE))
     except (OSError, NotImplementedError, ValueError, zipfile.BadZipFile) as error:
         raise FedsimError(
             f"{root} is neither a directory nor a readable zip archive ({error}): correct `path`"

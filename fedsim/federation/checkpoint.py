@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from fedsim import memory
 from fedsim.federation import client_state, spool
-from fedsim.paths import from_home
+from fedsim.paths import from_home, opened, regular
 from fedsim.recording import read_tensors, remove_torn, write_bytes
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, Tensors
@@ -130,7 +131,8 @@ class Checkpoints:
         if not self._path.exists():
             return None
         try:
-            with safe_open(self._path, framework="pt") as file:
+            whole = regular(self._path, memory.limit())
+            with safe_open(whole, framework="pt") as file:
                 index = _Index.model_validate_json(file.metadata()[_INDEX])
         except (OSError, SafetensorError, KeyError, TypeError, ValidationError) as error:
             raise FedsimError(
@@ -154,7 +156,7 @@ def fingerprint(scenario: Scenario, stack: str) -> str:
         include={"seed", "device", "threads", "data", "learner", "model", "training", "observe"},
     )
     if scenario.training.weights is not None:
-        with from_home(scenario.training.weights).open("rb") as file:
+        with opened(from_home(scenario.training.weights), memory.limit()) as file:
             sections["weights"] = hashlib.file_digest(file, "sha256").hexdigest()
     sections["defense"] = [ref.model_dump(mode="json") for ref in scenario.defenses[stack]]
     sections["federation"] = scenario.federation.model_dump(

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from fedsim.privacy import gaussian
-from fedsim.privacy.participation import seen, squared_norms
+from fedsim.privacy.participation import Array, grid_size, seen, squared_norms
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:
@@ -84,6 +84,9 @@ def log_delta_known_bin(
     noise_multiplier: float, epsilon: float, *, steps: int, bins: int, correlation: float
 ) -> float:
     """As `log_delta_revealed`, of an example in every `bins`-th step from a random one on."""
+    if steps * bins > _MOST_CELLS:
+        reached = [sensitivity(steps, correlation, math.ceil(steps / bins))]
+        return _averaged(noise_multiplier, epsilon, 1.0, reached, [1.0], 0.0)
     present = np.arange(steps) % bins == np.arange(bins)[:, None]
     norms = np.linalg.norm(seen(present, correlation), axis=1)
     reached = norms[norms > 0].tolist()
@@ -99,10 +102,11 @@ def _averaged(
     rest: float,
 ) -> float:
     """log Σ weight δ(reach) + rest."""
-    total = rest + sum(
-        weight * math.exp(log_delta(noise_multiplier, epsilon, factor * reach))
-        for reach, weight in zip(reached, weights, strict=True)
-    )
+    # Where the noise is below the least double, the ratio is 0: nothing is hidden.
+    with np.errstate(over="ignore", under="ignore"):
+        ratios = noise_multiplier / (factor * np.asarray(reached, dtype=np.float64))
+    deltas = np.exp(gaussian.log_delta(ratios, epsilon))
+    total = rest + float(np.dot(deltas, weights))
     return min(0.0, math.log(total)) if total > 0 else -math.inf
 
 
@@ -147,10 +151,14 @@ def _reached(
 ) -> tuple[list[float], list[float], float]:
     """(||C z||, probabilities, rest), in a few hundred groups at the largest norm of each.
 
-    δ rises with the norm, and a norm of 0 (the example is never drawn) adds nothing to it.
+    δ rises with the norm, and a norm of 0 (the example is never drawn) adds nothing to it. Where
+    the norms would take too much work, the worst of as many participations stands for each.
     """
-    squares, weights, rest = squared_norms(steps, sampling_rate, correlation)
-    norms = np.sqrt(squares)
+    if steps * grid_size(correlation) <= _MOST_CELLS:
+        squares, weights, rest = squared_norms(steps, sampling_rate, correlation)
+        norms = np.sqrt(squares)
+    else:
+        norms, weights, rest = _counted(steps, sampling_rate, correlation)
     edges = np.linspace(0.0, norms.max(), _GROUPS)
     group = np.minimum(np.searchsorted(edges, norms, side="left"), _GROUPS - 1)
     mass = np.bincount(group, weights, minlength=_GROUPS)
@@ -158,4 +166,28 @@ def _reached(
     return edges[held].tolist(), mass[held].tolist(), rest
 
 
+def _counted(steps: int, rate: float, correlation: float) -> tuple[Array, Array, float]:
+    """(norms, probabilities, rest) by how often the example takes part, wherever in time that is.
+
+    A norm is at most sqrt(k) / (1 - λ) for k participations, whatever their places.
+    """
+    from scipy.stats import binom
+
+    ends = [float(binom.ppf(share, steps, rate)) for share in (_TAIL, 1 - _TAIL)]
+    least, most = max(0.0, ends[0] - 1), min(float(steps), ends[1] + 1)
+    counts = np.unique(np.append(np.ceil(np.linspace(least, most, 4 * _GROUPS)), 0.0))
+    below = binom.cdf(counts, steps, rate)
+    mass = np.diff(below, prepend=0.0)
+    if steps <= _WORST_STEPS:
+        norms = np.array([sensitivity(steps, correlation, int(count)) for count in counts])
+    else:
+        norms = np.sqrt(counts) / (1 - correlation)
+    return norms, np.maximum(mass, 0.0), float(binom.sf(most, steps, rate))
+
+
 _GROUPS = 400
+_MOST_CELLS = 1_000_000
+"""Steps times levels of the grid: about ten seconds."""
+_WORST_STEPS = 20_000
+"""Up to which the worst places of participations are looked for; beyond, a bound on them."""
+_TAIL = 1e-15

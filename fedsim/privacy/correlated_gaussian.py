@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
-from typing import Annotated, Any, Literal, Self, final
+from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, model_validator
 
-from fedsim.privacy import correlated, correlated_paper
+from fedsim.privacy import correlated, correlated_paper, poisson, work
 from fedsim.privacy.contract import Answer, Calibration, Curve, Keys
 from fedsim.privacy.dominating_pair import (
     CONFIDENCE,
@@ -26,9 +25,10 @@ Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_si
 _EXACT = "exact Gaussian"
 _REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
-_PLD = "dp_accounting PLD"
 _LARGEST = 1e9
 """ε and noise multipliers are searched up to here."""
+_SEARCH, _ATTEMPTS = 9, 8
+"""Curves that calibration estimates of a few draws, and of all of them."""
 
 
 class _Keys(Keys):
@@ -104,20 +104,36 @@ class _Keys(Keys):
                 _CONVEX if self.relation == "replace_one" else _REVEALED,
             )
         if self.sampling == "poisson" and self.correlation == 0:
-            return self._pld_log_delta, _PLD
+            return (
+                lambda noise, eps: poisson.log_delta(
+                    noise, eps, steps=self.steps, sampling_rate=self.sampling_rate
+                ),
+                poisson.PLD,
+            )
         return None
 
-    def _pld_log_delta(self, noise: float, epsilon: float) -> float:
-        delta = float(_pld(self.sampling_rate, noise, self.steps).get_delta(epsilon))
-        return math.log(delta) if delta > 0 else -math.inf
-
-    def _pair(self, noise: float, draws: int, seed: int) -> PairCurve:
+    def _pair(self, noise: float, draws: int, seed: int, most: int = work.MOST) -> PairCurve:
         of: Participations
         if self.sampling == "poisson":
             of = Poisson(self.steps, self.sampling_rate, self.correlation)
         else:
             of = BallsInBins(self.steps, self._bins, self.correlation)
-        return PairCurve(of, noise, draws, seed)
+        return PairCurve(of, noise, draws, seed, most)
+
+    def revealed_log_delta(self, noise: float, epsilon: float) -> float:
+        """log of a bound on δ of sampling that it is known of: which batches an example was in."""
+        if self.sampling == "balls_in_bins":
+            return correlated.log_delta_known_bin(
+                noise, epsilon, steps=self.steps, bins=self._bins, correlation=self.correlation
+            )
+        return correlated.log_delta_revealed(
+            noise,
+            epsilon,
+            steps=self.steps,
+            sampling_rate=self.sampling_rate,
+            correlation=self.correlation,
+            factor=1.0,
+        )
 
     def _paper_noise(self, epsilon: float, delta: float) -> float:
         return correlated_paper.noise(
@@ -159,6 +175,7 @@ class CorrelatedCurve(_Keys, Curve):
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
+            method = self._told(method)
             found = log_delta(self.noise_multiplier, epsilon)
             return self._answer(epsilon, math.exp(found), method, found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
@@ -173,11 +190,12 @@ class CorrelatedCurve(_Keys, Curve):
             confidence=CONFIDENCE,
         )
 
-    def epsilon(self, delta: float) -> Answer:
-        """See Curve.
+    def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
+        """See Curve; draws may take `most` numbers.
 
         Raises:
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
+            TooMuchWork: they would take too long.
         """
         if self.variant == "paper":
             asked = self._paper_noise(1.0, delta)
@@ -187,9 +205,10 @@ class CorrelatedCurve(_Keys, Curve):
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
+            method = self._told(method)
             found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
             return self._answer(found, delta, method, math.log(delta))
-        curve = self._pair(self.noise_multiplier, self._draws, self.seed)
+        curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
         estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
         high = _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
@@ -205,26 +224,19 @@ class CorrelatedCurve(_Keys, Curve):
             confidence=CONFIDENCE,
         )
 
+    def _told(self, method: str) -> str:
+        """The method in use: with so little noise batches are known, and no losses gone through."""
+        known = method == poisson.PLD and self.noise_multiplier < poisson.LEAST_NOISE
+        return _REVEALED if known else method
+
     def revealed(self, delta: float) -> Answer:
         """As `epsilon`, of sampling that it is known of: which batches an example was in.
 
         It needs no draws, and what hides the batches is never less private.
         """
-        if self.sampling != "balls_in_bins":
-            return self.model_copy(update={"sampling": "fixed_size"}).epsilon(delta)
-        found = _least(
-            lambda eps: (
-                correlated.log_delta_known_bin(
-                    self.noise_multiplier,
-                    eps,
-                    steps=self.steps,
-                    bins=self._bins,
-                    correlation=self.correlation,
-                )
-                <= math.log(delta)
-            )
-        )
-        return self._answer(found, delta, _REVEALED, math.log(delta))
+        target, noise = math.log(delta), self.noise_multiplier
+        found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
+        return self._answer(found, delta, _REVEALED, target)
 
     def _paper_delta(self, epsilon: float) -> float:
         least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
@@ -276,27 +288,36 @@ class CorrelatedCalibration(_Keys, Calibration):
         return self._estimated(epsilon, delta)
 
     def _estimated(self, epsilon: float, delta: float) -> Answer:
-        few = max(1000, self._draws // 4)
+        few = max(1000, self._draws // 8)
 
-        def enough(noise: float, draws: int, seed: int) -> bool:
-            return _reached(lambda: self._pair(noise, draws, seed).upper(epsilon), delta)
+        def excess(log_noise: float) -> float:
+            found = self._pair(math.exp(log_noise), few, self.seed).estimate(epsilon)
+            return math.log(max(found, 1e-300) / delta)
 
-        noise = _least_noise(lambda at: enough(at, few, self.seed), 1.0, rounds=8)
-        for attempt in range(1, 30):
+        slope, noise = _searched(excess, self._known_noise(epsilon, delta))
+        for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
-            at = curve.at(epsilon)
-            if at.high <= delta:
+            high, direction = curve.claimed(epsilon)
+            if high <= delta:
                 return Answer(
                     epsilon=epsilon,
                     delta=delta,
                     log_delta=math.log(delta),
                     method=self._sampled,
-                    direction=at.direction,
+                    direction=direction,
                     noise_multiplier=noise,
                     sigma=noise,
                 )
-            noise *= 1.01
+            # As much more as the search has seen to be enough, and a little for the next draws.
+            noise *= min(2.0, 1.002 * (high / delta) ** (1 / slope))
         raise FedsimError("correlated_gaussian: the estimates do not settle: raise draws")
+
+    def _known_noise(self, epsilon: float, delta: float) -> float:
+        """Enough noise, whoever knows the batches."""
+        target = math.log(delta)
+        return _least_noise(
+            lambda noise: self.revealed_log_delta(noise, epsilon) <= target, 1.0, rounds=8
+        )
 
     def _answer(self, epsilon: float, delta: float, noise: float, method: str) -> Answer:
         return Answer(
@@ -307,17 +328,6 @@ class CorrelatedCalibration(_Keys, Calibration):
             noise_multiplier=noise,
             sigma=noise,
         )
-
-
-@lru_cache(maxsize=8)
-def _pld(sampling_rate: float, noise: float, steps: int) -> Any:
-    """dp_accounting's PLD accountant of Poisson-sampled Gaussian releases."""
-    from dp_accounting import GaussianDpEvent, NeighboringRelation, PoissonSampledDpEvent
-    from dp_accounting.pld import PLDAccountant
-
-    accountant = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    accountant.compose(PoissonSampledDpEvent(sampling_rate, GaussianDpEvent(noise)), steps)
-    return accountant
 
 
 def _reached(delta: Callable[[], float], target: float) -> bool:
@@ -343,6 +353,28 @@ def _least(holds: Callable[[float], bool]) -> float:
             break
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+def _searched(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
+    """(how fast log δ falls with log noise, about the noise at which the excess is 0).
+
+    By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.
+    """
+    high = math.log(enough)
+    low, at_high = high - math.log(2), excess(high)
+    at_low, spent = excess(low), 2
+    while at_low <= 0 and spent < _SEARCH:
+        high, at_high, low = low, at_low, low - math.log(2)
+        at_low, spent = excess(low), spent + 1
+    while spent < _SEARCH and high - low > 0.01 and at_low > 0 > at_high:
+        share = at_low / (at_low - at_high)
+        middle = low + (high - low) * min(max(share, 0.1), 0.9)
+        found, spent = excess(middle), spent + 1
+        if found > 0:
+            low, at_low = middle, found
+        else:
+            high, at_high = middle, found
+    return min(max((at_low - at_high) / (high - low), 0.5), 1e3), math.exp(high)
 
 
 def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:

@@ -217,13 +217,15 @@ class PoissonGaussianExperiment(Experiment):
 
     def claim(self, delta: float) -> float:
         """dp_accounting's ε by privacy loss distributions (rounded up)."""
-        from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
-        from dp_accounting.pld import PLDAccountant
+        from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 
-        accountant = PLDAccountant()
-        event = PoissonSampledDpEvent(self.sampling_rate, GaussianDpEvent(self.noise_multiplier))
-        accountant.compose(event, self.steps)
-        return float(accountant.get_epsilon(delta))
+        curve = CorrelatedCurve(
+            steps=self.steps,
+            sampling_rate=self.sampling_rate,
+            sampling="poisson",
+            noise_multiplier=self.noise_multiplier,
+        )
+        return curve.epsilon(delta).epsilon
 
     def work(self) -> int:
         """See `Experiment`."""

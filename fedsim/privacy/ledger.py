@@ -33,6 +33,19 @@ EXACT = "exact Gaussian"
 OF_SERVER = f"{EXACT}, correlated noise of the server"
 RENYI = "RDP, sampled without replacement"
 
+_LARGEST = 1e9
+"""An ε from here on is stated as infinite: so little noise may be lost in the update's rounding."""
+_LEAST = 1e-12
+"""Noise multipliers below state no ε: it would be above 1e23."""
+_AMPLIFIED = (0.02, 1e5)
+"""Noise multipliers whose Rényi divergences are computed: below they amplify nothing, and above
+rounding is larger than they are, so that the end of the range stands for all beyond it."""
+_ROUNDING = 1e-5
+"""Of a divergence, relative."""
+_LONGEST = 100_000
+"""Steps whose correlation, or whose sampling, is accounted; beyond, a bound on all of them."""
+_PATIENCE = 10_000_000_000
+"""Numbers that a claim of a run may take: about a minute."""
 _INDEPENDENT = ("poisson", "balls_in_bins")
 """How batches may be drawn so that no example's being there depends on another's."""
 
@@ -174,8 +187,8 @@ def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
 def _stated(
     epsilon: float, delta: float, mechanism: Mechanism | ExactMechanism, accountant: str
 ) -> PrivacyClaim:
-    if math.isinf(epsilon):
-        return _unproven("the noise is too small for a finite ε")
+    if not epsilon < _LARGEST:
+        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
@@ -222,18 +235,20 @@ def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tup
         steps = sum(part.drawn * part.repeats for part in parts)
         return _correlated(first, steps, parts[0].batch_size, num_examples, delta)
     # Gaussian releases of one example compose to one, of the sum of their squared ratios.
+    if min(part.multiplier for part in parts) < _LEAST:
+        return math.inf, EXACT
     ratios = [math.sqrt(part.drawn * part.repeats) / part.multiplier for part in parts]
     exact = float(gaussian.epsilon(1 / math.hypot(*ratios), delta))
     sampled = [part.mechanism.sampling and part.batch_size < num_examples for part in parts]
-    if not any(sampled):
+    singles = [part.multiplier / math.sqrt(part.repeats) for part in parts]
+    if not any(sampled) or min(singles) < _AMPLIFIED[0]:
         return exact, EXACT
     from dp_accounting.rdp import compute_epsilon
 
     # k releases of one batch are one with a noise multiplier of z / sqrt(k).
     orders: tuple[float, ...] = ()
     total = np.zeros(())
-    for part, hides in zip(parts, sampled, strict=True):
-        single = part.multiplier / math.sqrt(part.repeats)
+    for part, hides, single in zip(parts, sampled, singles, strict=True):
         size = min(part.batch_size, num_examples)
         orders, divergences = _renyi(single, size if hides else 1, num_examples if hides else 1)
         total = total + part.drawn * np.array(divergences)
@@ -248,6 +263,8 @@ def _correlated(
     from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 
     sampled = mechanism.sampling is not None and batch_size < num_examples
+    if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
+        return _of_all_batches(mechanism, steps, delta)
     curve = CorrelatedCurve(
         steps=steps,
         sampling_rate=batch_size / num_examples if sampled else 1.0,
@@ -258,6 +275,20 @@ def _correlated(
     )
     found = curve.epsilon(delta)
     return found.epsilon, f"{found.method}, correlated noise"
+
+
+def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[float, str]:
+    """(ε, accountant) of an example that may be in every batch, of any number of them.
+
+    ||C z|| is at most sqrt(T) / (1 - λ), the largest singular value of C being below 1 / (1 - λ).
+    """
+    if mechanism.noise_multiplier < _LEAST:
+        return math.inf, EXACT
+    factor = 2 if mechanism.relation == "replace_one" else 1
+    reach = factor * math.sqrt(steps) / (1 - mechanism.correlation)
+    suffix = ", correlated noise" if mechanism.correlation else ""
+    found = float(gaussian.epsilon(mechanism.noise_multiplier / reach, delta))
+    return found, f"{EXACT}, every batch{suffix}"
 
 
 @lru_cache(maxsize=4096)
@@ -271,6 +302,8 @@ def _of_the_server(
     farthest = factor * reach(schedules, mechanism.correlation)
     if farthest == 0:
         return 0.0
+    if mechanism.noise_multiplier < _LEAST:
+        return math.inf
     return float(gaussian.epsilon(mechanism.noise_multiplier / farthest, delta))
 
 
@@ -279,11 +312,14 @@ def _sampled(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tup
     """(ε, accountant) of steps whose examples are drawn independently of each other."""
     from fedsim.privacy.correlated_gaussian import CorrelatedCurve
     from fedsim.privacy.dominating_pair import TooFewDraws
+    from fedsim.privacy.work import TooMuchWork
 
     if steps == 0:
         return 0.0, EXACT
     assert mechanism.sampling in _INDEPENDENT
     assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
+    if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
+        return _of_all_batches(mechanism, steps, delta)
     curve = CorrelatedCurve(
         steps=steps,
         sampling_rate=rate,
@@ -292,9 +328,11 @@ def _sampled(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tup
         noise_multiplier=mechanism.noise_multiplier,
     )
     suffix = ", correlated noise" if mechanism.correlation else ""
+    # With little noise a batch shows who is in it, and draws would show no more.
+    patience = 0 if mechanism.noise_multiplier < _AMPLIFIED[0] else _PATIENCE
     try:
-        found = curve.epsilon(delta)
-    except TooFewDraws:
+        found = curve.epsilon(delta, patience)
+    except (TooFewDraws, TooMuchWork):
         found = curve.revealed(delta)
     if found.interval is None:
         return found.epsilon, f"{found.method}{suffix}"
@@ -319,11 +357,17 @@ def _renyi(
     from dp_accounting.rdp import RdpAccountant
 
     accountant = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    # Less noise is less private: the divergences of the end of the range hold beyond it.
+    multiplier = min(multiplier, _AMPLIFIED[1])
+    orders = tuple(map(float, accountant._orders))
+    whole = np.array(orders) / (2 * multiplier**2)
     if batch_size == num_examples:
-        orders = tuple(map(float, accountant._orders))
-        return orders, tuple(order / (2 * multiplier**2) for order in orders)
+        return orders, tuple(whole)
     accountant.compose(
         SampledWithoutReplacementDpEvent(num_examples, batch_size, GaussianDpEvent(multiplier))
     )
-    # Divergences add up over releases, and computing them is the slow part: read them once.
-    return tuple(map(float, accountant._orders)), tuple(map(float, accountant._rdp))
+    # Divergences add up over releases, and computing them is the slow part: read them once. One
+    # that rounding has taken below 0 would count as no loss; the whole data's is never exceeded.
+    found = np.array(accountant._rdp, dtype=np.float64) * (1 + _ROUNDING)
+    sound = np.isfinite(found) & (found > 0)
+    return orders, tuple(np.where(sound, np.minimum(found, whole), whole))

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field
 
+from fedsim import paths
 from fedsim.privacy import quadratic
 from fedsim.privacy.contract import Answer, Curve, Direction, larger
 from fedsim.privacy.numerics import Array, checked, checked_delta, checked_epsilon
@@ -321,7 +322,7 @@ class NormalCurve(Curve):
 def _read(path: Path) -> dict[str, Any]:
     names = ("mean1", "cov1", "mean2", "cov2")
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
+        read = json.loads(paths.text(path, paths.TEXT))
     except OSError as error:
         raise FedsimError(f"file: {path} cannot be read ({error.strerror}); check it") from error
     except (ValueError, RecursionError) as error:  # also of a number of too many digits

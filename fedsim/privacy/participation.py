@@ -16,6 +16,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fedsim.privacy import work
+
 Array = NDArray[np.float64]
 Rounding = Literal["up", "down"]
 
@@ -80,6 +82,15 @@ def grid(correlation: float, least: float, tolerance: float, rounding: Rounding)
     return Grid(levels, absent, present)
 
 
+def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
+    """About how many levels `grid` has, without making it; λ close to 1 takes one per step of λ."""
+    if correlation == 0:
+        return 2.0
+    rate = -math.log(correlation)
+    fine = math.ceil(rate / math.log1p(tolerance))
+    return 2 - (math.log1p(-correlation) + math.log(least)) / rate * fine
+
+
 @lru_cache(maxsize=64)
 def squared_norms(
     steps: int, sampling_rate: float, correlation: float
@@ -105,7 +116,8 @@ def squared_norms(
     mass = np.zeros((len(along.levels), _CELLS + 1))
     mass[0, 0] = 1.0
     rest = 0.0
-    for _ in range(steps):
+    for step in range(steps):
+        work.tell(step, steps)
         after = stay @ mass
         for level in np.flatnonzero(mass.any(axis=1)):
             kept = max(0, _CELLS + 1 - shift[level])

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from fedsim import paths
 from fedsim.report.settings import differences
 from fedsim.types import FedsimError, Server, server_of
 
@@ -399,6 +400,6 @@ def _mapping(path: Path, value: object) -> dict[str, Any]:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return paths.text(path, paths.LINES)
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: cannot be read: {error}") from error

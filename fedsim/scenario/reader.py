@@ -14,8 +14,10 @@ from typing import Any, NoReturn
 
 import yaml
 
+from fedsim.paths import content
 from fedsim.scenario.document import Document, Mark
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError
+from fedsim.types import FedsimError
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -45,16 +47,13 @@ def read(path: str | Path) -> Document:
     """
     origin = str(path)
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = content(Path(path), MAX_BYTES)
     except FileNotFoundError:
         _refuse(origin, None, "no such file; check the path")
     except OSError as error:
         _refuse(origin, None, f"cannot be read: {error.strerror or error}; check the path")
-    except ValueError as error:
-        _refuse(repr(origin), None, f"is no file name ({error}); check the path")
-    if len(raw) > MAX_BYTES:
-        _refuse(origin, None, f"larger than {MAX_BYTES:,} bytes; a scenario is a short text")
+    except FedsimError as error:
+        _refuse("", None, str(error))
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim import rng
+from fedsim import memory, paths, rng
 from fedsim.scoring.outcome import Unavailable
 
 Backbone = Literal["alex", "vgg", "squeeze"]
@@ -127,6 +127,7 @@ def _backbone_state(net: nn.Module, weights: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _read(path: Path) -> dict[str, Tensor]:
+    paths.regular(path, memory.limit())
     if path.suffix == ".safetensors":
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -152,5 +153,5 @@ def _digest_in_name(backbone: Backbone) -> str:
 
 
 def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
+    with paths.opened(path, memory.limit()) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

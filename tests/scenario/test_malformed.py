@@ -571,7 +571,7 @@ def test_every_problem_is_listed_in_order_of_lines(tmp_path: Path) -> None:
         (b"null\n", "expected a mapping that starts with `name: ...`, got nothing"),
         (b"name: base\nseed: \xff\n", "x.yaml:2: not UTF-8 text"),
         (b"\x00\x01\x02", "U+0000 is not allowed"),
-        (b"name: a\n" * 200_000, "larger than 1,000,000 bytes"),
+        (b"name: a\n" * 200_000, "and at most 1.0 MiB are read"),
         ("name: base\n".encode("utf-16"), "not UTF-8 text"),
     ],
 )

@@ -70,6 +70,8 @@ MUTATIONS = (
         old="                plan.refuse_other_run()\n",
         new="                pass\n",
         tests=("tests/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",),
+    ),
+    Mutation(
         name="one image guessed for all of a batch",
         item=7,
         file="fedsim/scoring/guess.py",

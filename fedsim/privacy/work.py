@@ -1,0 +1,49 @@
+"""The work of an accountant: an upper limit that is stated before it starts, and its progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from fedsim.types import FedsimError
+
+Listener = Callable[[int, int], None]
+"""Is told how many numbers have been computed, and of how many."""
+
+MOST = 100_000_000_000
+"""Numbers that one answer may take: about ten minutes on one core."""
+
+_listener: ContextVar[Listener | None] = ContextVar("listener", default=None)
+
+
+class TooMuchWork(FedsimError):  # noqa: N818 - reads as what happened
+    """An answer would take more than `MOST` numbers."""
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Iterator[None]:
+    """Tell `listener` of all work that is done within."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(done: int, total: int) -> None:
+    """Say that `done` of `total` numbers are computed."""
+    if listener := _listener.get():
+        listener(done, total)
+
+
+def check(work: int, remedy: str, most: int = MOST) -> None:
+    """Refuse what takes too long.
+
+    Raises:
+        TooMuchWork: `work` exceeds `most`.
+    """
+    if work > most:
+        raise TooMuchWork(
+            f"this takes about {work:.1e} numbers, and at most {most:.0e} are computed; {remedy}"
+        )

@@ -1,0 +1,200 @@
+"""Whatever the noise, the rounds, δ and the sampling: an answer, in bounded work, never too low."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from scipy.stats import binom, norm
+
+from fedsim.privacy import calculator, correlated, gaussian, poisson, work
+from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.ledger import claim
+from fedsim.scenario.build import build_stack
+from fedsim.scenario.model import PluginRef
+from fedsim.stack import Stack
+from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Sampling
+
+NOISES = (1e-300, 1e-9, 1e-6, 0.01, 1.0, 1e6, 1e9, 1e12)
+DELTAS = (1e-300, 1e-5, 1 - 1e-9)
+
+
+def stack(*members: tuple[str, dict[str, object]]) -> Stack:
+    return build_stack([PluginRef(name=name, parameters=given) for name, given in members])
+
+
+def claimed(
+    of: Stack, rounds: int, held: int, delta: float, sampling: Sampling = "without_replacement"
+) -> PrivacyClaim:
+    training = LocalTraining(
+        algorithm="fedsgd", steps=1, batch_size=4, lr=0.1, mode="eval", sampling=sampling
+    )
+    return claim(of, training, rounds=rounds, num_examples=held, delta=delta)
+
+
+def shown(epsilon: float, noise: float, rounds: int, rate: float, exchanged: bool) -> float:
+    """A lower bound of δ: the best threshold on the sum of all releases of independent noise."""
+    counts = np.unique(binom.ppf([1e-12, 0.01, 0.5, 0.99, 1 - 1e-12], rounds, rate))
+    counts = np.unique(np.append(counts, np.arange(min(rounds, 20) + 1)))
+    weights = np.diff(binom.cdf(counts, rounds, rate), prepend=0.0)  # fewer participations, at most
+    std = noise * math.sqrt(rounds)
+    cuts = np.concatenate([counts + std * x for x in np.linspace(-8, 8, 33)])[:, None]
+    low = np.concatenate([[0.0], counts[:-1] + 1]) if len(counts) > 1 else counts
+    likely = (weights * norm.sf((cuts - low) / std)).sum(1)
+    other = (weights * norm.sf((cuts + low) / std)).sum(1) if exchanged else None
+    log_other = np.log(np.maximum(other, 1e-320)) if exchanged else norm.logsf(cuts[:, 0] / std)
+    return float((likely - np.exp(np.minimum(epsilon + log_other, 700.0))).max())
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    numbers: list[int] = [0]
+
+    def listen(done: int, total: int) -> None:
+        numbers[0] = max(numbers[0], total)
+
+    with work.heard_by(listen):
+        yield numbers
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])
+def test_dp_sgd_claims_what_holds(noise: float, sampling: Sampling) -> None:
+    dp = stack(("dp_sgd", {"norm": 1.0, "noise_multiplier": noise}))
+    for rounds in (1, 1000, 100_000, 10**9):
+        for held in (4, 400, 10**6):
+            for delta in DELTAS:
+                found = claimed(dp, rounds, held, delta, sampling).epsilon
+                assert found >= 0
+                if math.isinf(found) or rounds > 100_000:
+                    continue
+                exchanged = sampling == "without_replacement"
+                least = shown(found, noise, rounds, 4 / held, exchanged)
+                assert least <= delta * (1 + 1e-6) + 1e-12, (rounds, held, delta, found)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+def test_noise_on_updates_is_the_closed_form(noise: float) -> None:
+    for rounds in (1, 100_000):
+        for delta in DELTAS:
+            clip = ("clip", {"norm": 1.0})
+            of_client = stack(clip, ("gaussian_noise", {"multiplier": noise}))
+            found = claimed(of_client, rounds, 400, delta).epsilon
+            exact = float(gaussian.epsilon(noise / math.sqrt(rounds), delta))
+            assert found == pytest.approx(exact) if exact < 1e9 else math.isinf(found)
+            of_server = stack(clip, ("dp_ftrl", {"noise_multiplier": noise, "correlation": 0.0}))
+            if rounds == 1:
+                assert claimed(of_server, rounds, 400, delta).epsilon == pytest.approx(found)
+
+
+@pytest.mark.parametrize("noise", NOISES)
+@pytest.mark.parametrize("correlation", [0.5, 1 - 1e-12])
+def test_correlated_noise_claims_what_holds(noise: float, correlation: float) -> None:
+    of = {"norm": 1.0, "noise_multiplier": noise, "correlation": correlation}
+    for rounds in (1, 10**9) if correlation > 0.9 else (1, 30, 10**9):
+        for delta in DELTAS[:2]:
+            for held in (4, 10**6):
+                with counted() as numbers:
+                    found = claimed(stack(("correlated_noise", of)), rounds, held, delta).epsilon
+                assert numbers[0] <= work.MOST
+                if math.isfinite(found):
+                    # The first step has the noise of no step before it.
+                    least = shown(found, noise, 1, 4 / held, exchanged=True)
+                    assert least <= delta * (1 + 1e-6) + 1e-12
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "balls_in_bins"])
+@pytest.mark.parametrize("noise", [1e-300, 1e-6, 0.01])
+def test_little_noise_is_not_drawn_for(sampling: Sampling, noise: float) -> None:
+    of = {"norm": 1.0, "noise_multiplier": noise, "correlation": 0.9}
+    with counted() as numbers:
+        found = claimed(stack(("correlated_noise", of)), 200, 400, 1e-5, sampling)
+    assert found.epsilon > 1e3 and numbers[0] <= 1e6
+
+
+def test_long_runs_are_bounded_and_not_drawn_for() -> None:
+    of = {"norm": 1.0, "noise_multiplier": 1.0, "correlation": 0.9}
+    with counted() as numbers:
+        found = claimed(stack(("correlated_noise", of)), 50_000, 400, 1e-5, "poisson")
+    assert math.isfinite(found.epsilon) and "may be known" in (found.accountant or "")
+    assert numbers[0] == 0
+
+
+def test_counting_participations_bounds_their_norms() -> None:
+    given = (60, 0.1, 0.7)
+    for noise in (0.5, 3.0):
+        exact = [
+            correlated.log_delta_revealed(
+                noise, 1.0, steps=given[0], sampling_rate=given[1], correlation=given[2], factor=1.0
+            )
+        ]
+        norms, weights, rest = correlated._counted(*given)
+        assert sum(weights) + rest == pytest.approx(1.0)
+        bound = correlated._averaged(noise, 1.0, 1.0, norms[norms > 0], weights[norms > 0], rest)
+        assert exact[0] <= bound <= 0
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.5, 1.0, 100.0, 1e5])
+@pytest.mark.parametrize("steps", [1, 1000, 100_000])
+def test_the_grid_of_losses_is_bounded(noise: float, steps: int) -> None:
+    reach = 0.5 / noise**2 + 12 / noise
+    assert reach / poisson.interval(0.5, noise, steps) <= poisson.POINTS
+    assert poisson.interval(0.01, 1.0, 1000) == 1e-4  # what need not be coarser is not
+
+
+def test_full_participation_is_the_closed_form_at_every_noise() -> None:
+    for noise in (1e-9, 1e-3, 0.02, 0.5, 30.0, 1e5, 1e9):
+        for delta in (1e-12, 1e-5, 0.3):
+            exact = float(gaussian.epsilon(noise / math.sqrt(50), delta))
+            for sampling, rate in (("full", 1.0), ("poisson", 1.0), ("fixed_size", 1.0)):
+                keys = {"steps": 50, "sampling": sampling, "sampling_rate": rate}
+                found = calculator.epsilon(
+                    "correlated_gaussian", {**keys, "noise_multiplier": noise}, delta=delta
+                )
+                assert found.epsilon == pytest.approx(exact, rel=1e-6, abs=1e-9) or exact > 1e9
+
+
+@pytest.mark.parametrize("noise", [1e-6, 0.01, 0.3, 1.0, 1e6, 1e12])
+@pytest.mark.parametrize("rate", [1e-9, 0.01, 1 - 1e-9])
+def test_poisson_lies_between_a_threshold_and_no_sampling(noise: float, rate: float) -> None:
+    for steps in (1, 300):
+        keys = {"steps": steps, "sampling": "poisson", "sampling_rate": rate}
+        for delta in (1e-30, 1e-5, 0.5):
+            found = calculator.epsilon(
+                "correlated_gaussian", {**keys, "noise_multiplier": noise}, delta=delta
+            ).epsilon
+            exact = float(gaussian.epsilon(noise / math.sqrt(steps), delta))
+            assert found <= exact * (1 + 1e-9) + 1e-9 or found == math.inf
+            if math.isfinite(found):
+                assert shown(found, noise, steps, rate, exchanged=False) <= delta * 1.000001 + 1e-12
+
+
+def test_what_takes_too_long_is_refused_with_a_remedy() -> None:
+    keys = {
+        "steps": 100_000,
+        "sampling": "poisson",
+        "sampling_rate": 0.01,
+        "correlation": 0.999999,
+        "noise_multiplier": 1.0,
+    }
+    with pytest.raises(FedsimError, match="are computed; use fewer steps"):
+        calculator.epsilon("correlated_gaussian", keys, delta=1e-5)
+
+
+def test_calibration_looks_at_few_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    original = CorrelatedCurve._pair
+
+    def pair(self: CorrelatedCurve, noise: float, draws: int, seed: int, *more: int) -> object:
+        made.append(draws)
+        return original(self, noise, draws, seed, *more)
+
+    monkeypatch.setattr("fedsim.privacy.correlated_gaussian._Keys._pair", pair)
+    keys = {"steps": 4, "sampling": "poisson", "sampling_rate": 0.1, "correlation": 0.5}
+    found = calculator.calibrate("correlated_gaussian", keys, epsilon=1.0, delta=1e-3)
+    assert sum(made) <= 8192 * 9 / 8 + 3 * 8192
+    at = CorrelatedCurve.model_validate({**keys, "noise_multiplier": found.noise_multiplier})
+    assert at.delta(1.0).delta <= 1e-3
