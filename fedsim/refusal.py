@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedsim.models.planting import plants
 from fedsim.types import FedsimError, Table
 from fedsim.workload import Workload, blaming
@@ -85,3 +87,13 @@ def _batches(workload: Workload) -> None:
                 f"({len(parts[smallest])} {of}); use a smaller batch, fewer clients, "
                 "or a more even partition"
             )
+    if observe.batch_sizes:
+        _victims(workload, observe.batch_sizes, seen)
+
+
+def _victims(workload: Workload, sizes: Sequence[int], clients: Sequence[int]) -> None:
+    """Trials repeat nothing: each has images of its own."""
+    with blaming("observe.trials"):
+        for size in sizes:
+            for client in clients:
+                workload.check_victims(client, size)

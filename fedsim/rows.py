@@ -347,7 +347,9 @@ def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
 def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Score each truth also against what the same attack made of *another* update, in place.
 
-    If that is as good, the attack's pictures come from its prior and not from the update.
+    If that is as good, the attack's pictures come from its prior and not from the update. The other
+    update is of other images, by content; null if there is none. Memberships, which follow from
+    coins of each release, are compared with any other release.
     """
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -355,10 +357,12 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
             cell = (row["defense"]["name"], row["attack"]["label"], row["batch_size"], row["round"])
             cells.setdefault(cell, []).append(row)
     for members in cells.values():
-        if len(members) < 2:
-            continue
-        for row, other in zip(members, members[1:] + members[:1], strict=True):
+        for place, row in enumerate(members):
             own = read_tensors(_reconstruction(row, root))
+            others = members[place + 1 :] + members[:place]
+            other = next((each for each in others if _unlike(row, each, own)), None)
+            if other is None:
+                continue
             foreign = read_tensors(_reconstruction(other, root))
             if "members" in own:
                 row["control"]["other_update"] = _other_rows(own, foreign)
@@ -377,6 +381,11 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
                     features=own.get("truth_features"),
                 ),
             ).metrics()
+
+
+def _unlike(row: Row, other: Row, own: Mapping[str, Tensor]) -> bool:
+    """Whether `other` may be the control of `row`, whose tensors are `own`."""
+    return "membership" in own or not set(row["victims"]) & set(other["victims"])
 
 
 def _other_rows(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row:

@@ -109,6 +109,7 @@ class Workload:
             )
         self.trains = learner.trains
         self.release = self.computation.release
+        self._unique: dict[int, Tensor] = {}
         self.withheld: Tensor | None = None
         """(n,) booleans: training examples that are drawn as ever but are not there, as in a
         neighbouring database; None of the data as they are."""
@@ -225,7 +226,7 @@ class Workload:
         path = _path(round, client, probe)
         truth: Truth | None = None
         if isinstance(self.dataset, Dataset) and self.trains:
-            drawn = self._batches(self.dataset, client, training, path, taken)
+            drawn = self._batches(self.dataset, client, training, round, probe, taken)
         else:
             rows, truth = self._rows(client, round, probe)
             drawn = [rows]
@@ -409,7 +410,8 @@ class Workload:
         dataset: Dataset,
         client: int,
         training: LocalTraining,
-        path: tuple[int, ...],
+        round: int,
+        probe: Probe | None,
         taken: int,
     ) -> Batches:
         """Pixels and labels of every local step.
@@ -417,12 +419,58 @@ class Workload:
         `taken` is how many steps the client has taken in earlier rounds.
         """
         found = []
-        distinct = training.steps if training.batches == "different" else 1
+        distinct = _distinct(training)
         for step in range(distinct):
-            chosen = self._chosen(client, training, (*path, step), taken + step)
+            if probe and (own := self._victims(client, round, probe, step)) is not None:
+                chosen = own
+            else:
+                path = (*_path(round, client, probe), step)
+                chosen = self._chosen(client, training, path, taken + step)
             pixels = as_pixels(dataset.train_images[chosen])
             found.append((pixels, dataset.train_labels[chosen]))
         return found * (training.steps // distinct)
+
+    def check_victims(self, client: int, batch_size: int) -> None:
+        """Refuse more trials of probes of `batch_size` images than `client` has images for.
+
+        Raises:
+            FedsimError: there are too few, with how many trials there can be.
+        """
+        trials = self.scenario.observe.trials
+        if trials == 1 or not isinstance(self.dataset, Dataset):
+            return
+        training = self.stack.training(self.declared_of(batch_size))
+        needed, held = batch_size * _distinct(training), len(self._different(client))
+        if trials * needed > held:
+            raise FedsimError(
+                f"{trials} trials of {needed} images each take {trials * needed} different ones, "
+                f"and client {client} holds {held}: lower it to {max(1, held // needed)}, or use "
+                "smaller batches, fewer clients or a more even partition"
+            )
+
+    def _victims(self, client: int, round: int, probe: Probe, step: int) -> Tensor | None:
+        """Indices of the images of one step of a probe; no two trials share one.
+
+        None where a single trial takes more than the client holds: it draws each step anew.
+
+        Raises:
+            FedsimError: several trials do.
+        """
+        own, size = self._different(client), probe.batch_size
+        stream = rng.generator(self.scenario.seed, "victims", round, client, size)
+        drawn = batches.of_trial(own, size, probe.trial, self.scenario.observe.trials, step, stream)
+        if drawn is None:
+            self.check_victims(client, size)
+            return None
+        return drawn if self.withheld is None else drawn[~self.withheld[drawn]]
+
+    def _different(self, client: int) -> Tensor:
+        """Indices of the client's images, one of each content."""
+        if client not in self._unique:
+            assert isinstance(self.dataset, Dataset)
+            own = self.parts[client]
+            self._unique[client] = batches.distinct(own, self.dataset.train_images)
+        return self._unique[client]
 
     def _chosen(
         self, client: int, training: LocalTraining, path: tuple[int, ...], step: int
@@ -437,6 +485,11 @@ class Workload:
             draw = batches.poisson if poisson else batches.without_replacement
             drawn = draw(own, training.batch_size, rng.generator(seed, "batch", *path))
         return drawn if self.withheld is None else drawn[~self.withheld[drawn]]
+
+
+def _distinct(training: LocalTraining) -> int:
+    """How many batches of its own a local training draws."""
+    return training.steps if training.batches == "different" else 1
 
 
 def _path(round: int, client: int, probe: Probe | None) -> tuple[int, ...]:

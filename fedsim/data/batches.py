@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fedsim import rng as streams
 from fedsim.types import FedsimError
 
 
@@ -34,3 +35,35 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
     `rng` assigns the bins: a fresh one of the same seed in each step, so that they stay.
     """
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
+
+
+def of_trial(
+    indices: Tensor, batch_size: int, trial: int, trials: int, step: int, rng: torch.Generator
+) -> Tensor | None:
+    """`batch_size` of `indices` that no other trial and no other step draws; None if none are left.
+
+    What the first step of a trial draws depends neither on the number of `trials` nor on how many
+    steps there are.
+
+    Args:
+        indices: The examples to draw from, each once.
+        batch_size: Examples of a step.
+        trial: Which of the `trials`, from 0.
+        trials: How many there are.
+        step: Of the trial, from 0.
+        rng: A fresh one of the same seed in each trial and step, so that their order stays.
+    """
+    start = (step * trials + trial) * batch_size
+    if start + batch_size > len(indices):
+        return None
+    order = torch.randperm(len(indices), generator=rng)
+    return indices[order[start : start + batch_size]]
+
+
+def distinct(indices: Tensor, images: Tensor) -> Tensor:
+    """Those of `indices` whose image, in `images` (N, C, H, W), is not that of an earlier one."""
+    first: dict[int, int] = {}
+    for index in indices.tolist():
+        content = images[index].contiguous().numpy().tobytes()
+        first.setdefault(streams.of_bytes(content), index)
+    return torch.tensor(list(first.values()), dtype=torch.int64)

@@ -23,6 +23,7 @@ from fedsim.report.runs import (
     load_runs,
     measurements,
 )
+from fedsim.report.victims import images, units
 from fedsim.scoring import Accuracy, Summary, accuracy, learning_problem, summarize
 from fedsim.types import Server
 
@@ -94,7 +95,13 @@ class LeaderboardRow:
     batch_size: int
     round: int
     n: int
+    """Trials."""
     n_ok: int
+    images: int | None
+    """Different images, or rows of a table, that were attacked; None of rows that do not tell."""
+    independent: int
+    """Trials of which no two share an image, those that do counting once: what every summary and
+    interval is of."""
     failures: dict[str, int]
     """Reason -> how many trials."""
     metrics: dict[Aggregated, Summary | None]
@@ -243,10 +250,13 @@ def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[Aggregated, ...]]:
 def _aggregate(
     rows: list[ResultRow], confidence: float, yielded: Sequence[Aggregated]
 ) -> LeaderboardRow:
-    first = rows[0]
+    first, apart = rows[0], units(rows)
 
-    def summary(values: list[float] | None) -> Summary | None:
-        return summarize(values or [], confidence=confidence)
+    def summary(values: Sequence[float | None] | None) -> Summary | None:
+        """Of one value per row, where it has one; rows that share an image give their mean."""
+        known = [[v for i in unit if (v := values[i]) is not None] for unit in apart if values]
+        means = [sum(each) / len(each) for each in known if each]
+        return summarize(means, confidence=confidence)
 
     values = {name: _counted(rows, name) if name in yielded else None for name in AGGREGATED}
     ok = [row for row in rows if row.ok]
@@ -275,6 +285,8 @@ def _aggregate(
         round=first.round,
         n=len(rows),
         n_ok=len(ok),
+        images=images(rows),
+        independent=len(apart),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in AGGREGATED},
         worst={name: _worst(rows, name, values[name]) for name in AGGREGATED},
@@ -286,7 +298,7 @@ def _aggregate(
         membership_gain=summary(
             _paired(rows, "membership_auc", values["membership_auc"], lambda row: row.baseline)
         ),
-        other_update=summary(_present(rows, lambda row: _of(_other(row), "psnr"))),
+        other_update=summary([_of(_other(row), "psnr") for row in rows]),
         over_other=summary(_over_other(rows)),
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
@@ -354,10 +366,10 @@ def _paired(
     return [value - other for value, other in zip(values, known, strict=True)]
 
 
-def _over_other(rows: list[ResultRow]) -> list[float] | None:
-    """PSNR above the other update's. Rows without that control (as failed ones) do not enter."""
-    pairs = [(_of(row.metrics, "psnr"), _of(_other(row), "psnr")) for row in rows if row.ok]
-    return [own - other for own, other in pairs if own is not None and other is not None]
+def _over_other(rows: list[ResultRow]) -> list[float | None]:
+    """PSNR above the other update's. Rows without that control (as failed ones) have None."""
+    pairs = [(_of(row.metrics, "psnr"), _of(_other(row), "psnr")) for row in rows]
+    return [None if own is None or other is None else own - other for own, other in pairs]
 
 
 def _worst(rows: list[ResultRow], name: Aggregated, values: list[float] | None) -> float | None:

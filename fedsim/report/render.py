@@ -110,6 +110,8 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "round": row.round,
         "n_ok": row.n_ok,
         "n": row.n,
+        "images": row.images,
+        "independent": row.independent,
     }
     for name in AGGREGATED:
         flat |= _columns(name, row.metrics[name])
@@ -150,6 +152,7 @@ def _epsilon(epsilon: float | None) -> float | str | None:
 
 _COLUMNS: list[tuple[str, Cell]] = [
     # Heading and cell; a column without any value is left out.
+    ("images", lambda row: "–" if row.images is None else str(row.images)),
     ("PSNR dB", lambda row: format_summary(row.metrics["psnr"])),
     ("max", lambda row: format_number(row.worst["psnr"], 1)),
     ("gain", lambda row: _signed(row.gain)),
@@ -173,7 +176,20 @@ _COLUMNS: list[tuple[str, Cell]] = [
 ]
 
 _EXPENDABLE = (
-    *("sec", "max", "other", "LPIPS", "SSIM", "TPR", "found", "acc", "label", "gain", "feat"),
+    *(
+        "sec",
+        "images",
+        "max",
+        "other",
+        "LPIPS",
+        "SSIM",
+        "TPR",
+        "found",
+        "acc",
+        "label",
+        "gain",
+        "feat",
+    ),
     *("span", "row err", "≤", "ε (δ, unit, neighbours)"),
 )
 """Dropped in this order where the table would not fit; JSON and CSV always hold everything."""

@@ -176,6 +176,8 @@ class ResultRow(_Part):
     status: Literal["ok", "failed"]
     reason: str | None = None
     metrics: Metrics | None = None
+    victims: list[str] | None = None
+    """A digest of each true image, or row of a table that took part."""
     baseline: Metrics | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
@@ -229,7 +231,7 @@ class ResultRow(_Part):
 
     @property
     def identity(self) -> str:
-        """What tells this measurement from every other; the same twice is the same measurement."""
+        """What tells this measurement from every other of its scenario's seed."""
         kept = {"client", "trial", "seed"}
         return self.cell + canonical(self.model_dump(include=kept))
 
@@ -326,8 +328,11 @@ def _told_apart(runs: list[Run]) -> list[Run]:
 
 
 def measurements(runs: Iterable[Run]) -> list[ResultRow]:
-    """All rows of `runs`, a measurement that occurs twice (as after a copy) only once, the last."""
-    rows = {row.identity: row for run in runs for row in run.rows}
+    """All rows of `runs`, a measurement that occurs twice (as after a copy) only once, the last.
+
+    Rows do not state the scenario's seed; their own is of the attack, and the same under each.
+    """
+    rows = {(str(run.setting("seed")), row.identity): row for run in runs for row in run.rows}
     return list(rows.values())
 
 

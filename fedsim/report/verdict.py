@@ -251,8 +251,13 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     found = [f"{problem[0].upper()}{problem[1:]}."] if problem else []
     if strongest.n == 1:
         found.append("One trial only: no interval can be given.")
-    elif strongest.n < LEAST:
+    elif strongest.independent == strongest.n < LEAST:
         found.append(f"{strongest.n} trials only: no interval is given of fewer than {LEAST}.")
+    if strongest.independent < strongest.n:
+        found.append(
+            f"{strongest.n} trials share images: they count as {strongest.independent} independent "
+            f"ones, and no interval is given of fewer than {LEAST}."
+        )
     failed = sum(row.n - row.n_ok for row in rows)
     if failed:
         total = sum(row.n for row in rows)

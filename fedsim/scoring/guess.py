@@ -8,9 +8,9 @@ Which N images are matched best is learned on batches drawn from the public imag
 the means of N classes of brightness, each batch is matched to the N images, and each of these
 becomes a mean of what it was matched to, weighted by 1 / MSE. That step increases the mean PSNR at
 fixed matches, since the logarithm is concave (majorization: Hunter and Lange, The American
-Statistician 58, 2004). Images so learned compete with the mean image, with the mean image at several
-levels of brightness and with means by class. What counts is the mean PSNR on public images that
-they were not made of. No choice looks at the truth.
+Statistician 58, 2004). Images so learned compete with the mean image, with the mean image at
+several levels of brightness and with means by class. What counts is the mean PSNR on public images
+that they were not made of. No choice looks at the truth.
 
 All sums are of whole numbers below 2^53, so that no order of summation changes a guess.
 """
@@ -58,7 +58,7 @@ class Guess:
     """The zero-information guess of one batch."""
 
     name: str
-    """`mean_image`, `mean_by_brightness`, `learned_means`, `class_means` or `learned_class_means`."""
+    """`mean_image`, `mean_by_brightness`, `learned_means`, `class_means`, `learned_class_means`."""
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
     labels: Tensor
@@ -151,7 +151,7 @@ class _Pool:
     ) -> None:
         self._images, self._labels = images.flatten(1), labels
         self._squares = torch.cat(
-            [part.double().square().sum(1) for part in self._images.split(_CHUNK)]
+            [part.double().square().sum(1) for part in torch.split(self._images, _CHUNK)]
         )
         self._granted, self._name = granted, name
 

@@ -53,7 +53,9 @@ def test_a_batch_is_guessed_by_different_images_each_matched_once() -> None:
     assert sorted((guess.images[:, 0, 0, 0] * 255).round().tolist()) == [20, 220]
     both, one = truth(flat([220, 20])), truth(flat([220, 220]))
     assert baseline(guess, both)["psnr"] == 60.0
-    assert baseline(guess, one)["psnr"] == pytest.approx((60 - 20 * math.log10(200 / 255)) / 2, abs=0.01)
+    assert baseline(guess, one)["psnr"] == pytest.approx(
+        (60 - 20 * math.log10(200 / 255)) / 2, abs=0.01
+    )
     assert list(baseline(guess, both)) == list(METRICS)
     assert baseline(guess, both)["attack_loss"] is None
 

@@ -1,0 +1,300 @@
+"""Victims and guesses on the road: no image counts twice, and guessing is no leak (12, 24, 25)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim import plugins
+from fedsim.adversary import Attack, AttackState
+from fedsim.data.base import DataSource
+from fedsim.jobs import reconstruction_path
+from fedsim.record import Row, Run
+from fedsim.recording import load_truth, read_tensors
+from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.scoring import Guesser
+from fedsim.types import (
+    Dataset,
+    FedsimError,
+    GroundTruth,
+    Knowledge,
+    Observation,
+    Reconstruction,
+    Tensors,
+)
+
+SIDE = 8
+
+
+class Shades(DataSource):
+    """Flat images of many shades and two classes, left or right half lit; some held twice."""
+
+    clients: int = 24
+    """Images that clients hold."""
+    contents: int = 24
+    """Different ones among them: with half as many, each is there twice."""
+
+    def load(self) -> Dataset:
+        """(N, 1, 8, 8)."""
+
+        def split(count: int, contents: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+            shades = offset + torch.arange(count) % contents * 200 // contents
+            labels = torch.arange(count) % contents % 2
+            images = torch.zeros(count, 1, SIDE, SIDE, dtype=torch.uint8)
+            images[:] = shades.view(-1, 1, 1, 1)
+            images[labels == 0, ..., : SIDE // 2] += 50
+            images[labels == 1, ..., SIDE // 2 :] += 50
+            return images, labels
+
+        train, test = split(self.clients, self.contents, 1), split(100, 100, 0)
+        return Dataset(
+            name="shades",
+            train_images=train[0],
+            train_labels=train[1],
+            test_images=test[0],
+            test_labels=test[1],
+            mean=(0.5,),
+            std=(0.25,),
+            classes=("left", "right"),
+            private_statistics=(),
+        )
+
+
+class Blank(Attack[AttackState]):
+    """Answers one black image, however many there are."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> AttackState:
+        """Nothing."""
+        self_shape.append(observation.model.input_shape)
+        return AttackState(loss=torch.zeros(()))
+
+    def step(self, state: AttackState) -> AttackState:
+        """Nothing."""
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: AttackState) -> bool:
+        """At once."""
+        return state.iteration > 0
+
+    def postprocess(self, state: AttackState) -> Reconstruction:
+        """One black image."""
+        return Reconstruction(images=torch.zeros(1, *self_shape[-1]), loss=0.0, iterations=1)
+
+
+self_shape: list[tuple[int, ...]] = []
+
+SCENARIO: dict[str, Any] = {
+    "name": "victims",
+    "seed": 3,
+    "data": {"source": "shades", "clients": 2},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 1, "local": {"batch_size": 1, "lr": 0.1}},
+    "defenses": {"none": [], "noise": [{"name": "gaussian_noise", "std": 0.01}]},
+    "attacks": [{"name": "inverting_gradients", "iterations": 2}, "blank"],
+    "observe": {"clients": [0], "batch_sizes": [1, 3], "trials": 4},
+    "knowledge": {"labels": "inferred"},
+}
+
+MEMBERS = {"fedsim.attacks": {"blank": Blank}, "fedsim.data": {"shades": Shades}}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def installed() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        before = plugins._entry_points
+
+        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+            own = {
+                name: (EntryPoint(name, f"{__name__}:{cls.__name__}", group),)
+                for name, cls in MEMBERS.get(group, {}).items()
+            }
+            return {**before(group), **own}
+
+        patch.setattr(plugins, "_entry_points", with_own)
+        yield
+
+
+def run(out: Path, **changed: Any) -> Run:
+    return fedsim.run({**SCENARIO, **changed}, out=out, workers=1)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return run(tmp_path_factory.mktemp("victims") / "out")
+
+
+def truth_of(run: Run, row: Row) -> GroundTruth:
+    truth = load_truth(run.out, row["observation"])
+    assert isinstance(truth, GroundTruth)
+    return truth
+
+
+def contents(run: Run, row: Row) -> list[bytes]:
+    return [image.numpy().tobytes() for image in truth_of(run, row).images]
+
+
+def cell(run: Run, size: int, stack: str = "none", attack: str = "blank") -> list[Row]:
+    wanted = (size, stack, attack)
+    return [
+        row
+        for row in run.rows()
+        if (row["batch_size"], row["defense"]["name"], row["attack"]["name"]) == wanted
+    ]
+
+
+def line(run: Run, size: int) -> LeaderboardRow:
+    (found,) = (
+        row
+        for row in leaderboard_rows([run.out])
+        if (row.batch_size, row.defense, row.attack) == (size, "none", "blank")
+    )
+    return found
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_no_two_trials_attack_the_same_image(finished: Run, size: int) -> None:
+    """Rule 25: of a client's 12 images, 4 trials of 3 take each one once."""
+    found = [image for row in cell(finished, size) for image in contents(finished, row)]
+    assert len(found) == len(set(found)) == 4 * size
+    assert line(finished, size).images == 4 * size
+    assert line(finished, size).n == line(finished, size).independent == 4
+
+
+def test_every_stack_has_the_same_victims(finished: Run) -> None:
+    for size in (1, 3):
+        own = [[r["victims"] for r in cell(finished, size, s)] for s in ("none", "noise")]
+        assert own[0] == own[1]
+        digests = [digest for victims in own[0] for digest in victims]
+        assert len(set(digests)) == len(digests) == 4 * size
+
+
+@pytest.mark.parametrize(
+    ("source", "observe", "reason"),
+    [
+        ({}, {"batch_sizes": [3], "trials": 5}, r"5 trials of 3 images each take 15 .* lower it"),
+        (
+            {"clients": 2, "contents": 2},
+            {"batch_sizes": [1], "trials": 6},
+            "holds 1: lower it to 1",
+        ),
+        (
+            {"clients": 24, "contents": 1},
+            {"batch_sizes": [1], "trials": 2},
+            "take 2 different ones, and client 0 holds 1",
+        ),
+    ],
+)
+def test_more_trials_than_images_are_refused(
+    source: dict[str, int], observe: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """Rule 25: before any work; images that are there twice count once."""
+    data = {"source": {"name": "shades", **source}, "clients": 2}
+    with pytest.raises(FedsimError, match=f"observe.trials: .*{reason}"):
+        run(tmp_path / "out", data=data, observe={"clients": [0], **observe})
+    assert not (tmp_path / "out").exists()
+
+
+def test_several_steps_take_images_of_their_own(tmp_path: Path) -> None:
+    """Rule 25: over the steps of all trials, too."""
+    training = {
+        "rounds": 1,
+        "algorithm": "fedavg",
+        "local": {"batch_size": 1, "lr": 0.1, "steps": 2},
+    }
+    observe = {"clients": [0], "batch_sizes": [2], "trials": 3}
+    done = run(tmp_path / "out", training=training, observe=observe, attacks=["blank"])
+    found = [image for row in cell(done, 2) for image in contents(done, row)]
+    assert len(found) == len(set(found)) == 12
+    with pytest.raises(FedsimError, match="4 trials of 4 images each take 16"):
+        run(tmp_path / "more", training=training, observe={**observe, "trials": 4})
+
+
+def test_another_update_is_of_other_images(tmp_path: Path) -> None:
+    """Rule 25: by content, and null if there is none. Clients may hold the same images."""
+    data = {"source": {"name": "shades", "clients": 2, "contents": 1}, "clients": 2}
+    observe = {"clients": "all", "batch_sizes": [1], "trials": 1}
+    same = run(tmp_path / "same", data=data, observe=observe, attacks=["blank"])
+    assert len(cell(same, 1)) == 2
+    assert all(row["control"]["other_update"] is None for row in cell(same, 1))
+    found = line(same, 1)
+    assert (found.n, found.images, found.independent) == (2, 1, 1)
+    assert found.other_update is None
+
+    data["source"] = {"name": "shades", "clients": 2, "contents": 2}
+    apart = run(tmp_path / "apart", data=data, observe=observe, attacks=["blank"])
+    assert all(row["control"]["other_update"] is not None for row in cell(apart, 1))
+    assert (line(apart, 1).images, line(apart, 1).independent) == (2, 2)
+
+
+def test_seeds_of_few_images_are_no_independent_trials(tmp_path: Path) -> None:
+    """Rule 25: the interval is of images, whatever runs they are spread over."""
+    data = {"source": {"name": "shades", "clients": 2, "contents": 2}, "clients": 1}
+    observe = {"clients": [0], "batch_sizes": [1], "trials": 2}
+    for seed in (1, 2, 3):
+        done = run(
+            tmp_path / "all" / str(seed), seed=seed, data=data, observe=observe, attacks=["blank"]
+        )
+    (found,) = (row for row in leaderboard_rows([done.out.parent]) if row.defense == "none")
+    assert (found.n, found.images, found.independent) == (6, 2, 2)
+    assert found.gain is not None and found.gain.n == 2 and found.gain.low is None
+
+
+def test_the_guess_is_matched_as_generously_as_an_attack(finished: Run) -> None:
+    """Rule 24: as many different images as there are truths, each matched to one."""
+    source = Shades().load()
+    guesser = Guesser(source.test_images, source.test_labels)
+    gains = []
+    for row in cell(finished, 3):
+        truth = truth_of(finished, row).images
+        error = (guesser.mean - truth).square().flatten(1).mean(1)
+        gains.append(row["baseline"]["psnr"] - float((-10 * error.log10()).mean()))
+        assert row["baseline"]["name"] == guesser(3).name != "mean_image"
+    assert sum(gains) / len(gains) > 2, "shades that are evenly spaced, for the mean of all"
+
+
+def test_the_guess_knows_granted_labels(finished: Run, tmp_path: Path) -> None:
+    """Rule 24: where labels are handed to attacks, they are to the guess; inferred, they are not.
+
+    Half of an image is lit, and the label says which.
+    """
+    known = run(tmp_path / "out", knowledge={"labels": "known"}, attacks=["blank"])
+    for size in (1, 3):
+        for row, untold in zip(cell(known, size), cell(finished, size), strict=True):
+            assert row["victims"] == untold["victims"]
+            assert "class" in row["baseline"]["name"] and "class" not in untold["baseline"]["name"]
+    told = [row["baseline"]["psnr"] for row in cell(known, 3)]
+    untold_psnr = [row["baseline"]["psnr"] for row in cell(finished, 3)]
+    assert sum(told) > sum(untold_psnr) + 1
+    assert all(row["baseline"]["label_accuracy"] == 1.0 for row in cell(known, 1))
+
+
+def test_labels_alone_are_guessed_as_they_are_scored(tmp_path: Path) -> None:
+    """Rule 24: as a multiset. With two even classes, one of each is the best guess of two."""
+    observe = {"clients": [0], "batch_sizes": [2], "trials": 4}
+    done = run(tmp_path / "out", attacks=["label_inference"], observe=observe)
+    rows = cell(done, 2, attack="label_inference")
+    for row in rows:
+        both = len(set(truth_of(done, row).labels.tolist())) == 2
+        assert row["baseline"]["name"] == "labels" and row["baseline"]["psnr"] is None
+        assert row["baseline"]["label_accuracy"] == (1.0 if both else 0.5)
+
+
+def test_what_an_attack_leaves_out_is_the_mean_image(finished: Run) -> None:
+    """Rule 11: one for all, so that leaving out is no better than the guess."""
+    source = Shades().load()
+    mean = Guesser(source.test_images, source.test_labels).mean
+    for row in cell(finished, 3):
+        path = reconstruction_path(finished.out, "blank", row["observation"])
+        saved: Tensors = read_tensors(path)
+        filled = [torch.equal(image, mean) for image in saved["reconstruction"]]
+        assert sorted(filled) == [False, True, True]
+    assert sum(row["metrics"]["psnr"] - row["baseline"]["psnr"] for row in cell(finished, 3)) < 0
