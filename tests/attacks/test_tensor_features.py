@@ -268,3 +268,32 @@ def test_a_class_of_each_group_is_combined(classes: int) -> None:
     outer = TwoLayerHead(config, 3, classes).output.weight.detach()
     seen = SimpleNamespace(grad_output=outer, server=slice(2, None), config=config)
     assert not combine(cast(HeadGradient, seen)).any()
+
+
+@pytest.mark.parametrize(
+    ("defense", "count", "head"),
+    [
+        ([{"name": "gaussian_noise", "std": 0.01}], 3, {}),
+        ([{"name": "gaussian_noise", "std": 1e3}], 3, {}),
+        ([{"name": "gradient_pruning", "ratio": 0.9}], 3, {}),
+        ([], 12, {}),  # more images than classes
+        ([], 3, {"width": 40, "planted": 20}),  # fewer planted neurons than entries of a feature
+        ([], 3, {"activation": "tanh"}),
+        ([], 1, {}),
+    ],
+)
+def test_all_rows_give_a_direction_for_each_image(
+    defense: list[dict[str, object]], count: int, head: dict[str, object]
+) -> None:
+    observation, _ = make_observation(
+        torch.rand(count, 1, 6, 6, generator=rng.generator(0, "directions")),
+        torch.arange(count) * 3 % 10,
+        model="mlp",
+        model_parameters={"hidden": [], "head": {"width": 512, "planted": 512} | head},
+        defense=defense,
+    )
+    attack = create("tensor_features", {"variance_reduction": True, "whiten": True, "rows": "all"})
+    found = solve(attack, observation, Knowledge(), seed=1).reconstruction.features
+    assert found is not None
+    assert found.shape == (count, 36)
+    torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
