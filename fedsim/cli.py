@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from enum import StrEnum
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -173,13 +174,14 @@ def attack(
     with exits():
         from rich.console import Console
 
+        from fedsim.paths import writable_folder
         from fedsim.progress import Live
         from fedsim.replay import attack as attack_recording
         from fedsim.scenario import parameters_of
 
         parameters = parameters_of("fedsim.attacks", name, settings or [])
         if out:
-            _refuse_unwritable(out)
+            writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
             display.stage(name, restarts)
             found, row = attack_recording(
@@ -284,6 +286,16 @@ def _version(
         raise typer.Exit
 
 
+def make_printable() -> None:
+    """Write to a terminal of few characters what it has, and to a closed one nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def _outcome(folder: Path) -> str:
     """The leaderboard of a run, or what its defenses cost if nothing is attacked."""
     from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
@@ -305,15 +317,6 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
     width = get_terminal_size((120, 24)).columns
     rows = leaderboard_rows(folders)
     return render(rows, format.value, width=width, color=sys.stdout.isatty())
-
-
-def _refuse_unwritable(out: Path) -> None:
-    """An attack may take hours, and what it found is not to be lost for want of a folder."""
-    from fedsim.types import FedsimError
-
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK):
-        raise FedsimError(f"--out {out}: {there} is no folder that can be written to")
 
 
 def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:

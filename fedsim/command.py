@@ -8,6 +8,7 @@ from fedsim import interrupts
 def main() -> None:
     """The entry point of the `fedsim` command."""
     with interrupts.command():
-        from fedsim.cli import app
+        from fedsim.cli import app, make_printable
 
+        make_printable()
         app()

@@ -24,9 +24,16 @@ def exits() -> Iterator[None]:
         status = _status(error)
         if status is None:
             raise
-        hint = "; check the path and the space left" if isinstance(error, OSError) else ""
-        typer.secho(f"{error}{hint}", err=True, fg="red")
+        typer.secho(f"{error}{_remedy(error, interrupted)}", err=True, fg="red")
         raise typer.Exit(status) from error
+
+
+def _remedy(error: Exception, interrupted: str) -> str:
+    """What to do about an error of the system, which does not say it itself."""
+    if not isinstance(error, OSError):
+        return ""
+    hint = "; check the path and the space left"
+    return f"{hint}; then {interrupted}" if interrupted else hint
 
 
 def _status(error: Exception) -> int | None:

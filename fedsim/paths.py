@@ -11,8 +11,8 @@ import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from fedsim.types import FedsimError
 
@@ -60,7 +60,7 @@ def regular(path: Path, most: int) -> Path:
 
 
 @contextmanager
-def opened(path: Path, most: int) -> Iterator[BinaryIO]:
+def opened(path: Path, most: int) -> Iterator[BufferedReader]:
     """The regular file at `path`, opened for reading.
 
     Raises:
@@ -68,11 +68,11 @@ def opened(path: Path, most: int) -> Iterator[BinaryIO]:
         OSError: it is missing, or may not be read.
     """
     try:
-        _check(path, os.stat(path), most)
+        _check(path, path.stat(), most)
         # What was looked at may be gone by now: opening a pipe must not wait for its other end.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except ValueError as error:  # a NUL
-        raise FedsimError(f"{str(path)!r} is no file name ({error}); correct it") from error
+        raise FedsimError(f"{str(path)!r} is no file name ({error}); check the path") from error
     with os.fdopen(handle, "rb") as file:
         _check(path, os.fstat(handle), most)
         yield file
@@ -114,7 +114,7 @@ def writable_folder(path: Path, option: str) -> None:
         for part in (path, *path.absolute().parents):
             if not part.exists():
                 if part.is_symlink():
-                    where = os.readlink(part)
+                    where = part.readlink()
                     raise FedsimError(
                         f"{option} {path}: {part} is a link to {where}, where nothing is; remove "
                         "the link or name another folder"
@@ -137,7 +137,7 @@ def writable_folder(path: Path, option: str) -> None:
 def _check(path: Path, found: os.stat_result, most: int) -> None:
     for is_kind, said in _KINDS:
         if is_kind(found.st_mode):
-            raise FedsimError(f"{path} is {said}, and a regular file is wanted; name one")
+            raise FedsimError(f"{path} is {said}, and a regular file is wanted; check the path")
     if found.st_size > most:
         raise _too_large(path, found.st_size, most)
 

@@ -12,7 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import canaries, federation, paths, progress, record, recording, refusal, rows, scoring
+from fedsim import (
+    canaries,
+    federation,
+    main_guard,
+    paths,
+    progress,
+    record,
+    recording,
+    refusal,
+    rows,
+    scoring,
+)
 from fedsim.adversary import Progress
 from fedsim.data.public import public_images
 from fedsim.device import resolve_device
@@ -20,7 +31,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.lock import locked
 from fedsim.record import Run
-from fedsim.report import save_grids, save_overview, write_report
+from fedsim.report import fits, save_grids, save_overview, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.threads import fixed
@@ -61,6 +72,7 @@ def run(
         document = scenario
     variants = expand(document)
     root = Path(out) if out else Path("runs") / variants[0].scenario.name
+    paths.writable_folder(root, "--out")
     with ExitStack() as until_the_end:
         try:
             plans = [
@@ -70,6 +82,7 @@ def run(
                     root / variant.label if variant.label else root,
                     resume=resume,
                     workers=workers,
+                    quiet=quiet,
                 )
                 for variant in variants
             ]
@@ -89,7 +102,18 @@ def run(
             raise
         except FedsimError as error:
             raise RunFailed(str(error)) from error
+        except OSError as error:
+            raise RunFailed(_of_the_system(error)) from error
     return Run(root)
+
+
+def _of_the_system(error: OSError) -> str:
+    """A full disk, say, with the file, and how to go on."""
+    where = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{where}{error.strerror or error}; what has finished is kept: make room or correct the "
+        "path, and continue with --resume (in Python, resume=True)"
+    )
 
 
 _NOISE = (
@@ -115,6 +139,7 @@ class _Plan:
         *,
         resume: bool,
         workers: int | None,
+        quiet: bool,
     ) -> None:
         self.scenario = scenario
         self.variant = variant
@@ -125,6 +150,8 @@ class _Plan:
         cores = os.cpu_count() or 1
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
         self.workers = workers or fitting
+        if self.workers > 1 and scenario.attacks:
+            main_guard.check()
         with fixed(scenario.threads):
             self.dataset = load_dataset(scenario)
             self.workloads = {
@@ -134,7 +161,7 @@ class _Plan:
             for workload in self.workloads.values():
                 refusal.check(workload)
             # Whatever an accountant refuses, it refuses before any training.
-            claims = {name: _accounted(name, w) for name, w in self.workloads.items()}
+            claims = {name: _accounted(name, w, quiet) for name, w in self.workloads.items()}
             if scenario.audit:
                 canaries.check(scenario.audit, claims, scenario.data.clients)
         self.refuse_other_run()
@@ -317,14 +344,21 @@ class _Plan:
         """A line names files and stacks; what was changed by hand must not reach them."""
         last, stacks = self.scenario.training.rounds, self.workloads
         keys = {job.key for job, _ in self._jobs()}
-        record.read_lines(self.out / "results.jsonl", lambda row: rows.key(row) in keys)
+        record.read_lines(
+            self.out / "results.jsonl",
+            lambda row: rows.key(row) in keys and fits(row, "results.jsonl"),
+        )
         record.read_lines(
             self.out / "rounds.jsonl",
-            lambda row: row["defense"] in stacks and row["round"] in range(1, last + 1),
+            lambda row: (
+                row["defense"] in stacks
+                and row["round"] in range(1, last + 1)
+                and fits(row, "rounds.jsonl")
+            ),
         )
         record.read_lines(
             self.out / "audit.jsonl",
-            lambda row: row["defense"] in stacks and "audited_epsilon" in row,
+            lambda row: row["defense"] in stacks and fits(row, "audit.jsonl"),
         )
 
     def _refuse_missing_weights(self) -> None:
@@ -371,8 +405,8 @@ class _Plan:
         return lpips.describe(*self.dataset.input_shape[1:])
 
 
-def _accounted(name: str, workload: Workload) -> PrivacyClaim:
-    with progress.told_of_work(f"account {name}"):
+def _accounted(name: str, workload: Workload, quiet: bool) -> PrivacyClaim:
+    with nullcontext() if quiet else progress.told_of_work(f"account {name}"):
         return rows.spent(workload, workload.scenario.training.rounds)
 
 

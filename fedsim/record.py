@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import paths
-from fedsim.recording import write_bytes
+from fedsim.recording import naming, write_bytes
 from fedsim.types import FedsimError
 
 Row = dict[str, Any]
@@ -26,7 +27,7 @@ Row = dict[str, Any]
 def append_line(path: Path, row: Row) -> None:
     """Append `row` as one JSON line and force it to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as file:
+    with naming(path), path.open("ab") as file:
         file.write(_line(row))
         file.flush()
         os.fsync(file.fileno())
@@ -47,7 +48,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
         if not line.endswith(b"\n"):
             continue
         try:
-            row = json.loads(line)
+            row = strict_json(line)
             good = isinstance(row, dict) and belongs(row)
         except (ValueError, KeyError, TypeError, RecursionError):
             good = False
@@ -58,6 +59,24 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
             )
         rows.append(row)
     return rows
+
+
+def strict_json(line: bytes) -> Any:
+    """What a line of JSON says, which has no NaN and no infinity.
+
+    Raises:
+        ValueError: it is no JSON, or a number is NaN or beyond the largest double.
+    """
+    return json.loads(line, parse_constant=_no_number, parse_float=_finite)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:

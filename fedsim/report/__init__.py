@@ -7,7 +7,7 @@ from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
-from fedsim.report.runs import ReportError, load_runs
+from fedsim.report.runs import ReportError, fits, load_runs
 from fedsim.report.utility import attacks_nothing, describe, utility
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "ReportError",
     "attacks_nothing",
     "describe",
+    "fits",
     "invalid_reasons",
     "leaderboard_rows",
     "load_runs",

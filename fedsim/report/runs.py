@@ -354,6 +354,20 @@ def _load_run(folder: Path) -> Run:
     )
 
 
+def fits(row: dict[str, Any], name: str) -> bool:
+    """Whether `row` may stand in the file of lines called `name`."""
+    kinds: dict[str, type[_Part]] = {
+        RESULTS: ResultRow,
+        "rounds.jsonl": RoundRow,
+        "audit.jsonl": AuditRow,
+    }
+    try:
+        kinds[name].model_validate(row)
+    except ValidationError:
+        return False
+    return True
+
+
 P = TypeVar("P", bound=_Part)
 
 

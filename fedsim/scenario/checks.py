@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -239,12 +240,12 @@ def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:
 
 
 def _repeated(values: Sequence[Hashable]) -> Iterator[int]:
-    """The positions of values that occurred before."""
-    seen: set[Hashable] = set()
+    """Of each value that occurs again, the position of its second occurrence."""
+    times: Counter[Hashable] = Counter()
     for index, value in enumerate(values):
-        if value in seen:
+        times[value] += 1
+        if times[value] == 2:
             yield index
-        seen.add(value)
 
 
 def _needs(

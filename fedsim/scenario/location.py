@@ -18,8 +18,9 @@ _PART = re.compile(
 )
 
 
-_DEEPEST, _SHOWN = 32, 60
-"""Parts of a path, as deep as a scenario may be, and characters of a wrong one in a message."""
+_DEEPEST, _SHOWN, _TOLD = 32, 60, 50
+"""Parts of a path, as deep as a scenario may be; characters of a wrong one in a message; problems
+in a message."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,17 @@ class Problem:
 
 
 class ScenarioError(FedsimError):
-    """A scenario cannot be run. The message lists every problem once, in order of lines."""
+    """A scenario cannot be run.
+
+    The message lists every problem once, in order of lines; of many the first, and their number.
+    """
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
-        super().__init__("\n".join(str(problem) for problem in self.problems))
+        told = [str(problem) for problem in self.problems[:_TOLD]]
+        if more := len(self.problems) - len(told):
+            told.append(f"and {more:,} more problems; correct these first")
+        super().__init__("\n".join(told))
 
     @property
     def path(self) -> str:

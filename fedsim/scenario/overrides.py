@@ -123,13 +123,16 @@ def _apply(document: Document, override: Override) -> Document:
         if value is None:
             value = {}
         if isinstance(value, list):
+            number = part if isinstance(part, str) and part.isdecimal() else "0"
+            rest = path[depth + 1 :] if number == part else path[depth:]
             raise LookupError(
                 f"{dotted(path[:depth])} is a list; name an item by its index, such as "
-                f"{dotted((*path[:depth], 0, *path[depth:]))}"
+                f"{dotted((*path[:depth], int(number[:9]), *rest))}"
             )
         if not isinstance(value, Mapping):
             raise LookupError(
-                f"{dotted(path[:depth])} is {show(value)}, which holds no keys; set it itself"
+                f"{dotted(path[:depth])} is {show(value)}, which holds no keys; give "
+                f"{dotted(path[:depth])} itself a value"
             )
         return {**value, part: rebuilt(value.get(part), depth + 1)}
 

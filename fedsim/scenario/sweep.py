@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedsim.scenario.document import Document
-from fedsim.scenario.explain import show
+from fedsim.scenario.explain import nearest, show
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.model import Scenario
 from fedsim.scenario.overrides import Override, apply, parse_overrides
@@ -23,6 +23,8 @@ from fedsim.types import FedsimError
 
 MAX_VARIANTS = 1000
 _LABEL_LENGTH = 100
+_SINGLE = ("description", "seed", "attack_seed", "device")
+"""Sections that hold no keys."""
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,-]+")
 
 
@@ -169,8 +171,11 @@ def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
     except ValueError as error:
         return str(error)
     if path[0] == "name" or path[0] not in Scenario.model_fields:
-        fields = ", ".join(field for field in Scenario.model_fields if field != "name")
-        return f"cannot be swept; sweep something below {fields}"
+        fields = [field for field in Scenario.model_fields if field != "name"]
+        hint = nearest(str(path[0]), fields) if path[0] != "name" else ""
+        return f"cannot be swept{hint or '; sweep something below ' + ', '.join(fields)}"
+    if path[0] in _SINGLE and len(path) > 1:
+        return f"{path[0]} is one value and holds no keys; sweep {path[0]} itself"
     if not isinstance(values, list) or not values:
         return f"expected a list of values to try, got {show(values)}"
     texts = [json.dumps(value, sort_keys=True) for value in values]
