@@ -24,16 +24,15 @@ def exits() -> Iterator[None]:
         status = _status(error)
         if status is None:
             raise
-        typer.secho(f"{error}{_remedy(error, interrupted)}", err=True, fg="red")
+        typer.secho(f"{error}{_remedy(error)}", err=True, fg="red")
         raise typer.Exit(status) from error
 
 
-def _remedy(error: Exception, interrupted: str) -> str:
+def _remedy(error: Exception) -> str:
     """What to do about an error of the system, which does not say it itself."""
     if not isinstance(error, OSError):
         return ""
-    hint = "; check the path and the space left"
-    return f"{hint}; then {interrupted}" if interrupted else hint
+    return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
 
 
 def _status(error: Exception) -> int | None:

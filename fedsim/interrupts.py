@@ -99,8 +99,8 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for interrupt, handler in handlers.items():
             signal.signal(interrupt, handler)
-    for number in late[:1]:
-        handlers[signal.Signals(number)](number, None)
+    for first in late[:1]:
+        handlers[signal.Signals(first)](first, None)
 
 
 def _install() -> None:
