@@ -1,6 +1,6 @@
 """Ctrl-C, SIGTERM and SIGHUP: the command ends with status 130 and says how to go on.
 
-The first of them raises KeyboardInterrupt, so that what is under way can be put in order. A second
+The first of them raises `Interrupted`, so that what is under way can be put in order. A second
 one ends the process at once, and so does a first one that was lost (in a callback that drops
 exceptions) or that waits behind a long computation: a thread of its own sees to it. The process
 then leaves behind what a kill leaves, from which `--resume` goes on.
@@ -27,6 +27,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 20.0
 """How long putting things in order may take."""
 _SHOW_CURSOR = "\x1b[?25h"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, SIGTERM or SIGHUP.
+
+    Where a KeyboardInterrupt itself leaves code that was given as text (as dataclasses make their
+    methods), CPython remembers it as unhandled, and at the exit dies of SIGINT although it was
+    caught. Of a subclass it does not.
+    """
 
 
 class _State:
@@ -118,7 +127,7 @@ def _install() -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     if not _state.received and not _state.ended:
         _state.received = True
-        raise KeyboardInterrupt
+        raise Interrupted
 
 
 def _watch(told: int) -> NoReturn:

@@ -69,9 +69,10 @@ def runs(pid: int) -> bool:
         return False
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], cwd: Path | None = None) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command,
+        cwd=cwd,
         stderr=subprocess.PIPE,
         text=True,
         # A shell's background job, as these tests may be, starts with signals ignored.
@@ -174,8 +175,9 @@ class Finder:
         if name == module:
             sys.meta_path.remove(self)
             try:
-                os.kill(os.getpid(), signal.SIGINT)
-                while True: pass
+                # As text, as classes of fields are made while importing: Python then remembers that
+                # a plain KeyboardInterrupt left it, and dies of the signal although it was caught.
+                exec("os.kill(os.getpid(), signal.SIGINT)\\nwhile True: pass")
             except KeyboardInterrupt:
                 if twice: os.kill(os.getpid(), signal.SIGINT)
                 while twice: pass  # in vain: the first was lost
@@ -191,7 +193,9 @@ main()
 @pytest.mark.parametrize("times", ["once", "twice"])
 @pytest.mark.parametrize("module", ["typer", "torch"])
 def test_an_interrupt_that_comes_early_or_twice(path: Path, module: str, times: str) -> None:
-    process = start([sys.executable, "-c", WHILE_IMPORTING, module, times, *words(path, 1)])
+    (path.parent / "early.py").write_text(WHILE_IMPORTING)
+    command = [sys.executable, "-m", "early", module, times, *words(path, 1)]
+    process = start(command, cwd=path.parent)  # -m, since Python ends other programs elsewhere
     _, said = process.communicate(timeout=NEVER)
     assert process.returncode == 130, said
     assert "Traceback" not in said
