@@ -88,7 +88,7 @@ MUTATIONS = (
         tests=(VICTIMS,),
     ),
     Mutation(
-        name="what is filled in is matched, too",
+        name="what is filled in comes of the truth",
         item=7,
         file="fedsim/jobs.py",
         old="    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)\n",
@@ -116,7 +116,8 @@ MUTATIONS = (
         name="victims drawn independently in each trial",
         item=11,
         file="fedsim/workload.py",
-        old="            if probe and (own := self._victims(client, round, probe, step)) is not None:\n",
+        old="            if probe and (own := "
+        "self._victims(client, round, probe, step)) is not None:\n",
         new="            if probe and (own := None) is not None:\n",
         tests=(VICTIMS,),
     ),
@@ -156,7 +157,8 @@ MUTATIONS = (
         name="runs of other seeds are dropped as copies",
         item=11,
         file="fedsim/report/runs.py",
-        old='    rows = {(str(run.setting("seed")), row.identity): row for run in runs for row in run.rows}\n',
+        old='    rows = {(str(run.setting("seed")), '
+        "row.identity): row for run in runs for row in run.rows}\n",
         new="    rows = {row.identity: row for run in runs for row in run.rows}\n",
         tests=(VICTIMS,),
     ),
@@ -164,7 +166,8 @@ MUTATIONS = (
         name="labels alone are guessed by the majority",
         item=7,
         file="fedsim/scoring/guess.py",
-        old="        alone = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)\n",
+        old="        alone = _likeliest(self._labels, "
+        "count) if granted is None else torch.tensor(granted)\n",
         new="        alone = self._labels.bincount().argmax().repeat(count)\n",
         tests=(GUESS,),
     ),
