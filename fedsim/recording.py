@@ -32,6 +32,7 @@ from torch import Tensor
 
 from fedsim import memory, paths
 from fedsim.types import (
+    MOST_STEPS,
     UNKNOWN,
     Effect,
     FedsimError,
@@ -52,6 +53,8 @@ _ID = re.compile(
 _GLOBAL = "global.safetensors"
 _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
+_CANDIDATES, _STEP = 8, 1 << 14
+"""Tensors of images that an attack holds, and bytes of what it notes down of a local step."""
 _MOST = 1_000_000
 """Of anything that is counted in a recording."""
 
@@ -359,8 +362,9 @@ def remove_torn(root: Path) -> None:
 def _inconsistencies(seen: Observation, sidecar: _Sidecar) -> Iterator[str]:
     """What would make an attack stumble, or answer a question that nobody asked."""
     training = seen.training
+    if not 1 <= training.steps <= MOST_STEPS:
+        yield f"training.steps: expected 1 to {MOST_STEPS}, got {training.steps}"
     for name, count in (
-        ("training.steps", training.steps),
         ("training.batch_size", training.batch_size),
         ("num_clients", seen.num_clients),
         ("releases", seen.releases),
@@ -380,6 +384,17 @@ def _inconsistencies(seen: Observation, sidecar: _Sidecar) -> Iterator[str]:
             good = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
             if len(values) != channels or not good:
                 yield f"model.{name}: expected {channels} finite numbers, got {values}"
+        # An attack holds its candidates, their gradient, its optimizer's state and what their
+        # update is computed of, for each step that it goes through.
+        images = seen.num_images * math.prod(seen.spec.input_shape)
+        weights = sum(tensor.numel() for tensor in seen.parameters.values())
+        needed = _CANDIDATES * 4 * images + training.steps * (8 * weights + _STEP)
+        if needed > memory.limit():
+            yield (
+                f"training.steps, training.batch_size and num_clients: an attack on "
+                f"{seen.num_images:,} images in {training.steps:,} steps takes about "
+                f"{needed / paths.GIB:.1f} GiB, and there are {memory.limit() / paths.GIB:.1f}"
+            )
     for name in sidecar.parameters:
         before, update = seen.parameters.get(name), seen.update.get(name)
         if before is None or update is None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from fedsim import memory
+from fedsim.models.base import size_of
 from fedsim.models.planting import plants
+from fedsim.models.size import check_batch
 from fedsim.types import FedsimError, Table
 from fedsim.workload import Workload, blaming
 
@@ -22,6 +26,7 @@ def check(workload: Workload) -> None:
     _batches(workload)
     _enough(workload)
     _assumed(workload)
+    _memory(workload)
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
         # Two steps show what many would: an epoch of them takes minutes.
@@ -48,6 +53,29 @@ def _enough(workload: Workload) -> None:
             f"{sampled} take part in a round; share it among those, or raise data.clients or "
             "federation.participation"
         )
+
+
+_STEP_BYTES = 4
+"""Of a pixel of a batch that waits for its step."""
+
+
+def _memory(workload: Workload) -> None:
+    """Batches and their gradients have to fit, of training and of probes."""
+    spec, observe = workload.spec, workload.scenario.observe
+    if spec is None or not workload.trains:
+        return
+    counted = size_of(spec)
+    training = workload.training
+    check_batch(counted, "training.local.batch_size", training.batch_size, workload.device)
+    for number in observe.batch_sizes or []:
+        check_batch(counted, "observe.batch_sizes", number, workload.device)
+    largest = max([training.batch_size, *(observe.batch_sizes or [])])
+    pixels = _STEP_BYTES * math.prod(spec.input_shape)
+    memory.check(
+        2 * pixels * largest * training.steps,
+        f"training.local.steps: {training.steps:,} batches of {largest:,} images",
+        "use fewer steps or smaller batches",
+    )
 
 
 def _assumed(workload: Workload) -> None:

@@ -35,6 +35,9 @@ Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relativ
 AuditMethod = Literal["two_worlds", "one_run"]
 """One canary in many runs, and in as many not; or many canaries in one run, each by a coin."""
 
+MOST_STEPS = 100_000
+"""Local steps of one update, at most."""
+
 ReleaseKind = Literal[
     "sketch",
     "coefficients",

@@ -7,6 +7,7 @@ module, if there is one, comes before the body and is part of `features`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -22,6 +23,7 @@ from pydantic import (
 from torch import Tensor, nn
 
 from fedsim import plugins, rng
+from fedsim.models import size
 from fedsim.models.imprint import Imprint, ImprintConfig
 from fedsim.models.layers import Activation
 from fedsim.plugins import Plugin
@@ -135,11 +137,38 @@ def build(spec: ModelSpec, seed: int) -> Classifier:
     if not issubclass(cls, ModelPlugin):
         raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
     plugin = cls.model_validate(dict(spec.parameters))
+    size.check(_counted(plugin, spec.input_shape, spec.num_classes))
     with rng.global_stream(seed):
-        model = plugin.build(spec.input_shape, spec.num_classes)
-        if plugin.imprint:
-            model.imprint = Imprint(plugin.imprint, spec.input_shape)
+        return _made(plugin, spec.input_shape, spec.num_classes)
+
+
+def size_of(spec: ModelSpec) -> size.Size | None:
+    """What the model that `spec` names takes; None if that cannot be told."""
+    plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
+    assert isinstance(plugin, ModelPlugin)
+    return _counted(plugin, spec.input_shape, spec.num_classes)
+
+
+def _made(plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+    model = plugin.build(input_shape, num_classes)
+    if plugin.imprint:
+        model.imprint = Imprint(plugin.imprint, input_shape)
     return model
+
+
+@lru_cache(maxsize=256)
+def _counted_again(
+    text: str, build: type[ModelPlugin], shape: tuple[int, int, int], classes: int
+) -> size.Size | None:
+    plugin = build.model_validate_json(text)
+    with rng.global_stream(0):
+        return size.counted(lambda: _made(plugin, shape, classes), shape)
+
+
+def _counted(
+    plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
+) -> size.Size | None:
+    return _counted_again(plugin.model_dump_json(), type(plugin), input_shape, num_classes)
 
 
 def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:

@@ -18,6 +18,7 @@ from pydantic import (
 
 from fedsim.types import (
     DEVICE_PATTERN,
+    MOST_STEPS,
     Algorithm,
     AuditMethod,
     Batches,
@@ -80,7 +81,7 @@ class Data(Section):
 class Local(Section):
     """One client's training in one round."""
 
-    steps: Count = 1
+    steps: Annotated[int, Field(ge=1, le=MOST_STEPS)] = 1
     batch_size: Count = 4
     lr: Positive = 0.1
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
