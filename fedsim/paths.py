@@ -111,6 +111,8 @@ def writable_folder(path: Path, option: str) -> None:
             be written to; the message starts with `option`.
     """
     try:
+        if "\0" in str(path):
+            raise ValueError("a name with a NUL")
         for part in (path, *path.absolute().parents):
             if not part.exists():
                 if part.is_symlink():

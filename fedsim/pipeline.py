@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedsim import (
     canaries,
+    earlier,
     federation,
     main_guard,
     paths,
@@ -31,7 +32,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.lock import locked
 from fedsim.record import Run
-from fedsim.report import fits, save_grids, save_overview, write_report
+from fedsim.report import save_grids, save_overview, write_report
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
 from fedsim.threads import fixed
@@ -103,17 +104,8 @@ def run(
         except FedsimError as error:
             raise RunFailed(str(error)) from error
         except OSError as error:
-            raise RunFailed(_of_the_system(error)) from error
+            raise RunFailed(earlier.how_to_go_on(error)) from error
     return Run(root)
-
-
-def _of_the_system(error: OSError) -> str:
-    """A full disk, say, with the file, and how to go on."""
-    where = f"{error.filename}: " if error.filename else ""
-    return (
-        f"{where}{error.strerror or error}; what has finished is kept: make room or correct the "
-        "path, and continue with --resume (in Python, resume=True)"
-    )
 
 
 _NOISE = (
@@ -327,39 +319,10 @@ class _Plan:
             FedsimError: it holds a run and is not to be resumed, one of another scenario, or rows
                 that are not this scenario's.
         """
-        previous = self.out / "scenario.yaml"
-        if previous.exists() and not self.resume:
-            raise FedsimError(
-                f"{self.out} holds a run already: continue it with --resume (in Python, "
-                "resume=True), or name another folder with --out (out=...)"
-            )
-        if previous.exists() and paths.content(previous, paths.TEXT) != self.resolved.encode():
-            raise FedsimError(
-                f"{self.out} holds a run of another scenario (see its scenario.yaml): resume with "
-                "the same scenario and overrides, or name another folder with --out"
-            )
-        self._refuse_foreign_rows()
-
-    def _refuse_foreign_rows(self) -> None:
-        """A line names files and stacks; what was changed by hand must not reach them."""
-        last, stacks = self.scenario.training.rounds, self.workloads
+        earlier.refuse_other_run(self.out, self.resolved, self.resume)
         keys = {job.key for job, _ in self._jobs()}
-        record.read_lines(
-            self.out / "results.jsonl",
-            lambda row: rows.key(row) in keys and fits(row, "results.jsonl"),
-        )
-        record.read_lines(
-            self.out / "rounds.jsonl",
-            lambda row: (
-                row["defense"] in stacks
-                and row["round"] in range(1, last + 1)
-                and fits(row, "rounds.jsonl")
-            ),
-        )
-        record.read_lines(
-            self.out / "audit.jsonl",
-            lambda row: row["defense"] in stacks and fits(row, "audit.jsonl"),
-        )
+        last = self.scenario.training.rounds
+        earlier.refuse_foreign_rows(self.out, keys, list(self.workloads), last)
 
     def _refuse_missing_weights(self) -> None:
         wanted = self.scenario.scoring

@@ -7,7 +7,6 @@ module, if there is one, comes before the body and is part of `features`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import torch
@@ -156,19 +155,11 @@ def _made(plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: i
     return model
 
 
-@lru_cache(maxsize=256)
-def _counted_again(
-    text: str, build: type[ModelPlugin], shape: tuple[int, int, int], classes: int
-) -> size.Size | None:
-    plugin = build.model_validate_json(text)
-    with rng.global_stream(0):
-        return size.counted(lambda: _made(plugin, shape, classes), shape)
-
-
 def _counted(
     plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
 ) -> size.Size | None:
-    return _counted_again(plugin.model_dump_json(), type(plugin), input_shape, num_classes)
+    with rng.global_stream(0):
+        return size.counted(lambda: _made(plugin, input_shape, num_classes), input_shape)
 
 
 def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:

@@ -1,0 +1,311 @@
+"""Bad input of any kind is refused before work starts, with status 2, its cause and a remedy."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim import memory, record
+from fedsim.cli import app
+from fedsim.models.base import size_of
+from fedsim.types import FedsimError, ModelSpec, RunFailed
+
+SCENARIO = """\
+name: s
+data: {source: digits, clients: 2}
+model: {name: mlp, hidden: [8]}
+training: {rounds: 1, local: {batch_size: 2}}
+attacks: [{name: label_inference}]
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "s.yaml").write_text(SCENARIO, encoding="utf-8")
+    return fedsim.run(folder / "s.yaml", out=folder / "out", workers=1).out
+
+
+@pytest.fixture
+def scenario(tmp_path: Path) -> Path:
+    path = tmp_path / "s.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    return path
+
+
+def refused(*words: object, status: int = 2) -> str:
+    done = CliRunner().invoke(app, [str(word) for word in words])
+    assert done.exit_code == status, (done.output, done.exception)
+    assert "Traceback" not in done.output
+    return done.output.replace("\n", " ")
+
+
+def run(scenario: Path, *words: object) -> str:
+    out = scenario.parent / "out"
+    said = refused("run", scenario, "--out", out, "-q", "--workers", 1, *words)
+    assert not out.exists()
+    return said
+
+
+KEYS = {
+    "data.source": "data.source={{name: image_folder, path: {}}}",
+    "data.partition": "data.partition={{name: file, path: {}}}",
+    "training.weights": "training.weights={}",
+    "scoring.lpips_weights": "scoring.lpips_weights={}",
+}
+
+
+@pytest.mark.parametrize("key", KEYS)
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_devices_and_pipes_are_not_read(key: str, kind: str, scenario: Path) -> None:
+    path = Path("/dev/zero")
+    if kind == "pipe":
+        path = scenario.parent / "pipe"
+        os.mkfifo(path)
+    assert key in run(scenario, "--set", KEYS[key].format(path))
+
+
+def test_a_pipe_among_the_files_of_an_image_folder_is_left_out(tmp_path: Path) -> None:
+    folder = tmp_path / "images" / "train" / "cat"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "a.png")
+    path = tmp_path / "s.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    said = run(path, "--set", f"data.source={{name: image_folder, path: {tmp_path / 'images'}}}")
+    assert "has no image at train/<class>/<name>" in said
+
+
+def test_a_model_that_no_machine_holds_is_not_built(scenario: Path) -> None:
+    said = run(scenario, "--set", "model.hidden=[1048576, 1048576]")
+    assert "model: the model's weights take about 16400.2 GiB" in said and "smaller model" in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "key"),
+    [
+        ("observe.batch_sizes=[600]", "observe.batch_sizes"),
+        ("training.local.batch_size=600", "training.local.batch_size"),
+        ("training.local.steps=100000", "training.local.steps"),
+    ],
+)
+def test_batches_that_do_not_fit_are_not_computed(
+    setting: str, key: str, scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "limit", lambda: 200_000)
+    assert key in run(scenario, "--set", setting)
+
+
+def test_what_a_model_takes_is_counted_and_draws_nothing() -> None:
+    import torch
+
+    spec = ModelSpec(
+        name="mlp",
+        parameters={"hidden": [10]},
+        input_shape=(1, 4, 4),
+        num_classes=3,
+        mean=(0.5,),
+        std=(0.5,),
+    )
+    before = torch.get_rng_state()
+    size = size_of(spec)
+    assert size is not None and torch.equal(before, torch.get_rng_state())
+    assert size.state == 4 * (16 * 10 + 10 + 10 * 3 + 3)
+    assert size.image >= 4 * (10 + 3)
+
+
+def test_limits_of_control_groups_count(tmp_path: Path) -> None:
+    listed = tmp_path / "cgroup"
+    listed.write_text("0::/a/b\n", encoding="utf-8")
+    for name, limit in (("", "max"), ("a", "5000"), ("a/b", "max")):
+        folder = tmp_path / "root" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.max").write_text(limit, encoding="utf-8")
+    assert memory._of_control_groups(listed, tmp_path / "root") == [5000]
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "nil", '"x"'])
+def test_a_line_with_what_is_no_number_is_refused(
+    value: str, finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", finished, out], check=True)
+    path = out / "results.jsonl"
+    text = path.read_text(encoding="utf-8")
+    assert '"batch_size":2' in text
+    path.write_text(text.replace('"batch_size":2', f'"batch_size":{value}'), encoding="utf-8")
+    scenario = finished.parent / "s.yaml"
+    said = refused("run", scenario, "--out", out, "--resume", "-q", "--workers", 1)
+    assert "results.jsonl, line 1: damaged" in said
+    assert "line 1" in refused("leaderboard", out)
+
+
+def test_a_line_that_lacks_what_later_stages_read_is_refused(
+    finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", finished, out], check=True)
+    path = out / "results.jsonl"
+    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    kept = {name: row[name] for name in ("defense", "attack", "observation")}
+    path.write_text(json.dumps(kept) + "\n", encoding="utf-8")
+    scenario = finished.parent / "s.yaml"
+    assert "line 1: damaged" in refused("run", scenario, "--out", out, "--resume", "-q")
+
+
+@pytest.mark.parametrize("kind", ["file", "loop", "lost"])
+def test_a_folder_to_fill_that_is_none_is_refused(kind: str, scenario: Path) -> None:
+    out = scenario.parent / "o"
+    if kind == "file":
+        out.write_text("", encoding="utf-8")
+    else:
+        out.symlink_to("o" if kind == "loop" else "nowhere")
+    said = refused("run", scenario, "--out", out, "-q")
+    assert "--out" in said and "Errno" not in said and "name another folder" in said
+
+
+@pytest.mark.parametrize("after", [1, 4, 8])
+def test_a_full_disk_names_the_file_and_how_to_go_on(
+    after: int, scenario: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, calls, sync = scenario.parent / "out", [0], os.fsync
+
+    def full(handle: int) -> None:
+        calls[0] += 1
+        if calls[0] > after:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(handle)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(RunFailed, match=r"out.*No space left on device.*--resume"):
+            fedsim.run(scenario, out=out, workers=1)
+    assert fedsim.run(scenario, out=out, workers=1, resume=True).rows()
+
+
+def test_an_error_of_the_system_names_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match=r"rows\.jsonl"):
+        record.append_line(tmp_path / "rows.jsonl", {})
+
+
+@pytest.mark.parametrize(
+    ("sweep", "said"),
+    [
+        ("attacks.0.restarts: [1, 2]", "such as attacks[0].restarts"),
+        ("seed.x: [1, 2]", "sweep seed itself"),
+        ("trainnig.rounds: [1, 2]", "did you mean 'training'?"),
+    ],
+)
+def test_remedies_of_sweeps_work(sweep: str, said: str, scenario: Path) -> None:
+    scenario.write_text(f"{SCENARIO}sweep: {{{sweep}}}\n", encoding="utf-8")
+    assert said in refused("validate", scenario)
+
+
+def test_a_list_of_one_value_is_one_problem(scenario: Path) -> None:
+    said = run(scenario, "--set", f"observe.rounds=[{', '.join(['1'] * 5000)}]")
+    assert said.count("is listed twice") == 1
+
+
+@pytest.mark.parametrize(
+    ("count", "value"),
+    [("steps", 10**6), ("batch_size", 10**6), ("steps", 10**30), ("batch_size", -1)],
+)
+def test_forged_counts_of_a_recording_are_refused(
+    count: str, value: int, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "limit", lambda: 1 << 30)
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", finished, out], check=True)
+    (path,) = (out / "observations").rglob("client-*.json")
+    sidecar: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    sidecar["training"][count] = value
+    path.write_text(json.dumps(sidecar), encoding="utf-8")
+    said = refused("attack", path, "--attack", "label_inference")
+    assert f"training.{count}" in said
+
+
+def script(folder: Path, text: str, *, closed: bool = False) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(text, encoding="utf-8")
+    return subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_a_script_without_a_guard_is_told_before_it_trains(scenario: Path) -> None:
+    done = script(scenario.parent, 'import fedsim\n\nfedsim.run("s.yaml", out="out", workers=2)\n')
+    assert "script.py, line 3" in done.stderr and '__name__ == "__main__"' in done.stderr
+    assert not (scenario.parent / "out").exists()
+
+
+def test_a_script_with_a_guard_or_one_worker_runs(scenario: Path) -> None:
+    call = 'fedsim.run("s.yaml", out="out{0}", workers={0})\n'
+    text = f"import fedsim\n\n{call.format(1)}if __name__ == '__main__':\n    {call.format(2)}"
+    guarded = "import fedsim\n\nif __name__ == '__main__':\n"
+    text = guarded + "".join(f"    {call.format(n)}" for n in (1, 2))
+    done = script(scenario.parent, text)
+    assert done.returncode == 0, done.stderr
+
+
+def cli(
+    folder: Path, *words: str, redirected: str = "", **environment: str
+) -> subprocess.CompletedProcess[bytes]:
+    command = f'"$0" -c "from fedsim.cli import main; main()" {" ".join(words)} {redirected}'
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command, sys.executable],
+        cwd=folder,
+        capture_output=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_a_terminal_of_few_characters_is_written_to(encoding: str, tmp_path: Path) -> None:
+    done = cli(tmp_path, "privacy", PYTHONIOENCODING=encoding)
+    assert done.returncode == 0, done.stderr
+    # click writes UTF-8 where a terminal says that it has no more than ASCII
+    assert encoding == "ascii" or rb"\u03b4" in done.stdout
+
+
+def test_a_closed_terminal_is_not_written_to(tmp_path: Path) -> None:
+    done = cli(tmp_path, "list", redirected=">&-")
+    assert done.returncode == 0 and done.stderr == b""
+
+
+def test_noise_out_of_range_is_refused_with_the_range(scenario: Path) -> None:
+    for noise in ("1e300", "-1", ".nan", ".inf"):
+        dp = f"defenses.dp=[{{name: dp_sgd, norm: 1.0, noise_multiplier: {noise}}}]"
+        assert "noise_multiplier" in run(scenario, "--set", dp)
+
+
+@pytest.mark.parametrize("noise", ["1e9", "1e-6", "0.01", "1e-300"])
+@pytest.mark.parametrize("sampling", ["without_replacement", "poisson"])
+def test_a_run_states_what_extreme_noise_is_worth(
+    noise: str, sampling: str, scenario: Path
+) -> None:
+    dp = f"defenses.dp=[{{name: dp_sgd, norm: 1.0, noise_multiplier: {noise}}}]"
+    overrides = [dp, f"training.local.sampling={sampling}", "attacks=[]", "observe.batch_sizes=[1]"]
+    overrides += ["privacy.probes=outside"]
+    run = fedsim.run(scenario, out=scenario.parent / "out", overrides=overrides)
+    (row,) = [row for row in run.rounds() if row["defense"] == "dp"]
+    assert (row["epsilon"] == "inf") == (float(noise) < 1e-3)
+    assert (row["privacy"]["reason"] is not None) == (row["epsilon"] == "inf")
+
+
+def test_a_refusal_is_the_same_from_python(scenario: Path) -> None:
+    with pytest.raises(FedsimError, match="a device"):
+        fedsim.run(scenario, overrides=["training.weights=/dev/zero"])
