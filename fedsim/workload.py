@@ -235,7 +235,7 @@ class Workload:
             parameters=parameters,
             buffers=buffers,
             training=training,
-            seed=rng.derive(self.scenario.seed, "learner", *path),
+            stream=rng.generator(self.scenario.seed, "learner", *path),
             recorded=self.schedule.is_observed(round),
         )
         again = (probe.release,) if probe and probe.release else ()

@@ -57,8 +57,9 @@ class Request:
     buffers: Tensors
     training: LocalTraining
     """After the stack's training defenses; of no meaning where nothing is trained."""
-    seed: int
-    """Of randomness that is the learner's own and not the defense's."""
+    stream: torch.Generator
+    """Of randomness that is the learner's own and not the defense's; `fedsim.rng.normal` draws from
+    it what has to stay secret."""
     recorded: bool
     """Whether the round is observed, so that the truth will be asked for."""
 

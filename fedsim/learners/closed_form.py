@@ -82,10 +82,9 @@ class ClosedForm(Computation):
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """The release of the client's rows, regularized as the stack says."""
-        own = torch.Generator().manual_seed(request.seed)
         rows = regularized(request.batches[0][0], self._stack.sigma(self.release))
         return Computed(
-            update={VALUE: self.value(rows, own)},
+            update={VALUE: self.value(rows, request.stream)},
             buffers={},
             num_examples=1,
             truth=None,

@@ -142,7 +142,7 @@ def _observed(
             parameters=before,
             buffers=buffers,
             training=declared,
-            seed=rng.derive(seed, "learner", client),
+            stream=rng.generator(seed, "learner", client),
             recorded=True,
         )
         released = computation.compute(request, stream).update

@@ -62,7 +62,7 @@ def by_hand(found: Workload, columns: int, sigma: float) -> torch.Tensor:
     """The sum of all clients' sketches."""
     total = torch.zeros(())
     for client, part in enumerate(found.parts):
-        own = torch.Generator().manual_seed(rng.derive(5, "learner", 1, client))
+        own = rng.generator(5, "learner", 1, client)
         total = total + sketch(regularized(table(found).train_rows[part], sigma), columns, own)
     return total
 
@@ -227,10 +227,7 @@ def test_an_update_is_a_pure_function_and_clients_draw_their_own() -> None:
     state = here.initial()
     first, again, other = (here.client_update(c, 1, *state, {}) for c in (0, 0, 1))
     assert torch.equal(first.update.tensors[VALUE], again.update.tensors[VALUE])
-    draws = [
-        torch.randn(3, generator=torch.Generator().manual_seed(rng.derive(5, "learner", 1, c)))
-        for c in (0, 1)
-    ]
+    draws = [rng.normal((3,), rng.generator(5, "learner", 1, c)) for c in (0, 1)]
     assert not torch.equal(*draws)
     assert not torch.equal(first.update.tensors[VALUE], other.update.tensors[VALUE])
 

@@ -38,7 +38,16 @@ MATCHED = "tests/attacks/test_matched_tensors.py"
 GUESS = "tests/scoring/test_guess.py"
 VICTIMS = "tests/validity/test_victims.py"
 
+STATED = "tests/validity/test_stated_epsilon.py"
 MUTATIONS = (
+    Mutation(
+        name="a sketch drawn from 32 bits",
+        item=4,
+        file="fedsim/learners/closed_form.py",
+        old="self.value(rows, request.stream)",
+        new="self.value(rows, torch.Generator().manual_seed(request.stream.initial_seed()))",
+        tests=(STATED,),
+    ),
     Mutation(
         name="a run computes on as many threads as its machine likes",
         item=12,
