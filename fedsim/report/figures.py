@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any
 
 from fedsim.scoring import Accuracy, Summary
@@ -21,10 +22,34 @@ def format_summary(summary: Summary | None, digits: int = 1) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """`3.2`, `∞`, or a dash where it was not accounted."""
+    """`3.2`, `∞`, or a dash where it was not accounted: never less than what is claimed."""
     if epsilon is None:
         return "–"
-    return "∞" if math.isinf(epsilon) else f"{epsilon:.3g}"
+    return "∞" if math.isinf(epsilon) else _rounded(epsilon, 3, ROUND_CEILING)
+
+
+def format_delta(delta: float) -> str:
+    """`1e-05`: never less than what is claimed."""
+    return _rounded(delta, 6, ROUND_CEILING)
+
+
+def format_bound(epsilon: float) -> str:
+    """What an audit has found ε to be at least: never more than that."""
+    return _rounded(epsilon, 3, ROUND_FLOOR)
+
+
+_SEARCHED = Decimal("1e-6")
+"""Relative error that is not rounded away from: what the search for a noise leaves of an ε."""
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
+    """`value` with so many significant digits."""
+    exact = Decimal(value)
+    for way in (ROUND_HALF_EVEN, rounding):
+        near = Context(prec=digits, rounding=way).plus(exact)
+        if abs(near - exact) <= _SEARCHED * abs(exact):
+            break
+    return f"{float(near):.{digits}g}"
 
 
 def format_claim(
@@ -37,7 +62,7 @@ def format_claim(
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)
-    words = [f"{delta:g}" if delta is not None else "δ unknown"]
+    words = [format_delta(delta) if delta is not None else "δ unknown"]
     words += [unit or "unit unknown", (relation or "neighbours unknown").replace("_", " ")]
     if relation in NO_DIFFERENTIAL_PRIVACY:
         words.append("no DP")

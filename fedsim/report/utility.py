@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from fedsim.report.figures import (
     describe_variant,
+    format_bound,
     format_claim,
-    format_epsilon,
     format_number,
     format_summary,
 )
@@ -99,7 +99,7 @@ def describe(rows: Sequence[UtilityRow]) -> str:
         told += [row.covers] if row.covers else []
         told += [row.reason] if row.reason else []
         if row.audited_epsilon is not None:
-            told.append(f"audit: at least {format_epsilon(row.audited_epsilon)}")
+            told.append(f"audit: at least {format_bound(row.audited_epsilon)}")
         if row.sigma is not None:
             told.append(f"σ {format_number(row.sigma, 3)}")
         if row.test_loss:

@@ -10,6 +10,8 @@ from typing import Literal
 from fedsim.report.control import REQUIRED_GAIN, REQUIRED_SPAN, Control
 from fedsim.report.figures import (
     NO_DIFFERENTIAL_PRIVACY,
+    format_bound,
+    format_delta,
     format_epsilon,
     format_signed,
     format_summary,
@@ -231,7 +233,7 @@ def privacy_claim(row: LeaderboardRow) -> str:
         return f"no guarantee (ε = ∞{reason})"
     text = f"ε = {format_epsilon(row.epsilon)}"
     if row.delta is not None:
-        text += f" at δ = {row.delta:g}"
+        text += f" at δ = {format_delta(row.delta)}"
     if row.unit:
         text += f" per {row.unit}"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
@@ -242,7 +244,7 @@ def privacy_claim(row: LeaderboardRow) -> str:
     known = ", ".join(f"{detail}" for detail in details if detail)
     text += f" ({known})" if known else ""
     if row.audited_epsilon is not None:
-        text += f"; an audit found at least ε = {format_epsilon(row.audited_epsilon)}"
+        text += f"; an audit found at least ε = {format_bound(row.audited_epsilon)}"
     return text
 
 

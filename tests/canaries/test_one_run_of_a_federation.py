@@ -15,7 +15,7 @@ from fedsim import rows
 from fedsim.canaries import one_run, quiet
 from fedsim.defense import LossFn
 from fedsim.report import describe, load_runs, utility
-from fedsim.report.figures import format_epsilon
+from fedsim.report.figures import format_bound
 from fedsim.scenario.resolve import resolve
 from fedsim.types import FedsimError, Tensors
 from fedsim.workload import Workload, load_dataset
@@ -208,7 +208,7 @@ def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
     found = json.loads(line)
     assert (found["defense"], found["method"], found["holds"]) == ("tried", "one_run", True)
     told = describe(utility(load_runs([out])))
-    assert f"audit: at least {format_epsilon(found['audited_epsilon'])}" in told
+    assert f"audit: at least {format_bound(found['audited_epsilon'])}" in told
     assert "Audited" in (out / "report.html").read_text()
 
     (out / "audit.jsonl").write_text(json.dumps({**found, "audited_epsilon": 0.125}) + "\n{")
