@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.defense import GradientFn, LossFn, RememberingDefense, add_gaussian
 from fedsim.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Noise, Tensors
-from fedsim_defenses.per_example import clipped_mean, mechanism
+from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
 
 
 @final
@@ -61,13 +61,13 @@ class CorrelatedNoise(RememberingDefense):
             mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
             std = self.noise_multiplier * self.norm / batch_size
             if self.correlation == 0 or std == 0:
-                return add_gaussian(mean, std, rng)
+                return in_types_of(parameters, add_gaussian(mean, std, rng))
             fresh = add_gaussian({n: torch.zeros_like(g) for n, g in mean.items()}, 1.0, rng)
             noisy = {name: grad + std * fresh[name] for name, grad in mean.items()}
             for name, last in memory.items():
                 noisy[name] -= self.correlation * std * last.to(noisy[name])
             memory.update(fresh)
-            return noisy
+            return in_types_of(parameters, noisy)
 
         return direction
 

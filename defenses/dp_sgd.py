@@ -11,7 +11,7 @@ from torch import Tensor
 from fedsim.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
 from fedsim.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Noise, Tensors
-from fedsim_defenses.per_example import clipped_mean, mechanism
+from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
 
 
 @final
@@ -52,7 +52,8 @@ class DPSGD(TrainingDefense):
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
             mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
-            return add_gaussian(mean, self.noise_multiplier * self.norm / batch_size, rng)
+            noisy = add_gaussian(mean, self.noise_multiplier * self.norm / batch_size, rng)
+            return in_types_of(parameters, noisy)
 
         return direction
 

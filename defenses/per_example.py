@@ -27,18 +27,25 @@ def clipped_mean(
     """The sum over `batch_size` of the gradients, each scaled to an L2 norm of at most `norm`.
 
     The norm is over all tensors together. An example whose gradient is not finite counts as zero.
+    The mean is in float64: one in float32 is rounded by more than an example of very many may move
+    it. What is made of it may be rounded after noise is on it.
 
     Raises:
         FedsimError: the loss cannot be taken one example at a time.
     """
     fixed = {name: value.detach() for name, value in parameters.items()}
-    total = {name: torch.zeros_like(value) for name, value in fixed.items()}
+    total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in fixed.items()}
     size = _chunk_size(fixed)
     for start in range(0, len(images), size):
         x, y = (part[start : start + size] for part in (images, labels))
         for name, part in _clipped_sum(_per_example(loss, fixed, x, y), norm).items():
             total[name] += part
     return {name: value / batch_size for name, value in total.items()}
+
+
+def in_types_of(parameters: Tensors, noisy: Tensors) -> dict[str, Tensor]:
+    """A `noisy` mean, rounded to the types of the parameters that it is a direction of."""
+    return {name: value.to(parameters[name].dtype) for name, value in noisy.items()}
 
 
 def mechanism(
@@ -69,7 +76,7 @@ def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:
     # order it is summed, and that of the products below
     slack = 1 - _BLOCK / 4 * max(torch.finfo(_wide(g)).eps for g in grads.values())
     slack -= 8 * max(torch.finfo(g.dtype).eps for g in grads.values())
-    scale = torch.where(norms > norm, norm / norms * slack, 1.0) * finite
+    scale = torch.where(norms > norm * slack, norm / norms * slack, 1.0) * finite
     if not finite.all():
         grads = {
             name: g.masked_fill(~finite.view(-1, *[1] * (g.dim() - 1)), 0)

@@ -66,6 +66,7 @@ def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClai
             release=workload.release,
             schedules=public,
             private_statistics=workload.private_statistics,
+            unprotected=workload.unprotected,
             probes=_probed(workload, most.probed) if counted else (),
         )
         for most in _most(workload, taken, round)
@@ -104,6 +105,7 @@ def released(workload: Workload, seen: Observation) -> PrivacyClaim:
             release=workload.release,
             schedules={only} if shared else (),
             private_statistics=workload.private_statistics,
+            unprotected=workload.unprotected,
         )
         for held in worst_off(workload.training, (len(workload.parts[one]) for one in own))
     ]

@@ -434,6 +434,9 @@ class Dataset:
     """What of the above was computed from the training images without noise ("mean and std"), and
     so voids every claim of privacy; empty if nothing was. None: the source does not say, and no
     claim is made either."""
+    placed_by_label: bool = False
+    """Whether an image of another label in the place of one would move other images to other
+    places, and so, where a partition deals by places, to other clients."""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -113,6 +114,12 @@ class Workload:
         self.withheld: Tensor | None = None
         """(n,) booleans: training examples that are drawn as ever but are not there, as in a
         neighbouring database; None of the data as they are."""
+
+    @cached_property
+    def unprotected(self) -> tuple[str, ...]:
+        """The names of what clients release that passes by all defenses: tensors of no floats."""
+        parameters, _ = self.initial()
+        return tuple(n for n, value in parameters.items() if not value.is_floating_point())
 
     @property
     def schedule(self) -> Schedule:
@@ -502,6 +509,7 @@ _STEPS = "sampling.steps"
 """Name, in a client's state, of how many local steps it has taken over all its rounds."""
 
 _BY_LABEL = ("dirichlet", "shards")
+_BY_PLACE = ("iid", "file")
 
 _WEIGHTS = (
     "training.weights, which may be of a model of the same clients (if none of their data had a "
@@ -551,8 +559,16 @@ def private_statistics(
     if scenario.training.weights is not None and scenario.privacy.weights != "public":
         found += (_WEIGHTS,)
     dealt = scenario.data.partition.name
-    by_label = (f"partition {dealt}, which deals examples by their labels",)
-    return {"client": found, "example": found + by_label if dealt in _BY_LABEL else found}
+    of_examples = found
+    if dealt in _BY_LABEL:
+        of_examples += (f"partition {dealt}, which deals examples by their labels",)
+    placed = isinstance(dataset, Dataset) and dataset.placed_by_label
+    if placed and dealt in _BY_PLACE and scenario.data.clients > 1:
+        of_examples += (
+            f"partition {dealt}, which deals examples by their places, in which labels have a say "
+            "where files of two classes share a name (give each file a name of its own)",
+        )
+    return {"client": found, "example": of_examples}
 
 
 @contextmanager

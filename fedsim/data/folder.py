@@ -19,6 +19,7 @@ from fedsim.types import Dataset, FedsimError, Table
 _MAX_BYTES = 1 << 33
 _MEAN, _STD = 0.5, 0.25
 _NORMALIZATION = "mean and std of the training images (data.source.normalization: training)"
+_LIMIT = "which training images data.source.limit leaves out, by their classes"
 _CLASSES = "the list of classes, of which one has no test image"
 
 
@@ -34,7 +35,8 @@ class ImageFolder(DataSource):
     """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
 
     BMP, GIF (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel; other files and
-    hidden ones are left out. The order is that of class, client and file names.
+    hidden ones are left out. The order is that of client, file and class names, so that an image
+    of another class under the same name takes the same place.
     """
 
     path: str
@@ -78,6 +80,7 @@ class ImageFolder(DataSource):
         with open_tree(from_home(self.path)) as tree:
             train = self._labelled(tree, "train")
             test = self._labelled(tree, "test")
+            cut = len(train) < len(tree.images("train", 4 if self.client_folders else 3))
             classes = sorted({item.class_name for item in train})
             unknown = {item.class_name for item in test} - set(classes)
             if unknown:
@@ -89,6 +92,8 @@ class ImageFolder(DataSource):
             test_images = self._images(tree, test, train_images.shape[2:])
         clients = _indices([item.client for item in train])
         only_trained = set(classes) - {item.class_name for item in test}
+        private = ((_CLASSES,) if only_trained else ()) + ((_LIMIT,) if cut else ())
+        names = {(item.client, item.path[-1]) for item in train}
         declared = Dataset(
             name="image_folder",
             train_images=train_images,
@@ -99,7 +104,8 @@ class ImageFolder(DataSource):
             std=self.std or (_STD,) * self.channels,
             classes=tuple(classes),
             client_of=clients if self.client_folders else None,
-            private_statistics=(_CLASSES,) if only_trained else (),
+            private_statistics=private,
+            placed_by_label=len(names) < len(train),
         )
         return self._normalized(declared)
 
@@ -128,7 +134,8 @@ class ImageFolder(DataSource):
                 f"{tree.root} has no image at {layout}: arrange the files so, or correct `path`"
                 + ("" if by_client else " (it must not include the split's folder)")
             )
-        return [item for key in sorted(grouped) for item in grouped[key]]
+        found = [item for group in grouped.values() for item in group]
+        return sorted(found, key=lambda item: (item.client, item.path[-1], item.class_name))
 
     def _images(
         self, tree: Tree, items: list[_Labelled], expected: tuple[int, ...] | None

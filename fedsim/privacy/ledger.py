@@ -74,6 +74,7 @@ def claim(
     schedules: Collection[tuple[bool, ...]] = (),
     private_statistics: Mapping[Unit, Collection[str]] | None = None,
     probes: Collection[Probed] = (),
+    unprotected: Collection[str] = (),
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -92,6 +93,8 @@ def claim(
 
     `private_statistics` names what clients compute with that one unit's data had a say in, without
     noise: it then moves more than its own contribution, and nothing is claimed.
+
+    `unprotected` names tensors that clients release and no defense acts on.
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
 
@@ -119,6 +122,13 @@ def claim(
             "clients release batch-norm statistics, which the defense does not protect; "
             "choose the model's norm: group"
         )
+    if unprotected:
+        return _unproven(
+            f"clients release tensors that no defense acts on, for they hold no floating-point "
+            f"numbers: {', '.join(unprotected)}; let the learner release these as floats"
+        )
+    if isinstance(held.mechanism, Mechanism) and held.mechanism.noise_multiplier < _LEAST_NOISE:
+        return _unproven(_TOO_SMALL)
     if isinstance(held.mechanism, ExactMechanism):
         asked = sum(probe.count * probe.releases for probe in probes)
         releases = rounds + repeated_rounds * repeats + asked
@@ -162,6 +172,9 @@ def claim(
     return _stated(epsilon, delta, held.mechanism, accountant)
 
 
+_LEAST_NOISE = 1e-6
+"""Multiplier below which float32 loses the noise when it is added: 1 plus it is 1 again."""
+_TOO_SMALL = "the noise is too small for a finite ε"
 _PROBED = (
     "probes are not accounted together with correlated noise, nor with sampling by poisson or "
     "balls_in_bins; declare them outside of the deployment (privacy.probes: outside)"
@@ -188,7 +201,7 @@ def _stated(
     epsilon: float, delta: float, mechanism: Mechanism | ExactMechanism, accountant: str
 ) -> PrivacyClaim:
     if not epsilon < _LARGEST:
-        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
+        return _unproven(f"{_TOO_SMALL} (below {_LARGEST:g})")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,

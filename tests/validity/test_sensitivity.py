@@ -217,3 +217,52 @@ def test_the_constants_are_what_observations_show() -> None:
     world = Workload(made, "dp")
     assert world.spec is not None
     assert (world.spec.mean, world.spec.std) == ((0.31,), (0.35,))
+
+
+def relabelled(folder: Path, name: str, other: bool) -> str:
+    """An image folder of four classes, whose first training image is of the first or the last."""
+    for split in ("train", "test"):
+        for index in range(COUNT):
+            of = "d" if other and (split, index) == ("train", 0) else "abcd"[index % 4]
+            own = index if name == "own" else index // 4
+            path = folder / split / of / f"{own:03}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), index).save(path)
+    return str(folder)
+
+
+def of_folder(path: str, clients: int, **source: Any) -> Workload:
+    given = {"name": "image_folder", "path": path, "channels": 1, **source}
+    dealt = {"data": {"source": given, "clients": clients}}
+    local = {"training": {"rounds": 1, "local": {"batch_size": 8, "lr": 0.1}}}
+    return Workload(scenario(given, noise=1.0, **dealt, **local), "dp")
+
+
+def test_the_label_of_an_image_moves_no_other_to_another_client(tmp_path: Path) -> None:
+    """Files in the order of their classes would: the partition deals by places."""
+    here, there = (
+        of_folder(relabelled(tmp_path / str(other), "own", other), 4) for other in (False, True)
+    )
+    assert rows.spent(here, 1).epsilon < float("inf")
+    data = [world.dataset for world in (here, there)]
+    assert isinstance(data[0], Dataset)
+    assert isinstance(data[1], Dataset)
+    assert int((data[0].train_labels != data[1].train_labels).sum()) == 1
+    assert data[0].train_images.equal(data[1].train_images)
+
+
+def test_files_of_two_classes_that_share_a_name_void_a_claim_of_examples(tmp_path: Path) -> None:
+    path = relabelled(tmp_path, "shared", other=False)
+    found = rows.spent(of_folder(path, 4), 1)
+    assert found.epsilon == float("inf")
+    assert "share a name" in str(found.reason)
+    assert rows.spent(of_folder(path, 1), 1).epsilon < float("inf"), "one client holds all"
+
+
+def test_a_limit_by_classes_voids_a_claim(tmp_path: Path) -> None:
+    """One image more of a class pushes another one out."""
+    path = relabelled(tmp_path, "own", other=False)
+    found = rows.spent(of_folder(path, 1, limit=COUNT // 4 - 1), 1)
+    assert found.epsilon == float("inf")
+    assert "limit" in str(found.reason)
+    assert rows.spent(of_folder(path, 1, limit=COUNT // 4), 1).epsilon < float("inf")

@@ -6,13 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from fedsim import rng
+from fedsim import rng, rows
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution
+from fedsim.privacy.ledger import claim
+from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
 from fedsim.scenario.resolve import resolve
-from fedsim.types import Table
+from fedsim.stack import chain
+from fedsim.types import LocalTraining, Table, Tensors
 from fedsim.workload import Workload
+from fedsim_defenses.clip import Clip
+from fedsim_defenses.gaussian_noise import GaussianNoise
+from fedsim_defenses.per_example import clipped_mean
 
 COLUMNS = 12
 RELEASES: dict[str, tuple[dict[str, Any], str]] = {
@@ -52,13 +59,87 @@ def test_no_32_bits_give_the_noise_of_a_release(kind: str) -> None:
     data = world.dataset
     assert isinstance(data, Table)
     assert world.release is not None
-    rows = regularized(data.train_rows, world.stack.sigma(world.release))
+    whole_rows = regularized(data.train_rows, world.stack.sigma(world.release))
     draw = sketch if kind == "sketch" else normal_solution
     released = world.client_update(0, 1, *world.initial(), {}).update.tensors[VALUE]
 
     few = rng.derive(seed, "learner", 1, 0) % 2**32
-    guessed = draw(rows, COLUMNS, torch.Generator().manual_seed(few))
+    guessed = draw(whole_rows, COLUMNS, torch.Generator().manual_seed(few))
     assert not torch.allclose(guessed, released)
 
-    whole = draw(rows, COLUMNS, rng.generator(seed, "learner", 1, 0))
+    whole = draw(whole_rows, COLUMNS, rng.generator(seed, "learner", 1, 0))
     assert torch.equal(whole, released), "it is the cipher's, under a key of the release's own"
+
+
+@pytest.mark.parametrize("value", [1.004, 4.6549, 0.012341, 123.49, 1234.0, 9.9949, 3e-7, 1e19])
+def test_no_figure_is_written_rounded_in_its_own_favour(value: float) -> None:
+    """An ε or δ is stated up, what an audit shows of it down, by a digit of three (of six)."""
+    told, bound = float(format_epsilon(value)), float(format_bound(value))
+    assert bound <= value <= told
+    assert told / bound < 1.02
+    assert value <= float(format_delta(value)) < value * (1 + 1e-5)
+    words = format_claim(value, 1.234562e-5, "example", "replace_one")
+    assert words == f"{format_epsilon(value)} (1.23457e-05, example, replace one)"
+
+
+@pytest.mark.parametrize(("value", "told"), [(1.0000000004, "1"), (0.0, "0"), (2.5, "2.5")])
+def test_what_a_search_for_noise_leaves_is_no_digit(value: float, told: str) -> None:
+    assert format_epsilon(value) == format_bound(value) == told
+
+
+def directions(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
+    """A loss of which an example's gradient is the example itself."""
+    return (parameters["w"] * images.flatten(1)).sum() / len(labels)
+
+
+def mean_of(examples: Tensor, norm: float) -> Tensor:
+    start = {"w": torch.zeros(examples.shape[1])}
+    labels = torch.zeros(len(examples), dtype=torch.int64)
+    images = examples[:, None, None, :]
+    return clipped_mean(directions, start, images, labels, norm, len(examples))["w"]
+
+
+@pytest.mark.parametrize("entries", [10, 256, 4096])
+def test_no_clipped_gradient_is_longer_than_the_bound(entries: int) -> None:
+    """Also where its norm, as rounded, is the bound itself."""
+    drawn = torch.randn(40, entries, generator=torch.Generator().manual_seed(0))
+    for example in drawn:
+        near = float(example.norm())
+        for norm in (near * (1 - 1e-7), near, near * (1 + 1e-7)):
+            assert float(mean_of(example[None], norm).double().norm()) <= norm
+
+
+def test_one_of_many_examples_moves_their_mean_by_no_more_than_accounted() -> None:
+    """A mean in float32 has an error that is not small beside one example of 20,000."""
+    examples = torch.rand(20_000, 4, generator=torch.Generator().manual_seed(0)) + 0.5
+    here = mean_of(examples, 1.0).double()
+    for index in range(0, len(examples), 997):
+        other = examples.clone()
+        other[index] *= -1
+        moved = float((mean_of(other, 1.0).double() - here).norm())
+        assert moved * len(examples) <= 2
+
+
+@pytest.mark.parametrize("multiplier", [1e-8, 1e-20, 1e-60])
+def test_noise_that_is_lost_in_rounding_proves_nothing(multiplier: float) -> None:
+    """Added to 1 it gives 1: whoever sees the release reads the update."""
+    stack = chain(Clip(norm=1.0), GaussianNoise(multiplier=multiplier))
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=0.1, mode="train")
+    update = {"w": torch.ones(1)}
+    state = stack.init(update, training)
+    seen = {float(stack.apply(update, state, rng.generator(i))[0]["w"]) for i in range(200)}
+    assert len(seen) <= 2
+    found = claim(stack, training, rounds=1, num_examples=1, delta=1e-5)
+    assert found.epsilon == float("inf")
+    assert "too small" in str(found.reason)
+
+
+def test_tensors_that_no_defense_acts_on_void_a_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner of a third party may release whole numbers, which pass by all defenses."""
+    world = of_rows("sketch", 1)
+    floats, buffers = world.initial()
+    counted = {**floats, "count": torch.zeros(2, dtype=torch.int64)}
+    monkeypatch.setattr(world.computation, "initial", lambda: (counted, buffers))
+    found = rows.spent(world, 1)
+    assert rows.spent(of_rows("sketch", 1), 1).epsilon < float("inf") == found.epsilon
+    assert "count" in str(found.reason)
