@@ -56,9 +56,10 @@ def write(request, tmp_path):
 def test_classes_order_pixels_and_normalization(write):
     data = ImageFolder(path=write(FILES)).load()
     assert data.classes == ("a", "b")
-    assert data.train_labels.tolist() == [0, 0, 1, 1]
-    # By name: "10.png" before "2.png".
-    assert data.train_images[:, :, 0, 0].tolist() == [[1, 2, 3], [4, 5, 6], [10, 0, 0], [20, 0, 0]]
+    assert data.train_labels.tolist() == [1, 1, 0, 0]
+    # By name, whatever the class: "10.png" before "2.png".
+    assert data.train_images[:, :, 0, 0].tolist() == [[10, 0, 0], [20, 0, 0], [1, 2, 3], [4, 5, 6]]
+    assert not data.placed_by_label
     assert data.test_images[:, :, 3, 3].tolist() == [[7, 8, 9], [0, 0, 255]]
     assert data.train_images.shape == (4, 3, 6, 6)
     assert data.train_images.dtype == torch.uint8
@@ -85,8 +86,8 @@ def test_a_class_that_only_training_images_tell_of_is_declared(write):
 
 def test_limit_is_per_class(write):
     data = ImageFolder(path=write(FILES), limit=1).load()
-    assert data.train_labels.tolist() == [0, 1]
-    assert data.train_images[1, 0, 0, 0] == 10
+    assert data.train_labels.tolist() == [1, 0]
+    assert data.train_images[0, 0, 0, 0] == 10
 
 
 def test_grey_and_given_normalization(write):
@@ -122,9 +123,10 @@ def test_client_folders_name_the_natural_clients(write):
         "test/a/1.png": png((5, 0, 0)),
     }
     data = ImageFolder(path=write(files), client_folders=True, limit=1).load()
-    assert data.train_images[:, 0, 0, 0].tolist() == [3, 1, 2]
-    assert data.client_of.tolist() == [0, 1, 0]
-    assert data.train_labels.tolist() == [0, 0, 1]
+    assert data.train_images[:, 0, 0, 0].tolist() == [3, 2, 1]
+    assert data.client_of.tolist() == [0, 0, 1]
+    assert data.train_labels.tolist() == [0, 1, 0]
+    assert data.placed_by_label
 
 
 @pytest.mark.parametrize("missing", ["train", "test"])
@@ -239,7 +241,7 @@ def test_a_large_picture_is_refused_before_it_is_decoded(write, monkeypatch):
     header_only = png(0, size=(8000, 8000), mode="1")
     monkeypatch.setattr(Image.Image, "convert", None)
     with pytest.raises(FedsimError, match=r"bomb\.png has 8000x8000 pixels"):
-        ImageFolder(path=write({"train/a/bomb.png": header_only, **FILES})).load()
+        ImageFolder(path=write({"train/a/0-bomb.png": header_only, **FILES})).load()
 
 
 def test_a_member_that_states_a_large_size_is_not_read(tmp_path, monkeypatch):
