@@ -30,7 +30,20 @@ def check(workload: Workload) -> None:
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
         # Two steps show what many would: an epoch of them takes minutes.
-        workload.shortened(2).client_update(0, 1, parameters, buffers, {})
+        tried = workload.shortened(2)
+        tried.client_update(0, 1, parameters, buffers, {})
+        _directed(tried)
+
+
+def _directed(workload: Workload) -> None:
+    """A learner that takes no step through the stack is not protected by what acts on steps."""
+    stack = workload.stack
+    claimed = stack.training_defenses and stack.guarantees(workload.declared)[0].mechanism
+    if claimed and not stack.directed:
+        raise FedsimError(
+            f"learner {workload.scenario.learner.name} took its steps without `Stack.gradient`, so "
+            "that no defense of training acts on them; drop these defenses, or mend the learner"
+        )
 
 
 def _planted(workload: Workload) -> None:

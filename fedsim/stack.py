@@ -44,6 +44,13 @@ class Stack:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    _directed: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @property
+    def directed(self) -> bool:
+        """Whether a direction has been asked for: training defenses act on nothing else."""
+        return bool(self._directed)
+
     @property
     def least_clients(self) -> int:
         """With fewer clients' updates nothing may be combined: their shared noise is too little."""
@@ -114,6 +121,7 @@ class Stack:
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The direction of a local step after every training defense."""
         for index, defense in enumerate(self.training_defenses):
+            self._directed.add(index)
             if isinstance(defense, RememberingDefense):
                 memory = self._memories.get(index, {})
                 gradient = defense.recalling(loss, gradient, batch_size, memory)

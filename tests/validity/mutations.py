@@ -41,6 +41,14 @@ VICTIMS = "tests/validity/test_victims.py"
 STATED = "tests/validity/test_stated_epsilon.py"
 MUTATIONS = (
     Mutation(
+        name="a learner that steps around the stack",
+        item=1,
+        file="fedsim/refusal.py",
+        old="    if claimed and not stack.directed:\n",
+        new="    if claimed and False:\n",
+        tests=(STATED,),
+    ),
+    Mutation(
         name="a clipped gradient above its bound by rounding",
         item=1,
         file="defenses/per_example.py",

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim import rng, rows
+from fedsim import refusal, rng, rows
+from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.ledger import claim
 from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
 from fedsim.scenario.resolve import resolve
 from fedsim.stack import chain
-from fedsim.types import LocalTraining, Table, Tensors
+from fedsim.types import FedsimError, LocalTraining, Table, Tensors
 from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
@@ -143,3 +144,25 @@ def test_tensors_that_no_defense_acts_on_void_a_claim(monkeypatch: pytest.Monkey
     found = rows.spent(world, 1)
     assert rows.spent(of_rows("sketch", 1), 1).epsilon < float("inf") == found.epsilon
     assert "count" in str(found.reason)
+
+
+def test_a_learner_that_steps_around_the_stack_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradients leave the client bare, and the claim would be that of dp_sgd."""
+    document = {
+        "name": "steps",
+        "data": {"source": {"name": "digits", "size": 8}, "clients": 1},
+        "model": {"name": "mlp", "hidden": [4]},
+        "training": {"rounds": 1, "local": {"batch_size": 4, "lr": 0.1}},
+        "defenses": {"dp": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]},
+        "attacks": [],
+    }
+    refusal.check(Workload(resolve(document), "dp"))
+    train = sgd.train
+
+    def bare(*arguments: Any) -> Any:
+        *given, _, stream = arguments
+        return train(*given, chain(), stream)
+
+    monkeypatch.setattr(sgd, "train", bare)
+    with pytest.raises(FedsimError, match=r"defenses\.dp: learner sgd took its steps without"):
+        refusal.check(Workload(resolve(document), "dp"))
