@@ -121,6 +121,11 @@ class Workload:
         parameters, _ = self.initial()
         return tuple(n for n, value in parameters.items() if not value.is_floating_point())
 
+    @cached_property
+    def claims(self) -> bool:
+        """Whether anything is proven of what clients release, or of what is made of it."""
+        return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
+
     @property
     def schedule(self) -> Schedule:
         """Who takes part when, and what is recorded."""

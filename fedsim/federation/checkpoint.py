@@ -84,7 +84,8 @@ class Checkpoints:
                     shutil.rmtree(path)
         states = client_state.folder(self._out, self._stack)
         if not done:
-            shutil.rmtree(states, ignore_errors=True)
+            for path in states.glob("client-*/round-*.safetensors"):
+                path.unlink()  # but not what the client has noted of its answers
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
         for folder in (*self._folders(), states, self._path.parent):
             remove_torn(folder)

@@ -96,6 +96,8 @@ class Client:
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
         memory = ClientState(Path(self._job.out), workload.stack_name, client)
+        if workload.claims:
+            memory.answer(_asked(order), order.parameters)
         result = workload.client_update(
             client,
             round,
@@ -150,3 +152,9 @@ class Client:
             return self._given
         threads.fix(self._job.threads)
         return self._job.workload()
+
+
+def _asked(order: wire.Order) -> tuple[int, ...]:
+    """What a client's noise follows from, besides the client."""
+    probe = order.probe
+    return (order.round, *((probe.batch_size, probe.trial, probe.release) if probe else ()))

@@ -22,6 +22,13 @@ from fedsim.types import FedsimError
 
 TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
 
+NOISY = {
+    "noisy": [
+        {"name": "clip", "parameters": {"norm": 1.0}},
+        {"name": "gaussian_noise", "parameters": {"multiplier": 1.0}},
+    ]
+}
+
 
 def ask(
     out: Path,
@@ -30,15 +37,17 @@ def ask(
     round: int = 1,
     probe: Probe | None = None,
     stack: str = "none",
+    scale: float = 1.0,
 ) -> Message:
     """What the client app answers."""
     wanted = scenario(
-        defenses={"none": [], **TOPK},
+        defenses={"none": [], **TOPK, **NOISY},
         observe={"rounds": [1], "clients": [0], "batch_sizes": [2]},
     )
     plan = workload(wanted, stack)
     job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)
     parameters, buffers = plan.initial()
+    parameters = {name: scale * value for name, value in parameters.items()}
     content = wire.order(round, wire.encode(parameters), wire.encode(buffers), probe)
     context = Context(
         run_id=1,
@@ -88,6 +97,18 @@ def test_truth_stays_on_the_clients_side(tmp_path: Path) -> None:
     (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
     place = "truth/none/round-0001/client-0000-b2-t0/client-0000.safetensors"
     assert written == tmp_path / place
+
+
+@pytest.mark.parametrize("probe", [None, Probe(batch_size=2, trial=0)])
+def test_no_noise_is_used_at_two_weights(probe: Probe | None, tmp_path: Path) -> None:
+    """Of a resumed run whose rounds go otherwise, the difference of two answers has no noise."""
+    first, again = (ask(tmp_path, stack="noisy", probe=probe) for _ in range(2))
+    assert first.content["arrays"] == again.content["arrays"]
+    with pytest.raises(FedsimError, match="its noise is not used twice"):
+        ask(tmp_path, stack="noisy", probe=probe, scale=1.5)
+    ask(tmp_path, stack="noisy", probe=probe, client=1, scale=1.5)
+    for scale in (1.0, 1.5):
+        ask(tmp_path, stack="none", probe=probe, scale=scale)
 
 
 def test_a_probe_leaves_the_defenses_memory_alone(tmp_path: Path) -> None:

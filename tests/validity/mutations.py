@@ -41,6 +41,14 @@ VICTIMS = "tests/validity/test_victims.py"
 STATED = "tests/validity/test_stated_epsilon.py"
 MUTATIONS = (
     Mutation(
+        name="noise used again at other weights",
+        item=4,
+        file="fedsim/federation/client_state.py",
+        old="        if before and at not in before:\n",
+        new="        if False:\n",
+        tests=("tests/federation/test_federation_client.py",),
+    ),
+    Mutation(
         name="a learner that steps around the stack",
         item=1,
         file="fedsim/refusal.py",
