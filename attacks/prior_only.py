@@ -26,7 +26,7 @@ from fedsim_attacks.variation import chromatic_variation, opponent_variation, to
 
 _RATES = {"pixel": 0.1, "unet": 1e-3}
 _VARIATIONS = {
-    "total": total_variation,
+    "absolute": total_variation,
     "chromatic": chromatic_variation,
     "opponents": opponent_variation,
 }
@@ -69,7 +69,7 @@ class PriorOnly(Attack[Drawing]):
     """Of Adam, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net, 0.1 for pixels."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the total variation; of 0, what is drawn at first."""
-    variation: Literal["total", "chromatic", "opponents"] = "total"
+    variation: Literal["absolute", "chromatic", "opponents"] = "absolute"
     """Of all channels alike, with three times the weight in color, or of the channels and their
     differences."""
     stretched: bool = False
