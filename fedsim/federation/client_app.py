@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from fedsim import threads
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
+from fedsim.federation.noise_use import asked
 from fedsim.recording import save_truth
 from fedsim.scenario import Scenario
 from fedsim.schedule import Probe
@@ -97,7 +98,7 @@ class Client:
             )
         memory = ClientState(Path(self._job.out), workload.stack_name, client)
         if workload.claims:
-            memory.answer(_asked(order), order.parameters)
+            memory.answer(asked(round, order.probe), order.parameters)
         result = workload.client_update(
             client,
             round,
@@ -152,9 +153,3 @@ class Client:
             return self._given
         threads.fix(self._job.threads)
         return self._job.workload()
-
-
-def _asked(order: wire.Order) -> tuple[int, ...]:
-    """What a client's noise follows from, besides the client."""
-    probe = order.probe
-    return (order.round, *((probe.batch_size, probe.trial, probe.release) if probe else ()))

@@ -2,22 +2,20 @@
 
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
+    OUT/client_state/<stack>/server/answered.jsonl                  what its noise was added to
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from fedsim.recording import read_tensors, write_bytes, write_tensors
-from fedsim.types import FedsimError, Tensors
+from fedsim.federation.noise_use import use_once
+from fedsim.recording import read_tensors, write_tensors
+from fedsim.types import Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
@@ -53,31 +51,13 @@ class ClientState:
             self._path(past).unlink(missing_ok=True)
 
     def answer(self, asked: tuple[int, ...], weights: Tensors) -> None:
-        """Note that the client answers what it is `asked` (its round, and of a probe which one).
-
-        Its noise follows from that alone, so that two answers at different weights would have the
-        same noise, and their difference none.
+        """Note that the client answers what it is `asked` at these `weights`, and at no others.
 
         Raises:
             FedsimError: it has answered at other weights.
         """
-        digest = hashlib.sha256()
-        for name in sorted(weights):
-            value = weights[name].detach().cpu().contiguous()
-            digest.update(name.encode() + b"\0" + value.flatten().view(torch.uint8).numpy().data)
-        own, at = list(asked), digest.hexdigest()
         path = self._path(0).with_name("answered.jsonl")
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        noted = map(json.loads, text.splitlines())
-        before = [found["weights"] for found in noted if found["asked"] == own]
-        if before and at not in before:
-            raise FedsimError(
-                f"client {self.client} has answered in round {asked[0]} at other weights, and its "
-                "noise is not used twice: run the scenario anew, with another --out"
-            )
-        if not before:
-            line = json.dumps({"asked": own, "weights": at}) + "\n"
-            write_bytes(path, (text + line).encode())
+        use_once(path, asked, weights, f"client {self.client}")
 
     def _rounds(self) -> list[int]:
         home = self._path(0).parent

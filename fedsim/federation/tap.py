@@ -19,11 +19,12 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from torch import Tensor
 
-from fedsim.defense import shapes
-from fedsim.federation import wire
+from fedsim.defense import NoisyAggregation, shapes
+from fedsim.federation import client_state, wire
 from fedsim.federation.averaging import Averages, Mean
 from fedsim.federation.client_app import PROBE
 from fedsim.federation.delivery import exchange
+from fedsim.federation.noise_use import asked, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
 from fedsim.recording import save_observation
@@ -215,6 +216,11 @@ class TapGrid(Grid):
             return None
         updates = spool.updates(self._expected.update, self._expected.buffers)
         combined = self._workload.combined(updates, self._round, probe)
+        if isinstance(aggregation, NoisyAggregation):
+            # The sum that the noise is on is as many answers as came: another one is another value.
+            state = client_state.folder(self._out, self._workload.stack_name)
+            path = state / "server" / "answered.jsonl"
+            use_once(path, asked(self._round, probe), combined.tensors, "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "

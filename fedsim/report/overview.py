@@ -82,7 +82,8 @@ def save_overview(folder: Path) -> Path | None:
 def _has_image(run: Run, row: ResultRow) -> bool:
     """Whether a reconstruction of images was scored and lies in the run's folder."""
     scored = row.ok and row.metrics is not None and row.metrics.psnr is not None
-    return scored and reconstruction_file(run.folder, row) is not None
+    images = row.subject == "images" and scored
+    return images and reconstruction_file(run.folder, row) is not None
 
 
 def _strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:

@@ -427,3 +427,16 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
             "strategy_parameters": {**parameters, "num_sampled_clients": 9},
         }
         train(scenario(federation=changed), tmp_path / "dp")
+
+
+def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
+    """A round that is repeated with other answers would show their difference without noise."""
+    stack = [{"name": "clip", "norm": 1.0}, {"name": "dp_ftrl", "noise_multiplier": 1.0}]
+    wanted = scenario(training__rounds=1, defenses={"ftrl": stack})
+    checkpoint = tmp_path / "checkpoints" / "ftrl.safetensors"
+    for _ in range(2):
+        (record,) = train_with_fault(wanted, tmp_path, _only(1, _raise), "ftrl")
+        assert record.failures["client_error"] == 1, "the same sum, twice"
+        checkpoint.unlink()
+    with pytest.raises(FedsimError, match="the server has answered in round 1 for other values"):
+        train_with_fault(wanted, tmp_path, lambda client, message, honest: honest(), "ftrl")

@@ -39,13 +39,22 @@ GUESS = "tests/scoring/test_guess.py"
 VICTIMS = "tests/validity/test_victims.py"
 
 STATED = "tests/validity/test_stated_epsilon.py"
+
 MUTATIONS = (
+    Mutation(
+        name="noise of the server used again for another sum",
+        item=4,
+        file="fedsim/federation/tap.py",
+        old='            use_once(path, asked(self._round, probe), combined.tensors, "the server")\n',
+        new="            pass\n",
+        tests=("tests/federation/test_federation_tap.py",),
+    ),
     Mutation(
         name="noise used again at other weights",
         item=4,
-        file="fedsim/federation/client_state.py",
-        old="        if before and at not in before:\n",
-        new="        if False:\n",
+        file="fedsim/federation/noise_use.py",
+        old="    if before and at not in before:\n",
+        new="    if False:\n",
         tests=("tests/federation/test_federation_client.py",),
     ),
     Mutation(

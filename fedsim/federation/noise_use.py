@@ -1,0 +1,55 @@
+"""What a round's noise was used for: it follows from the seed and the round, and serves once.
+
+Two releases of different values with the same noise have a difference without any.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import torch
+
+from fedsim.recording import write_bytes
+from fedsim.schedule import Probe
+from fedsim.types import FedsimError, Tensors
+
+
+def asked(round: int, probe: Probe | None) -> tuple[int, ...]:
+    """What decides the noise of a release: its round, and of a probe which one it is."""
+    return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
+
+
+def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> None:
+    """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
+
+    Args:
+        path: A file of JSON lines, made if it is not there.
+        own: As `asked` says.
+        values: What decides the release, or the release itself.
+        who: Uses the noise, for the message.
+
+    Raises:
+        FedsimError: it was used for other values.
+    """
+    at = _digest(values)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    noted = map(json.loads, text.splitlines())
+    before = [found["digest"] for found in noted if found["asked"] == list(own)]
+    if before and at not in before:
+        raise FedsimError(
+            f"{who} has answered in round {own[0]} for other values, and its noise is not used "
+            "twice: run the scenario anew, with another --out"
+        )
+    if not before:
+        line = json.dumps({"asked": list(own), "digest": at}) + "\n"
+        write_bytes(path, (text + line).encode())
+
+
+def _digest(values: Tensors) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(values):
+        value = values[name].detach().cpu().contiguous()
+        digest.update(name.encode() + b"\0" + value.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
