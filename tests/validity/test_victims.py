@@ -297,4 +297,6 @@ def test_what_an_attack_leaves_out_is_the_mean_image(finished: Run) -> None:
         saved: Tensors = read_tensors(path)
         filled = [torch.equal(image, mean) for image in saved["reconstruction"]]
         assert sorted(filled) == [False, True, True]
+        error = (saved["reconstruction"] - saved["truth"]).double().square().flatten(1).mean(1)
+        assert row["metrics"]["psnr"] == pytest.approx(float((-10 * error.log10()).mean()))
     assert sum(row["metrics"]["psnr"] - row["baseline"]["psnr"] for row in cell(finished, 3)) < 0
