@@ -226,8 +226,11 @@ def report(
 ) -> None:
     """Write the report of a run again: one HTML file that opens offline."""
     with exits():
+        from fedsim.paths import writable_file
         from fedsim.report import write_report
 
+        if out:
+            writable_file(out, "--out")
         typer.echo(write_report(folder, out))
 
 

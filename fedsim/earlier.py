@@ -9,6 +9,8 @@ from fedsim import paths, record, rows
 from fedsim.report import fits
 from fedsim.types import FedsimError
 
+_RESULT_KEYS = {"metrics", "baseline", "reason", "per_image", "theory", "cost"}
+
 
 def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
     """Refuse a folder that holds a run, but to `resume` the same scenario, written as `resolved`.
@@ -43,11 +45,12 @@ def refuse_foreign_rows(
     """
 
     def result(row: record.Row) -> bool:
-        return rows.key(row) in keys and fits(row, "results.jsonl")
+        whole = isinstance(row["control"], dict) and row.keys() >= _RESULT_KEYS
+        return whole and rows.key(row) in keys and fits(row, "results.jsonl")
 
     def round(row: record.Row) -> bool:
         known = row["defense"] in stacks and row["round"] in range(1, last + 1)
-        return known and fits(row, "rounds.jsonl")
+        return known and row.keys() >= rows.ROUND_KEYS and fits(row, "rounds.jsonl")
 
     def audit(row: record.Row) -> bool:
         return row["defense"] in stacks and fits(row, "audit.jsonl")

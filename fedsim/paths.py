@@ -136,6 +136,17 @@ def writable_folder(path: Path, option: str) -> None:
         raise FedsimError(f"{option} {str(path)!r}: {cause}; name another folder") from error
 
 
+def writable_file(path: Path, option: str) -> None:
+    """Refuse a file to write that is a folder, or whose folder cannot be written to.
+
+    Raises:
+        FedsimError: as of `writable_folder`.
+    """
+    writable_folder(path.parent, option)
+    if path.is_dir():
+        raise FedsimError(f"{option} {path}: is a folder; name a file in it")
+
+
 def _check(path: Path, found: os.stat_result, most: int) -> None:
     for is_kind, said in _KINDS:
         if is_kind(found.st_mode):

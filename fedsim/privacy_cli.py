@@ -72,6 +72,7 @@ def delta(
             _list(as_json)
             return
         parsed = calculator.parse(keys)
+        _refuse_unwritable(plot)
         with told_of_work(mechanism):
             answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
         _draw(plot, mechanism, parsed, answer)
@@ -94,6 +95,7 @@ def epsilon(
             _list(as_json)
             return
         parsed = calculator.parse(keys)
+        _refuse_unwritable(plot)
         with told_of_work(mechanism):
             answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
         _draw(plot, mechanism, parsed, answer)
@@ -218,6 +220,13 @@ def _draw(plot: Path | None, mechanism: str, keys: dict[str, Any], answer: Answe
         from fedsim.privacy.plot import draw
 
         draw(plot, mechanism, keys, answer)
+
+
+def _refuse_unwritable(plot: Path | None) -> None:
+    from fedsim.paths import writable_file
+
+    if plot is not None:
+        writable_file(plot, "--plot")
 
 
 def _list(as_json: bool) -> None:

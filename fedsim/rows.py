@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -321,6 +321,10 @@ def _privacy(claim: PrivacyClaim) -> Row:
         "reason": claim.reason,
         "covers": claim.covers,
     }
+
+
+ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
+"""What a line of `rounds.jsonl` has, among others."""
 
 
 def key(row: Row) -> Key:

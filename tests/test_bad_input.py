@@ -161,6 +161,42 @@ def test_a_line_that_lacks_what_later_stages_read_is_refused(
     assert "line 1: damaged" in refused("run", scenario, "--out", out, "--resume", "-q")
 
 
+def test_a_line_of_a_round_that_lacks_what_is_summed_up_is_refused(
+    finished: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    subprocess.run(["cp", "-r", finished, out], check=True)
+    path = out / "rounds.jsonl"
+    row = json.loads(path.read_text(encoding="utf-8").splitlines()[0])
+    del row["bytes_up"]
+    path.write_text(json.dumps(row) + "\n", encoding="utf-8")
+    scenario = finished.parent / "s.yaml"
+    assert "rounds.jsonl, line 1" in refused("run", scenario, "--out", out, "--resume", "-q")
+
+
+def test_more_attacks_than_anybody_waits_for_are_refused(scenario: Path) -> None:
+    said = run(
+        scenario,
+        "--set",
+        f"observe.batch_sizes={list(range(1, 401))}",
+        "--set",
+        "observe.trials=10000",
+    )
+    assert "observe: 4,000,000 attacks" in said and "fewer trials" in said
+
+
+@pytest.mark.parametrize(
+    "words", [("report", "{}", "--out", "{}"), ("report", "{}", "--out", "{}/scenario.yaml/x")]
+)
+def test_a_report_that_cannot_be_written_is_refused(words: tuple[str, ...], finished: Path) -> None:
+    assert "--out" in refused(*(word.format(finished) for word in words))
+
+
+def test_a_plot_that_cannot_be_written_is_refused_before_it_is_computed(finished: Path) -> None:
+    words = ("privacy", "delta", "gaussian", "sensitivity=1", "sigma=2", "--epsilon", 1, "--plot")
+    assert "--plot" in refused(*words, finished / "scenario.yaml" / "x.png")
+
+
 @pytest.mark.parametrize("kind", ["file", "loop", "lost"])
 def test_a_folder_to_fill_that_is_none_is_refused(kind: str, scenario: Path) -> None:
     out = scenario.parent / "o"

@@ -215,7 +215,7 @@ def test_attack_refuses_a_folder_that_cannot_be(finished: Path, tmp_path: Path) 
     for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
         result = invoke(*words, wrong)
         assert result.exit_code == 2, result.output
-        assert f"--out {wrong}: {tmp_path / 'file'} is no folder" in result.stderr
+        assert f"--out {wrong}: {tmp_path / 'file'} is a file and no folder" in result.stderr
         assert not result.stdout
 
 

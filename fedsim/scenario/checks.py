@@ -51,6 +51,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _observed(observe, training, data)
     if training and observe:
         yield from _sampling(training, observe)
+    yield from _results(sections)
     usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
     if knowledge:
@@ -228,6 +229,26 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
                 f"{count} {key} need probes, since a training update happens once; add "
                 f"`observe.batch_sizes: [...]`, or use 1",
             )
+
+
+_MOST_RESULTS = 500_000
+"""Lines of results.jsonl that a run may have."""
+
+
+def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
+    """More attacks than anybody waits for."""
+    observe, data = sections.get("observe"), sections.get("data")
+    if not observe or not data:
+        return
+    clients = data.clients if observe.clients == "all" else len(observe.clients)
+    recordings = len(observe.rounds) * clients * observe.trials * len(observe.batch_sizes or [0])
+    count = recordings * len(sections.get("attacks") or []) * len(sections.get("defenses", {}))
+    if count > _MOST_RESULTS:
+        yield (
+            ("observe",),
+            f"{count:,} attacks on recorded updates, and a run has at most {_MOST_RESULTS:,}; use "
+            "fewer trials, batch_sizes, clients, rounds, attacks or defenses",
+        )
 
 
 def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:

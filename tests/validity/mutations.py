@@ -40,7 +40,65 @@ VICTIMS = "tests/validity/test_victims.py"
 
 STATED = "tests/validity/test_stated_epsilon.py"
 
+BAD_INPUT = "tests/test_bad_input.py"
+EXTREMES = "tests/privacy/test_extremes.py"
 MUTATIONS = (
+    Mutation(
+        name="a divergence below zero counts as no loss",
+        item=10,
+        file="fedsim/privacy/ledger.py",
+        old="    multiplier = min(multiplier, _AMPLIFIED[1])\n",
+        new="    multiplier = min(multiplier, 1e8)\n",
+        tests=(EXTREMES,),
+    ),
+    Mutation(
+        name="a curve of losses without its rounding",
+        item=10,
+        file="fedsim/privacy/poisson.py",
+        old="    losses = distribution(sampling_rate, min(noise, _MOST_NOISE), steps)\n",
+        new="    losses = distribution(sampling_rate, min(noise, _MOST_NOISE), max(1, steps // 2))\n",
+        tests=(EXTREMES,),
+    ),
+    Mutation(
+        name="participations counted at the least of each group",
+        item=10,
+        file="fedsim/privacy/correlated.py",
+        old="    mass = np.diff(below, prepend=0.0)\n",
+        new="    mass = np.diff(below, append=1.0)\n",
+        tests=(EXTREMES,),
+    ),
+    Mutation(
+        name="a NaN in a line of results",
+        item=15,
+        file="fedsim/record.py",
+        old="    return json.loads(line, parse_constant=_no_number, parse_float=_finite)\n",
+        new="    return json.loads(line)\n",
+        tests=(BAD_INPUT,),
+    ),
+    Mutation(
+        name="a device read as a file",
+        item=15,
+        file="fedsim/paths.py",
+        old='    (stat.S_ISCHR, "a device"),\n',
+        new="",
+        tests=("tests/test_paths.py",),
+    ),
+    Mutation(
+        name="a file opened beside the one way",
+        item=15,
+        file="fedsim/privacy/ndis.py",
+        old="json.loads(paths.text(path, paths.TEXT))",
+        new="json.loads(path.read_text())",
+        tests=("tests/test_paths.py",),
+    ),
+    Mutation(
+        name="a model built before it is counted",
+        item=15,
+        file="fedsim/models/size.py",
+        old='    if size is not None:\n        memory.check(_COPIES * size.state, of, "use a smaller model")\n',
+        new='    if size is None:\n        memory.check(0, of, "use a smaller model")\n',
+        tests=(BAD_INPUT,),
+    ),
     Mutation(
         name="noise of the server used again for another sum",
         item=4,
