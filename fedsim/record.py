@@ -61,7 +61,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
     return rows
 
 
-def strict_json(line: bytes) -> Any:
+def strict_json(line: bytes | str) -> Any:
     """What a line of JSON says, which has no NaN and no infinity.
 
     Raises:

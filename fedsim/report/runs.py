@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fedsim import paths
+from fedsim.record import strict_json
 from fedsim.report.settings import differences
 from fedsim.types import FedsimError, Server, server_of
 
@@ -379,9 +380,12 @@ def _read(path: Path, kind: type[P], optional: bool = False) -> list[P]:
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(kind.model_validate_json(line))
-        except ValidationError as error:
+            strict_json(line)
+        except ValueError as error:
             if number == len(lines) and not line.endswith("\n"):
                 break  # a run that is still writing, or was killed, ends in half a line
+            if not isinstance(error, ValidationError):
+                raise ReportError(f"{path}, line {number}: {error}; remove the line") from error
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"])) or "line"
             raise ReportError(

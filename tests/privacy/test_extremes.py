@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from fedsim.privacy import calculator, correlated, gaussian, poisson, work
+from fedsim.privacy import calculator, correlated, gaussian, ledger, poisson, work
 from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.ledger import claim
 from fedsim.scenario.build import build_stack
@@ -198,3 +198,16 @@ def test_calibration_looks_at_few_curves(monkeypatch: pytest.MonkeyPatch) -> Non
     assert sum(made) <= 8192 * 9 / 8 + 3 * 8192
     at = CorrelatedCurve.model_validate({**keys, "noise_multiplier": found.noise_multiplier})
     assert at.delta(1.0).delta <= 1e-3
+
+
+@pytest.mark.parametrize("noise", [0.02, 1.0, 1e3, 1e5, 1e7, 1e9, 1e12])
+@pytest.mark.parametrize("size", [1, 40, 399])
+def test_divergences_are_no_less_than_that_of_the_mean_shift(noise: float, size: int) -> None:
+    """Sampled batches differ in the mean by q; the whole data's divergence is the most."""
+    orders, found = ledger._renyi(noise, size, 400)
+    most = np.array(orders) / (2 * noise**2)
+    least = most * (size / 400) ** 2 * (1 - 1e-6) if noise >= 1e3 else 0 * most
+    beyond = noise > ledger._AMPLIFIED[1]
+    assert (np.array(found) >= least).all()
+    assert beyond or (np.array(found) <= most * (1 + 1e-12)).all()
+    assert (np.array(found) > 0).all()
