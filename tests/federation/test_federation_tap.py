@@ -431,7 +431,10 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
 
 def test_noise_of_the_server_is_used_for_one_sum_only(tmp_path: Path) -> None:
     """A round that is repeated with other answers would show their difference without noise."""
-    stack = [{"name": "clip", "norm": 1.0}, {"name": "dp_ftrl", "noise_multiplier": 1.0}]
+    stack = [
+        {"name": "clip", "parameters": {"norm": 1.0}},
+        {"name": "dp_ftrl", "parameters": {"noise_multiplier": 1.0}},
+    ]
     wanted = scenario(training__rounds=1, defenses={"ftrl": stack})
     checkpoint = tmp_path / "checkpoints" / "ftrl.safetensors"
     for _ in range(2):

@@ -52,14 +52,6 @@ MUTATIONS = (
         tests=(EXTREMES,),
     ),
     Mutation(
-        name="a divergence below zero counts as no loss",
-        item=10,
-        file="fedsim/privacy/ledger.py",
-        old="    multiplier = min(multiplier, _AMPLIFIED[1])\n",
-        new="    multiplier = min(multiplier, 1e8)\n",
-        tests=(EXTREMES,),
-    ),
-    Mutation(
         name="a curve of losses without its rounding",
         item=10,
         file="fedsim/privacy/poisson.py",
