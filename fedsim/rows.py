@@ -354,8 +354,8 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
     """Score each truth also against what the same attack made of *another* update, in place.
 
     If that is as good, the attack's pictures come from its prior and not from the update. The other
-    update is of other images, by content; null if there is none. Memberships, which follow from
-    coins of each release, are compared with any other release.
+    update is of other images, by content; null if there is none. Releases of a table share rows, as
+    each of them tosses coins: each row is compared with what was made of a different one.
     """
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
@@ -371,7 +371,8 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
                 continue
             foreign = read_tensors(_reconstruction(other, root))
             if "members" in own:
-                row["control"]["other_update"] = _other_rows(own, foreign)
+                pairs = _other_targets(row["victims"], other["victims"])
+                row["control"]["other_update"] = pairs and _other_rows(own, foreign, pairs)
                 continue
             row["control"]["other_update"] = scoring.score(
                 Reconstruction(
@@ -391,17 +392,38 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
 
 def _unlike(row: Row, other: Row, own: Mapping[str, Tensor]) -> bool:
     """Whether `other` may be the control of `row`, whose tensors are `own`."""
-    return "membership" in own or not set(row["victims"]) & set(other["victims"])
+    return "members" in own or not set(row["victims"]) & set(other["victims"])
 
 
-def _other_rows(own: Mapping[str, Tensor], foreign: Mapping[str, Tensor]) -> Row:
-    """One release's answers scored against another's truth, over again where there are fewer."""
+def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:
+    """For each row of `own`, one of `other` that is not the same, or None if one has no such.
+
+    The rows are digests. In turn, over again where there are fewer.
+    """
+    found = []
+    for place, victim in enumerate(own):
+        turns = [(place + step) % len(other) for step in range(len(other))]
+        unlike = next((turn for turn in turns if other[turn] != victim), None)
+        if unlike is None:
+            return None
+        found.append(unlike)
+    return found or None
+
+
+def _other_rows(
+    own: Mapping[str, Tensor], foreign: Mapping[str, Tensor], pairs: Sequence[int]
+) -> Row:
+    """One release's answers scored against another's truth, memberships over again where fewer.
+
+    `pairs` are the foreign rows that take the place of own ones.
+    """
     members = own["members"]
-    found = {
-        name: foreign[name][torch.arange(count) % len(foreign[name])]
-        for name, count in (("rows", int(members.sum())), ("membership", len(members)))
-        if name in foreign
-    }
+    found = {}
+    if "rows" in foreign:
+        found["rows"] = foreign["rows"][list(pairs)]
+    if "membership" in foreign:
+        told = foreign["membership"]
+        found["membership"] = told[torch.arange(len(members)) % len(told)]
     rows = torch.zeros(len(members), len(own["scored"]), dtype=torch.float64)
     if "truth_rows" in own:
         rows[members] = own["truth_rows"]

@@ -297,7 +297,7 @@ MUTATIONS = (
         name="another update of the same image",
         item=11,
         file="fedsim/rows.py",
-        old='    return "membership" in own or not set(row["victims"]) & set(other["victims"])\n',
+        old='    return "members" in own or not set(row["victims"]) & set(other["victims"])\n',
         new="    return True\n",
         tests=(VICTIMS,),
     ),

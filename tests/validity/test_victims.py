@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import plugins
+from fedsim import plugins, rows
 from fedsim.adversary import Attack, AttackState
 from fedsim.data.base import DataSource
 from fedsim.jobs import reconstruction_path
@@ -281,8 +281,7 @@ def test_labels_alone_are_guessed_as_they_are_scored(tmp_path: Path) -> None:
     """Rule 24: as a multiset. With two even classes, one of each is the best guess of two."""
     observe = {"clients": [0], "batch_sizes": [2], "trials": 4}
     done = run(tmp_path / "out", attacks=["label_inference"], observe=observe)
-    rows = cell(done, 2, attack="label_inference")
-    for row in rows:
+    for row in cell(done, 2, attack="label_inference"):
         both = len(set(truth_of(done, row).labels.tolist())) == 2
         assert row["baseline"]["name"] == "labels" and row["baseline"]["psnr"] is None
         assert row["baseline"]["label_accuracy"] == (1.0 if both else 0.5)
@@ -300,3 +299,20 @@ def test_what_an_attack_leaves_out_is_the_mean_image(finished: Run) -> None:
         error = (saved["reconstruction"] - saved["truth"]).double().square().flatten(1).mean(1)
         assert row["metrics"]["psnr"] == pytest.approx(float((-10 * error.log10()).mean()))
     assert sum(row["metrics"]["psnr"] - row["baseline"]["psnr"] for row in cell(finished, 3)) < 0
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "expected"),
+    [
+        (["a", "b"], ["c", "d"], [0, 1]),
+        (["a", "b", "c"], ["a", "d"], [1, 1, 0]),
+        (["a"], ["a"], None),
+        ([], ["a"], None),
+        (["a"], [], None),
+    ],
+)
+def test_a_row_is_never_compared_with_what_was_made_of_it(
+    own: list[str], other: list[str], expected: list[int] | None
+) -> None:
+    """Rule 25, of releases of a table, which share rows."""
+    assert rows._other_targets(own, other) == expected
