@@ -224,9 +224,12 @@ def _draw(plot: Path | None, mechanism: str, keys: dict[str, Any], answer: Answe
 
 def _refuse_unwritable(plot: Path | None) -> None:
     from fedsim.paths import writable_file
+    from fedsim.types import FedsimError
 
     if plot is not None:
         writable_file(plot, "--plot")
+        if not plot.parent.is_dir():
+            raise FedsimError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
 
 
 def _list(as_json: bool) -> None:
