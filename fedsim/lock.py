@@ -43,7 +43,12 @@ def locked(folder: Path) -> Iterator[None]:
 def _lock(path: Path) -> int:
     """The handle of the locked file at `path`."""
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EISDIR):
+                raise FedsimError(f"{path}: is a link or a folder; remove it") from error
+            raise
         try:
             _acquire(handle, path)
             if _is_at(handle, path):

@@ -51,8 +51,8 @@ def inconsistencies(
         needed = _CANDIDATES * 4 * images + training.steps * (8 * weights + _STEP)
         if needed > memory.limit():
             yield (
-                f"training.steps, training.batch_size, num_clients, model.input_shape: an attack on "
-                f"{seen.num_images:,} images in {training.steps:,} steps takes about "
+                "training.steps, training.batch_size, num_clients, model.input_shape: an attack "
+                f"on {seen.num_images:,} images in {training.steps:,} steps takes about "
                 f"{needed / paths.GIB:.1f} GiB, and there are {memory.limit() / paths.GIB:.1f}"
             )
     for name in parameters:

@@ -301,7 +301,7 @@ def test_a_script_with_a_guard_or_one_worker_runs(scenario: Path) -> None:
 def cli(
     folder: Path, *words: str, redirected: str = "", **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    command = f'"$0" -c "from fedsim.cli import main; main()" {" ".join(words)} {redirected}'
+    command = f'"$0" -c "from fedsim.command import main; main()" {" ".join(words)} {redirected}'
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command, sys.executable],
         cwd=folder,

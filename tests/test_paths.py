@@ -23,6 +23,7 @@ ALLOWED = {
     "fedsim/cli.py": "the null device, in place of a closed terminal",
     "fedsim/main_guard.py": "the script that Python has just read",
     "fedsim/record.py": "appends, and the kernel's list of processors",
+    "fedsim/lock.py": "a lock of its own, and no link",
     "fedsim/recording.py": "writes to a temporary file of its own",
     "fedsim/federation/simulation.py": "a log of its own",
     "fedsim/federation/spool.py": "files that the process has written in a folder of its own",

@@ -298,3 +298,19 @@ def test_resuming_removes_what_a_kill_left_half_written(path: Path, tmp_path: Pa
     torn.touch()
     fedsim.run(path, out=out, workers=1, resume=True)
     assert not torn.exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "folder"])
+def test_a_lock_that_is_no_file_of_its_own_is_refused(kind: str, tmp_path: Path) -> None:
+    """What a link leads to would be overwritten."""
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    run = tmp_path / "run"
+    run.mkdir()
+    if kind == "link":
+        (run / ".lock").symlink_to(precious)
+    else:
+        (run / ".lock").mkdir()
+    with pytest.raises(FedsimError, match="remove it"), locked(run):
+        pass
+    assert precious.read_text() == "kept"

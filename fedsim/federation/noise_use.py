@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from fedsim import paths
 from fedsim.recording import write_bytes
 from fedsim.schedule import Probe
 from fedsim.types import FedsimError, Tensors
@@ -31,12 +32,18 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
         who: Uses the noise, for the message.
 
     Raises:
-        FedsimError: it was used for other values.
+        FedsimError: it was used for other values, or `path` is damaged.
     """
     at = _digest(values)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    noted = map(json.loads, text.splitlines())
-    before = [found["digest"] for found in noted if found["asked"] == list(own)]
+    text = paths.text(path, paths.TEXT) if path.exists() else ""
+    try:
+        noted = [json.loads(line) for line in text.splitlines()]
+        before = [found["digest"] for found in noted if found["asked"] == list(own)]
+    except (ValueError, KeyError, TypeError) as error:
+        raise FedsimError(
+            f"{path}: damaged, so that nobody knows what noise was used for: run the scenario "
+            "anew, with another --out"
+        ) from error
     if before and at not in before:
         raise FedsimError(
             f"{who} has answered in round {own[0]} for other values, and its noise is not used "

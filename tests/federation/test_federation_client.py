@@ -111,6 +111,14 @@ def test_no_noise_is_used_at_two_weights(probe: Probe | None, tmp_path: Path) ->
         ask(tmp_path, stack="none", probe=probe, scale=scale)
 
 
+def test_a_damaged_note_of_used_noise_is_refused(tmp_path: Path) -> None:
+    ask(tmp_path, stack="noisy")
+    (path,) = tmp_path.rglob("answered.jsonl")
+    path.write_text("{}\n")
+    with pytest.raises(FedsimError, match="damaged"):
+        ask(tmp_path, stack="noisy")
+
+
 def test_a_probe_leaves_the_defenses_memory_alone(tmp_path: Path) -> None:
     ask(tmp_path, stack="topk", probe=Probe(batch_size=2, trial=0))
     assert not (tmp_path / "client_state").exists()
