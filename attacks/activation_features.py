@@ -30,6 +30,8 @@ from fedsim_attacks.spectral_features import span
 _GROUPS = 400
 """Groups of equal rows that are looked at in one round, the largest first."""
 _SAME_FEATURE = 1 - 1e-6
+_ROUNDING = 1e-6
+"""What a float32 sum may be off by, over the sum of its terms' magnitudes."""
 
 
 @dataclass(kw_only=True)
@@ -131,11 +133,12 @@ def peel(state: Peeling, tolerance: float, consistency: float) -> Peeling:
         if known and _is_among(feature, known):
             continue
         input_ = weights[members] @ feature + bias[members]
+        slack = _ROUNDING * (weights[members].abs() @ feature.abs() + bias[members].abs())
         outer = state.outer[:, members]
         error = outer @ input_ / input_.square().sum()
         left = torch.linalg.vector_norm(outer - torch.outer(error, input_))
         explained = left <= consistency * torch.linalg.vector_norm(outer)
-        if bool((input_ > 0).all()) and bool(explained):
+        if bool((input_ > -slack).all()) and bool(explained):
             known.append(feature)
             found.append((share, error))
     found = found[: seen.num_images - len(state.shares)]
@@ -143,9 +146,12 @@ def peel(state: Peeling, tolerance: float, consistency: float) -> Peeling:
     state.stuck = not found
     if found:
         shares, errors = (torch.stack(part) for part in zip(*found, strict=True))
-        hidden = torch.relu(features(shares) @ weights.T + bias)
-        state.rows -= (hidden > 0).double().T @ shares
-        state.outer -= errors.T @ hidden
+        inputs = features(shares) @ weights.T + bias
+        slack = _ROUNDING * (features(shares).abs() @ weights.abs().T + bias.abs())
+        state.rows -= (inputs > 0).double().T @ shares
+        # Whether the client had such a neuron active is a matter of its rounding.
+        state.rows[(inputs.abs() <= slack).any(0)] = 0
+        state.outer -= errors.T @ torch.relu(inputs)
         state.shares = torch.cat([state.shares, shares])
         state.errors = torch.cat([state.errors, errors])
     total = torch.linalg.vector_norm(seen.grad_output[:, seen.server].double())

@@ -114,6 +114,26 @@ def test_a_head_of_the_papers_scale_is_solved_as_well(name: str) -> None:
         assert max(scores.per_image["feature_error"]) < 1e-4
 
 
+@pytest.mark.parametrize("name", ["activation_features", "best_features"])
+def test_a_neuron_at_the_kink_hides_no_feature(name: str) -> None:
+    """Whether the client had it active is a matter of its rounding, and not of ours."""
+    observation, truth = observe(6, PAPER)
+    assert truth.features is not None
+    planted = HeadGradient.of(observation).server
+    weights = observation.parameters["head.hidden.weight"][planted].double()
+    changed = observation.parameters["head.hidden.bias"].double()
+    inputs = weights @ truth.features.double().T + changed[planted, None]
+    for image in range(6):
+        own = (inputs > 0).sum(1).eq(1) & (inputs[:, image] > 0)
+        nearest = torch.where(own, inputs[:, image], torch.inf)
+        neuron = int(nearest.argmin())
+        if own[neuron]:
+            changed[planted][neuron] -= nearest[neuron] + 1e-6
+    parameters = {**observation.parameters, "head.hidden.bias": changed.float()}
+    scores = attack(name, replace(observation, parameters=parameters), truth)
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-5
+
+
 def test_error_signals_have_their_own_scale_whatever_the_heads() -> None:
     for paper in ({}, PAPER):
         observation, truth = observe(3, paper)
@@ -177,7 +197,7 @@ def test_a_fit_sees_through_noise(std: float) -> None:
 
 def test_without_noise_a_fit_is_exact_and_finds_norms() -> None:
     scores = attack("head_fit", *observe(3), iterations=400)
-    assert max(scores.per_image["subspace_error"]) < 2e-4
+    assert max(scores.per_image["subspace_error"]) < 1e-3  # of descent, which goes on falling
     assert max(scores.per_image["feature_error"]) < 0.01  # norms are found on a grid
 
 

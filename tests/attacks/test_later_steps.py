@@ -153,5 +153,6 @@ def test_what_is_left_grows_as_told(corrected: bool) -> None:
 
     (left,), pull = update.compared([at])
     told = float((2 * pull * left * along).sum())
-    assert told == pytest.approx((square(0.01) - square(-0.01)) / 0.02, rel=1e-3)
+    # Narrower differences drown in the rounding of some processors, wider ones in curvature.
+    assert told == pytest.approx((square(0.03) - square(-0.03)) / 0.06, rel=5e-3)
     assert (pull == 0.25) == corrected

@@ -77,12 +77,13 @@ def test_what_later_steps_add_is_simulated(
     relaxed, _ = relaxation(one, truth, images, [], steps=10, later=later)
     misfits = [relaxed(images) for _ in range(5)]
     assert [misfit.renewed for misfit in misfits] == [False] * 4 + [True]
-    assert float(misfits[0].update) > 1e-3
+    before = float(misfits[0].update)
+    assert before > 1e-3
     # Maps have moved by then: a new one that is corrected at once tells what is left.
     again, _ = relaxation(one, truth, images, [], steps=1, later=later)
     for update in again._updates:
         update.correct(later.share, later(images))
-    assert float(again(images).update) < 1e-6
+    assert float(again(images).update) < 1e-4 * before
 
 
 def test_maps_of_images_leave_the_misfit_of_the_whole_body() -> None:
