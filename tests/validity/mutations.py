@@ -44,6 +44,14 @@ BAD_INPUT = "tests/test_bad_input.py"
 EXTREMES = "tests/privacy/test_extremes.py"
 MUTATIONS = (
     Mutation(
+        name="a neuron at the kink is decided by rounding",
+        item=5,
+        file="attacks/activation_features.py",
+        old="        if bool((input_ > -slack).all()) and bool(explained):\n",
+        new="        if bool((input_ > 0).all()) and bool(explained):\n",
+        tests=("tests/attacks/test_feature_attacks.py",),
+    ),
+    Mutation(
         name="divergences beyond what rounding leaves of them",
         item=10,
         file="fedsim/privacy/ledger.py",
