@@ -279,7 +279,7 @@ def test_forged_counts_of_a_recording_are_refused(
 def script(folder: Path, text: str, *, closed: bool = False) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text, encoding="utf-8")
     return subprocess.run(
-        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=120
+        [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=600
     )
 
 
@@ -306,7 +306,7 @@ def cli(
         ["bash", "-o", "pipefail", "-c", command, sys.executable],
         cwd=folder,
         capture_output=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, **environment},
     )
 
