@@ -37,6 +37,8 @@ def grant(
     The client's new batch-norm buffers, from which its batch's statistics follow, are withheld
     below `bn == "inferred"`.
 
+    What is handed over of the truth is a copy: an attack that writes into it changes no score.
+
     Raises:
         ValueError: what only the truth holds is granted, but there is no truth.
     """
@@ -50,11 +52,11 @@ def grant(
     true_features = truth.features if truth and features == "known" else None
     return observation, Knowledge(
         labels=labels,
-        true_labels=truth.labels.to(device) if truth and labels == "known" else None,
+        true_labels=truth.labels.to(device, copy=True) if truth and labels == "known" else None,
         bn=bn,
         exact_bn=batch_statistics(observation, truth) if truth and bn == "exact" else None,
         features=features,
-        true_features=None if true_features is None else true_features.to(device),
+        true_features=None if true_features is None else true_features.to(device, copy=True),
         public="none" if public_images is None else "test",
         public_images=None if public_images is None else public_images.to(device),
     )

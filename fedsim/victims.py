@@ -61,7 +61,8 @@ def question(
     """Run `attack` on `observation` with what is granted of `truth`, and any `public_images`.
 
     Of rows the answers are put together: for every row that took part, in order, or, from an attack
-    that is asked of candidates, for every row that could have.
+    that is asked of candidates, for every row that could have. What an attack draws from
+    torch's global stream follows from `seed`, whatever was computed before in this process.
 
     Raises:
         AttackFailed: it cannot read such an observation, or `solve` raises it; of rows also if
@@ -76,7 +77,8 @@ def question(
     seen, known = grant(
         observation, truth, granted.labels, granted.bn, granted.features, public_images
     )
-    return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
+    with rng.global_stream(seed):
+        return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
 
 
 def targets(attack: Attack[AttackState], truth: RowTruth) -> list[int]:
@@ -105,7 +107,9 @@ def _of_rows(
             rng.generator(secret, "exchanged", target) if observation.release.counted else None
         )
         known = grant_of_row(truth, target, granted.rows, asked, exchanged)
-        found.append(solve(attack, observation, known, own, restarts=restarts, progress=progress))
+        with rng.global_stream(own):
+            answer = solve(attack, observation, known, own, restarts=restarts, progress=progress)
+        found.append(answer)
     if not found:
         raise AttackFailed("no row took part in this release, so that there is none to recover")
     answers = [solution.reconstruction for solution in found]

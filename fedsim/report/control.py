@@ -105,7 +105,7 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
     if not attacked:
         spans = [
-            (span.mean, row.attack)
+            (_blind(row.span_over_other), span.mean, row.attack)
             for row in undefended
             if row.batch_size == size and (span := row.metrics["subspace_error"])
         ]
@@ -119,15 +119,18 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
             reason=f"no attack recovered {rows[0].subject} of the undefended stack at batch size "
             f"{size}, so there is no gain over guessing to show that the attacks work{_TRY}",
         )
-    best = max(attacked, key=lambda row: row.standing)
+    best = max(attacked, key=lambda row: (not _blind(row.over_other), row.standing))
     gain = best.strength[0]
-    passed = gain >= REQUIRED_GAIN
+    blind = _blind(best.over_other)
+    passed = gain >= REQUIRED_GAIN and not blind
     if not passed and of_membership and of_membership.status == "passed":
         return of_membership  # a release that is random by itself may tell who is in it and no more
     measured = (
         f"undefended, at batch size {size}, {best.attack} gains {format_number(gain, 1)} dB over "
         "guessing"
     )
+    if blind and gain >= REQUIRED_GAIN:
+        return _blind_control(comparison, measured)
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",
@@ -138,9 +141,27 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
 
 
-def _feature_control(comparison: Comparison, error: float, attack: str, size: int) -> Control:
+def _blind(over_other: Summary | None) -> bool:
+    """Whether an attack does as well with another update, so that it may see nothing in this."""
+    return over_other is not None and over_other.certain <= 0
+
+
+def _blind_control(comparison: Comparison, measured: str) -> Control:
+    return Control(
+        comparison=comparison,
+        status="failed",
+        reason=f"{measured}, and does as well with another update: what an attack knew beforehand "
+        f"does not show that attacks work{_TRY}",
+    )
+
+
+def _feature_control(
+    comparison: Comparison, blind: bool, error: float, attack: str, size: int
+) -> Control:
     measured = f"undefended, at batch size {size}, {attack} leaves a span error of {error:.3f}"
     passed = error <= REQUIRED_SPAN
+    if passed and blind:
+        return _blind_control(comparison, measured)
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from fedsim.report.figures import describe_stack, describe_variant
+from fedsim.report.paired import Gained, gains, over_other
 from fedsim.report.runs import (
     Metrics,
     ResultRow,
@@ -119,6 +120,8 @@ class LeaderboardRow:
     """PSNR of the same attack's reconstruction of another update, against this truth."""
     over_other: Summary | None
     """PSNR above `other_update`, dB: what of the gain is due to this update."""
+    span_over_other: Summary | None
+    """Span error below that of the features made of another update."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
@@ -258,6 +261,9 @@ def _aggregate(
         means = [sum(each) / len(each) for each in known if each]
         return summarize(means, confidence=confidence)
 
+    def gained(name: Gained) -> list[float] | None:
+        return gains(rows, name) if name in yielded else None
+
     values = {name: _counted(rows, name) if name in yielded else None for name in AGGREGATED}
     ok = [row for row in rows if row.ok]
     # Two runs' claims would only differ if they were not the same; then the weaker one stands.
@@ -291,15 +297,12 @@ def _aggregate(
         metrics={name: summary(values[name]) for name in AGGREGATED},
         worst={name: _worst(rows, name, values[name]) for name in AGGREGATED},
         baseline={name: _guess(rows, name) for name in AGGREGATED},
-        gain=summary(_paired(rows, "psnr", values["psnr"], lambda row: row.baseline)),
-        label_gain=summary(
-            _paired(rows, "label_accuracy", values["label_accuracy"], lambda row: row.baseline)
-        ),
-        membership_gain=summary(
-            _paired(rows, "membership_auc", values["membership_auc"], lambda row: row.baseline)
-        ),
+        gain=summary(gained("psnr")),
+        label_gain=summary(gained("label_accuracy")),
+        membership_gain=summary(gained("membership_auc")),
         other_update=summary([_of(_other(row), "psnr") for row in rows]),
-        over_other=summary(_over_other(rows)),
+        over_other=summary(over_other(rows, "psnr")),
+        span_over_other=summary(over_other(rows, "subspace_error")),
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
@@ -348,28 +351,6 @@ def _guessed(row: ResultRow, name: Aggregated) -> float | None:
 
 def _guess(rows: list[ResultRow], name: Aggregated) -> float | None:
     return _mean(rows, lambda row: _of(row.baseline, name))
-
-
-def _paired(
-    rows: list[ResultRow],
-    name: Aggregated,
-    values: list[float] | None,
-    reference: Callable[[ResultRow], Metrics | None],
-) -> list[float] | None:
-    """Value less reference, row by row; None unless every row has both."""
-    if values is None:
-        return None
-    references = [_of(reference(row), name) for row in rows]
-    known = [value for value in references if value is not None]
-    if len(known) != len(rows):
-        return None
-    return [value - other for value, other in zip(values, known, strict=True)]
-
-
-def _over_other(rows: list[ResultRow]) -> list[float | None]:
-    """PSNR above the other update's. Rows without that control (as failed ones) have None."""
-    pairs = [(_of(row.metrics, "psnr"), _of(_other(row), "psnr")) for row in rows]
-    return [None if own is None or other is None else own - other for own, other in pairs]
 
 
 def _worst(rows: list[ResultRow], name: Aggregated, values: list[float] | None) -> float | None:

@@ -121,6 +121,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
     flat["membership_auc_limit"] = row.membership_auc_limit
     flat["membership_tpr_limit"] = row.membership_tpr_limit
     flat |= _columns("other_update_psnr", row.other_update) | _columns("over_other", row.over_other)
+    flat |= _columns("span_over_other", row.span_over_other)
     return flat | {
         "train_loss": row.train_loss,
         "test_loss": row.test_loss,

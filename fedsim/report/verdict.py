@@ -108,29 +108,26 @@ def _level(row: LeaderboardRow) -> Level:
         if span is None:
             return "unknown"
         most = span.mean if span.high is None else span.high
-        return "features" if most <= REQUIRED_SPAN else "unseen"
-    certain = _certain(row.gain)
+        blind = row.span_over_other is not None and row.span_over_other.certain <= 0
+        return "features" if most <= REQUIRED_SPAN and not blind else "unseen"
+    certain = row.gain.certain
     if row.over_other is not None:
-        certain = min(certain, _certain(row.over_other))
+        certain = min(certain, row.over_other.certain)
     if certain >= REQUIRED_GAIN:
         return "leak"
-    return "partial" if certain > 0 else "unseen"
-
-
-def _certain(summary: Summary) -> float:
-    """The lower end of the interval; the mean where a single trial has none."""
-    return summary.mean if summary.low is None else summary.low
+    # Of too few trials for an interval, half of all attacks that see nothing gain something.
+    return "partial" if certain > 0 and row.gain.low is not None else "unseen"
 
 
 def _leaks_labels(row: LeaderboardRow) -> bool:
     # Labels that the attacker was given are no leak.
     if row.labels == "known" or row.label_gain is None:
         return False
-    return _certain(row.label_gain) >= _LABEL_GAIN
+    return row.label_gain.certain >= _LABEL_GAIN
 
 
 def _tells_members(row: LeaderboardRow) -> bool:
-    return row.membership_gain is not None and _certain(row.membership_gain) >= _MEMBERSHIP_GAIN
+    return row.membership_gain is not None and row.membership_gain.certain >= _MEMBERSHIP_GAIN
 
 
 def _membership(rows: Sequence[LeaderboardRow]) -> str | None:
@@ -162,10 +159,14 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
         span = row.metrics["subspace_error"]
         if span is None:
             return f"No attack on {row.subject} was run against this defense."
-        return (
+        text = (
             f"{row.attack} leaves a span error of {span.mean:.3f} of the features {where} (0: all "
-            "of their span is recovered; 1: nothing is)."
+            "of their span is recovered; 1: nothing is)"
         )
+        other = row.span_over_other
+        if other is None or other.certain > 0:
+            return f"{text}."
+        return f"{text}, and as little of them with another update: it may know them beforehand."
     if level in ("unseen", "labels", "membership"):
         finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
         if row.gain.low is not None and row.gain.low > 0:
@@ -277,7 +278,7 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
             found.append(
                 "No other-update control: what the attack knew beforehand is not told apart."
             )
-        elif _certain(other) <= 0:
+        elif other.certain <= 0:
             found.append(
                 f"Against another client’s update the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."

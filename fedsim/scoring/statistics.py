@@ -27,6 +27,11 @@ class Summary:
     """Student's interval of the mean, at `confidence`."""
     confidence: float
 
+    @property
+    def certain(self) -> float:
+        """The lower end of the interval; the mean of values that are too few for one."""
+        return self.mean if self.low is None else self.low
+
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
     """Student's confidence interval of the mean (Biometrika 6, 1908): mean ± t s / sqrt(n).

@@ -40,6 +40,8 @@ VICTIMS = "tests/validity/test_victims.py"
 
 STATED = "tests/validity/test_stated_epsilon.py"
 
+FOREIGN = "tests/validity/test_foreign_attacks.py"
+
 BAD_INPUT = "tests/test_bad_input.py"
 EXTREMES = "tests/privacy/test_extremes.py"
 MUTATIONS = (
@@ -733,5 +735,53 @@ MUTATIONS = (
         old="label: inverting_gradients_body, iterations: 950, tensors: body",
         new="label: inverting_gradients_body, iterations: 950",
         tests=("tests/test_scenarios.py",),
+    ),
+    Mutation(
+        name="features of any update as a leak",
+        item=16,
+        file="fedsim/report/verdict.py",
+        old='"features" if most <= REQUIRED_SPAN and not blind else',
+        new='"features" if most <= REQUIRED_SPAN else',
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="a prior as the positive control",
+        item=16,
+        file="fedsim/report/control.py",
+        old="    return over_other is not None and over_other.certain <= 0\n",
+        new="    return False\n",
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="a lost update that hides the other trials",
+        item=16,
+        file="fedsim/report/paired.py",
+        old="            found.append(0.0)\n",
+        new="            return None\n",
+        tests=(BOARD,),
+    ),
+    Mutation(
+        name="true labels that an attack can write into",
+        item=16,
+        file="fedsim/knowledge.py",
+        old="truth.labels.to(device, copy=True)",
+        new="truth.labels.to(device)",
+        tests=(FOREIGN,),
+    ),
+    Mutation(
+        name="an attack that draws from what other jobs left",
+        item=16,
+        file="fedsim/victims.py",
+        old="    with rng.global_stream(seed):\n",
+        new="    if True:\n",
+        tests=(FOREIGN,),
+    ),
+    Mutation(
+        name="some leakage by one trial",
+        item=16,
+        file="fedsim/report/verdict.py",
+        old='"partial" if certain > 0 and row.gain.low is not None else',
+        new='"partial" if certain > 0 else',
+        tests=(BOARD,),
     ),
 )

@@ -126,11 +126,30 @@ def test_a_stack_where_everything_failed_is_shown_as_guessing(tmp_path: Path) ->
     assert (row.gain.mean, row.gain.max) == (0.0, 0.0)
 
 
-def test_a_failure_without_a_guess_leaves_no_figure(tmp_path: Path) -> None:
-    """Rule 11: where a failed trial cannot be counted there is no mean, not one without it."""
-    (row,) = board(tmp_path, [line(30.0), line(None, trial=1, guess=None)])
+def test_a_failure_without_a_guess_leaves_no_mean_and_counts_as_no_gain(tmp_path: Path) -> None:
+    """Rule 11: an update that was lost does not hide what the others leaked."""
+    lines = [line(30.0, trial=trial) for trial in range(5)]
+    rows = board(tmp_path, [*lines, line(None, trial=5, guess=None)])
+    (row,) = rows
     assert row.metrics["psnr"] is None
-    assert row.gain is None
+    assert row.gain is not None
+    assert (row.gain.n, row.gain.mean) == (6, pytest.approx(5 * 18 / 6))
+    (control,) = positive_controls(rows)
+    assert control.status == "passed"
+    (verdict,) = verdicts(rows, control)
+    assert verdict.level == "leak"
+
+
+def test_a_trial_without_images_counts_as_guessing(tmp_path: Path) -> None:
+    """Rule 11: an attack that answers labels alone for once does not hide its pictures."""
+    lines = [line(30.0, trial=trial, label_accuracy=1.0) for trial in range(5)]
+    without = line(30.0, trial=5, guess=None, label_accuracy=1.0)
+    without["metrics"] |= {"psnr": None}
+    (row,) = board(tmp_path, [*lines, without])
+    assert row.gain is not None
+    assert row.gain.mean == pytest.approx(5 * 18 / 6)
+    assert row.label_gain is not None
+    assert row.label_gain.mean == pytest.approx(0.8)
 
 
 def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> None:
@@ -382,6 +401,40 @@ def test_who_is_accused_first_is_the_one_of_highest_score(tmp_path: Path) -> Non
     save_file({"membership": scores, "members": members}, path / "client-0000-b1-t0.safetensors")
     (found,) = accused(rows, load_runs([tmp_path]), {"none": 0})
     assert found.rates == [(0, 0), (0, 0.5), (0.5, 0.5), (0.5, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("trials", [1, 2])
+def test_a_small_gain_of_too_few_trials_is_no_leak(tmp_path: Path, trials: int) -> None:
+    """Rule 13: half of all attacks that know nothing gain something in one trial."""
+    rows = board(tmp_path, [line(13.0, trial=trial, other=12.5) for trial in range(trials)])
+    (verdict,) = verdicts(rows, positive_controls(rows)[0])
+    assert verdict.level == "unseen"
+    assert "did not reliably beat guessing" in verdict.sentence
+
+
+def test_features_of_any_update_are_no_leak_and_no_control(tmp_path: Path) -> None:
+    """Rule 12: features of noise span most of a batch's, whatever the update."""
+    lines = [of_features(0.22 + 0.01 * (trial % 2), trial=trial, other=None) for trial in range(4)]
+    for trial, row in enumerate(lines):
+        row["control"] = {"other_update": {"subspace_error": 0.22 + 0.01 * (trial % 3 > 0)}}
+    rows = board(tmp_path, lines)
+    (control,) = positive_controls(rows)
+    assert control.status == "failed"
+    assert "another update" in control.reason
+    (verdict,) = verdicts(rows, control)
+    assert verdict.level == "unseen"
+    assert "another update" in verdict.sentence
+
+
+def test_a_prior_that_draws_the_same_from_any_update_is_no_control(tmp_path: Path) -> None:
+    """Rules 12 and 15: a gain that rests on no update does not show that attacks work."""
+    blind = [line(30.0, trial=i, other=30.0, attack="a_prior") for i in range(4)]
+    rows = board(tmp_path, [*blind, line(13.0, defense="dp", stack=DP)])
+    assert_invalid(rows, tmp_path, "another update")
+    sees = [line(20.0, trial=i) for i in range(4)]
+    (control,) = positive_controls(board(tmp_path, [*blind, *sees]))
+    assert control.status == "passed"
+    assert "inverting_gradients" in control.reason
 
 
 def of_features(error: float, **case: Any) -> dict[str, Any]:

@@ -1,0 +1,55 @@
+"""Differences row by row: an attack less the guess, and an attack less itself on another update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from fedsim.report.runs import Metrics, ResultRow
+
+Gained = Literal["psnr", "label_accuracy", "membership_auc"]
+
+
+def gains(rows: Sequence[ResultRow], name: Gained) -> list[float] | None:
+    """Each row's value less its guess's; 0 of a row without an answer, which counts as the guess.
+
+    So an update that was lost, of which there is no guess either, hides no other row's gain.
+    None where nothing was guessed at all, and where an answer has no guess beside it or, of
+    memberships, no value because everyone took part.
+    """
+    found = []
+    for row in rows:
+        own = _value(row.metrics, name) if row.ok else None
+        guess = _value(row.baseline, name)
+        if own is None:
+            if row.ok and name == "membership_auc":
+                return None
+            found.append(0.0)
+        elif guess is None:
+            return None
+        else:
+            found.append(own - guess)
+    return found if any(_value(row.baseline, name) is not None for row in rows) else None
+
+
+def over_other(
+    rows: Sequence[ResultRow], name: Literal["psnr", "subspace_error"]
+) -> list[float | None]:
+    """By how much each row's own update is better than another: PSNR above, span error below.
+
+    None of rows without that control, as failed ones are.
+    """
+    sign = -1.0 if name == "subspace_error" else 1.0
+    pairs = [
+        (
+            _value(row.metrics, name),
+            _value(row.control.other_update if row.control else None, name),
+        )
+        for row in rows
+    ]
+    return [None if own is None or other is None else sign * (own - other) for own, other in pairs]
+
+
+def _value(metrics: Metrics | None, name: str) -> float | None:
+    value: float | None = getattr(metrics, name) if metrics else None
+    return value
