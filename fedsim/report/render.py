@@ -198,9 +198,9 @@ _EXPENDABLE = (
 _LEGEND = (
     "▸ strongest attack on a defense (undefended first). B batch size, ok trials that succeeded of "
     "all; failed ones count as guessing. PSNR mean and Student's interval (three trials or more), "
-    "max the worst trial or image; gain: dB above the mean-image guess; other: PSNR of the same "
-    "attack on another update. acc: test accuracy and Wilson's interval, ! if no better than "
-    "chance."
+    "max the worst trial or image; gain: dB above the best guess of someone who saw no update; "
+    "other: PSNR of the same attack on another update. acc: test accuracy and Wilson's interval, ! "
+    "if no better than chance."
 )
 
 _LEGEND_OF_ROWS = (
