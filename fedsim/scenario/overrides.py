@@ -104,6 +104,7 @@ def _split(text: str) -> tuple[str, str, str]:
 def _apply(document: Document, override: Override) -> Document:
     path, new = override.path, override.value
     shorthand = {slot.path: slot.value for slot in plugin_slots(document.value)}
+    made: list[KeyPath] = []
 
     def rebuilt(value: Any, depth: int) -> Any:
         if depth == len(path):
@@ -134,9 +135,12 @@ def _apply(document: Document, override: Override) -> Document:
                 f"{dotted(path[:depth])} is {show(value)}, which holds no keys; give "
                 f"{dotted(path[:depth])} itself a value"
             )
+        if part not in value:
+            made.append(path[: depth + 1])
         return {**value, part: rebuilt(value.get(part), depth + 1)}
 
     value = rebuilt(document.value, 0)
     marks = {at: mark for at, mark in document.marks.items() if at[: len(path)] != path}
+    marks |= dict.fromkeys(made, override.origin)
     marks |= {(*path, *at): mark for at, mark in new.marks.items()}
     return Document(value, marks)

@@ -637,6 +637,7 @@ def test_paths_that_are_no_file(tmp_path: Path) -> None:
         ),
         ("training[0]=1", "training is a mapping, not a list"),
         ("seed.x=1", "seed is 7, which holds no keys"),
+        ("trainig.rounds=3", "--set trainig.rounds=3: trainig: unknown key; did you mean"),
         ("sed=1", "--set sed=1: sed: unknown key; did you mean 'seed'?"),
         ("model.widht=1", "--set model.widht=1: model.widht: unknown key"),
         ("model=nope", "--set model=nope: model: no plugin named 'nope' in models"),
