@@ -214,7 +214,11 @@ def leaderboard(
 ) -> None:
     """Rank attacks against defenses over one or several runs."""
     with exits():
+        from fedsim.report import load_runs, unfinished
+
         typer.echo(_leaderboard(folders, format), nl=False)
+        for line in unfinished(load_runs(folders)):
+            typer.echo(line, err=True)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """What a run leaves for people: the leaderboard, the report, and pictures."""
 
 from fedsim.report.control import Control, invalid_reasons, positive_controls
-from fedsim.report.facts import undeclared
+from fedsim.report.facts import undeclared, unfinished
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
 from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
@@ -26,6 +26,7 @@ __all__ = [
     "save_grids",
     "save_overview",
     "undeclared",
+    "unfinished",
     "utility",
     "write_report",
 ]

@@ -17,6 +17,8 @@ UNATTACKED = (
 
 def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     """What was run, in one sentence."""
+    if early := unfinished(runs):
+        return "; ".join(early) + "."
     if not rows:
         return "This run has no results: no update was recorded, or no attack was run."
     clients = _same(run.setting("data", "clients") for run in runs)
@@ -86,6 +88,16 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
     noted = [nested(run.record, "notes") or {} for run in runs]
     found = [str(text) for of in noted for key, text in of.items() if key.startswith("effect.")]
     return list(dict.fromkeys(found))
+
+
+def unfinished(runs: Sequence[Run]) -> list[str]:
+    """A line for each run that has not come to its end: its tables lack rows, and may mislead."""
+    return [
+        f"UNFINISHED: {run.folder} holds {len(run.rows)} attack runs so far, and is not complete; "
+        "continue it with --resume"
+        for run in runs
+        if run.scenario_text is not None and not run.record
+    ]
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:

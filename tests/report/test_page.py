@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 from synthetic_run import STACKS, Stack, write_run
+from typer.testing import CliRunner
 
+from fedsim.cli import app
 from fedsim.report import (
     ReportError,
     describe,
     leaderboard_rows,
     load_runs,
     positive_controls,
+    unfinished,
     utility,
     write_report,
 )
@@ -356,3 +359,16 @@ def test_a_claim_that_means_nothing_is_called_so(run_folder: Path, tmp_path: Pat
     assert any("next to nothing" in text for text in found["dp"].cautions)
     assert not any("next to nothing" in text for text in found["none"].cautions)
     assert not any("next to nothing" in text for text in judged(run_folder)["dp"].cautions)
+
+
+def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> None:
+    """Its table lacks rows, and looks like a whole one."""
+    folder = shutil.copytree(run_folder, tmp_path / "run")
+    assert not unfinished(load_runs([folder]))
+    assert "UNFINISHED" not in write_report(folder).read_text()
+    (folder / "record.json").unlink()
+    (line,) = unfinished(load_runs([folder]))
+    assert line.startswith("UNFINISHED") and "--resume" in line
+    assert "UNFINISHED" in write_report(folder).read_text()
+    told = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
+    assert "UNFINISHED" in told.stderr
