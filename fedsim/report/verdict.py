@@ -198,7 +198,7 @@ def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
     found = [
         (row.label_gain.mean if row.label_gain else summary.mean, summary.mean, row)
         for row in rows
-        if row.labels != "known" and (summary := row.metrics["label_accuracy"])
+        if row.n_ok and row.labels != "known" and (summary := row.metrics["label_accuracy"])
     ]
     if not found:
         return None

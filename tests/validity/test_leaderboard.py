@@ -412,6 +412,13 @@ def test_a_small_gain_of_too_few_trials_is_no_leak(tmp_path: Path, trials: int) 
     assert "did not reliably beat guessing" in verdict.sentence
 
 
+def test_an_attack_that_failed_has_recovered_no_label(tmp_path: Path) -> None:
+    """Rule 11: what counts as the guess is not told as a find."""
+    rows = board(tmp_path, [line(None, trial=trial) for trial in range(3)])
+    (verdict,) = verdicts(rows, positive_controls(rows)[0])
+    assert verdict.labels is None
+
+
 def test_features_of_any_update_are_no_leak_and_no_control(tmp_path: Path) -> None:
     """Rule 12: features of noise span most of a batch's, whatever the update."""
     lines = [of_features(0.22 + 0.01 * (trial % 2), trial=trial, other=None) for trial in range(4)]
