@@ -45,6 +45,10 @@ _LABEL_GAIN = 0.1
 _MEMBERSHIP_GAIN = 0.05
 """Area under the curve above a coin's from which on membership is said to leak."""
 
+_EXPOSED_GAIN = 10.0
+"""dB above guessing, and above another update, that no attack gains by chance: one such trial is a
+leak, though the interval of all reaches below 0."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -116,7 +120,14 @@ def _level(row: LeaderboardRow) -> Level:
     if certain >= REQUIRED_GAIN:
         return "leak"
     # Of too few trials for an interval, half of all attacks that see nothing gain something.
-    return "partial" if certain > 0 and row.gain.low is not None else "unseen"
+    certainly = certain > 0 and row.gain.low is not None
+    return "partial" if certainly or _exposed(row) else "unseen"
+
+
+def _exposed(row: LeaderboardRow) -> bool:
+    """Whether a trial leaked for sure, whatever became of the others."""
+    beaten = (row.gain, row.over_other) if row.over_other else (row.gain,)
+    return all(summary is not None and summary.max >= _EXPOSED_GAIN for summary in beaten)
 
 
 def _leaks_labels(row: LeaderboardRow) -> bool:
@@ -176,6 +187,11 @@ def _sentence(row: LeaderboardRow, level: Level) -> str:
             f"{where}. This is what these attacks could not do, not a proof that none can."
         )
     worst = row.worst["psnr"]
+    if row.gain.certain <= 0:
+        return (
+            f"{row.attack} reconstructs {row.subject} in some trials, the best by "
+            f"{row.gain.max:.1f} dB, and not reliably: {_gain(row.gain, signed=True)} {where}."
+        )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
     return (
         f"{row.attack} reconstructs {row.subject} better than guessing by {_gain(row.gain)} "

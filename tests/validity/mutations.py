@@ -46,6 +46,14 @@ BAD_INPUT = "tests/test_bad_input.py"
 EXTREMES = "tests/privacy/test_extremes.py"
 MUTATIONS = (
     Mutation(
+        name="a lost trial makes exact pictures unseen",
+        item=16,
+        file="fedsim/report/verdict.py",
+        old='    return "partial" if certainly or _exposed(row) else "unseen"\n',
+        new='    return "partial" if certainly else "unseen"\n',
+        tests=(BOARD,),
+    ),
+    Mutation(
         name="a neuron at the kink is decided by rounding",
         item=5,
         file="attacks/activation_features.py",

@@ -152,6 +152,19 @@ def test_a_trial_without_images_counts_as_guessing(tmp_path: Path) -> None:
     assert row.label_gain.mean == pytest.approx(0.8)
 
 
+def test_exact_pictures_are_no_protection_though_a_trial_was_lost(tmp_path: Path) -> None:
+    """The interval of 48, 48, 48 and 0 dB reaches below 0."""
+    lines = [line(60.0, trial=trial, guess=12.0, other=12.0) for trial in range(3)]
+    lost = {**line(0.0, trial=3), "status": "failed", "reason": "lost", "metrics": None}
+    behind = [{**row, "defense": {"name": "loses", "stack": [{"name": "x"}]}} for row in lines]
+    rows = board(tmp_path, [*lines, *behind, {**lost, "defense": behind[0]["defense"]}])
+    (control,) = positive_controls(rows)
+    (verdict,) = [v for v in verdicts(rows, control) if v.strongest.defense == "loses"]
+    assert verdict.strongest.gain is not None and verdict.strongest.gain.certain < 0
+    assert verdict.level == "partial"
+    assert "in some trials, the best by 48.0 dB" in verdict.sentence
+
+
 def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> None:
     """Rule 12: gain over the zero-information guess, trial by trial, and the other update."""
     (row,) = board(
