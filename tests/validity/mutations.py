@@ -321,6 +321,14 @@ MUTATIONS = (
         tests=(VICTIMS,),
     ),
     Mutation(
+        name="another release of the same row",
+        item=11,
+        file="fedsim/rows.py",
+        old="if other[turn] != victim",
+        new="if other[turn]",
+        tests=(VICTIMS,),
+    ),
+    Mutation(
         name="n counts runs",
         item=11,
         file="fedsim/report/leaderboard.py",
