@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,9 @@ _SHOWN = 3
 
 _SIDE = 1.0
 """Inches of an image in the picture."""
+
+_LETTERS = 14
+"""Of the note below, in an inch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +171,8 @@ def _draw(
         _name(axes[0][0], "truth")
         for at, (stack, rows) in enumerate(shown.items(), start=1):
             _name(axes[at][0], f"{stack}\n{rows[0].attack.label}")
-        figure.text(1.75 / size[0], 0.1 / size[1], note, fontsize=8, color="0.35")
+        lines = textwrap.fill(note, int(_LETTERS * size[0]))
+        figure.text(0.15 / size[0], 0.1 / size[1], lines, fontsize=8, color="0.35")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
