@@ -796,8 +796,8 @@ MUTATIONS = (
         name="some leakage by one trial",
         item=16,
         file="fedsim/report/verdict.py",
-        old='"partial" if certain > 0 and row.gain.low is not None else',
-        new='"partial" if certain > 0 else',
+        old="    certainly = certain > 0 and row.gain.low is not None\n",
+        new="    certainly = certain > 0\n",
         tests=(BOARD,),
     ),
 )
