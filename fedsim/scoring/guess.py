@@ -139,7 +139,13 @@ class Guesser:
 
 @lru_cache(maxsize=64)
 def _guess(guesser: Guesser, count: int, granted: tuple[int, ...] | None) -> Guess:
-    return guesser._learn(count, granted)
+    # Threads only wait for each other in sums as small as these.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return guesser._learn(count, granted)
+    finally:
+        torch.set_num_threads(before)
 
 
 @final
