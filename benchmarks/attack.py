@@ -31,13 +31,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim import adversary, rng, scoring
+from fedsim import rng, scoring
+from fedsim.contracts.attack import create, rebuild
 from fedsim.data.bundled import Photos
 from fedsim.data.folder import ImageFolder
-from fedsim.memory import keep_freed
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
-from fedsim.recording import load_observation, load_truth, root_of
+from fedsim.recording.files import load_observation, load_truth, root_of
+from fedsim.system.memory import keep_freed
 from fedsim.types import (
     Effect,
     GroundTruth,
@@ -135,7 +136,7 @@ def fedsim_runner(
 ) -> Runner:
     def run(iterations: int, length: int) -> Tensor:
         keep_freed()
-        attack = adversary.create(name, {"iterations": length, **parameters})
+        attack = create(name, {"iterations": length, **parameters})
         knowledge = Knowledge(labels="known", true_labels=truth.labels)
         state = attack.init(observation, knowledge, rng.generator(0, "attack", 0))
         for _ in range(iterations):
@@ -149,7 +150,7 @@ def fedsim_runner(
 
 def plain_runner(observation: Observation, truth: GroundTruth) -> Runner:
     def run(iterations: int, length: int) -> Tensor:
-        model = adversary.rebuild(observation)
+        model = rebuild(observation)
         loss = loss_function(model, dict(observation.buffers), observation.training)
         target = list(observation.update.values())
         images = torch.randn(truth.images.shape, generator=torch.Generator().manual_seed(0))
@@ -197,7 +198,7 @@ def breaching_runner(
     if "features" in own.regularization:
         # It divides by the gradient of the last layer's bias, which a two-layer head has not.
         own.regularization.features.scale = 0.0
-    model = adversary.rebuild(observation)
+    model = rebuild(observation)
     evaluated = observation.training.mode == "eval"
     spec = observation.model
     metadata = SimpleNamespace(
@@ -257,7 +258,7 @@ def forward_gflop(observation: Observation, truth: GroundTruth) -> float:
     """Multiplications and additions of one forward pass."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = adversary.rebuild(observation).eval()
+    model = rebuild(observation).eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         F.softmax(model(truth.images), 1)
     return counter.get_total_flops() / 1e9
@@ -372,7 +373,8 @@ def main() -> None:
 def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
     """Seconds an iteration of a full-length attack, by the difference of two runs of its start.
 
-    No set-up is in it, nor what fedsim takes to record an iteration (`fedsim_attacks.tape`).
+    No set-up is in it, nor what fedsim takes to record an iteration
+    (`fedsim_attacks.fast_autograd._tape`).
     """
     short = 4
     times: dict[str, list[float]] = {name: [] for name in suites}

@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 
 from fedsim import rng
-from fedsim.adversary import create, solve
-from fedsim.memory import peak
+from fedsim.contracts.attack import create, solve
 from fedsim.scoring import score
+from fedsim.system.memory import peak
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, Observation
 

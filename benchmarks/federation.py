@@ -29,7 +29,7 @@ import fedsim.federation  # sets Flower's environment before Flower is imported
 from fedsim.models.base import build, normalize
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Local
-from fedsim.workload import Workload, as_pixels, load_dataset
+from fedsim.training.workload import Workload, as_pixels, load_dataset
 
 CASES: dict[str, dict[str, Any]] = {
     "mlp, 10 clients": {

@@ -33,9 +33,9 @@ from fedsim.data.bundled import Digits
 from fedsim.data.folder import ImageFolder
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import loss_function
-from fedsim.privacy.correlated_gaussian import CorrelatedCalibration
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration
+from fedsim.training.workload import as_pixels
 from fedsim.types import Dataset, LocalTraining, ModelSpec
-from fedsim.workload import as_pixels
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 
 STEPS, BINS, DELTA, NORM, SIDE = 300, 10, 1e-4, 0.5, 8

@@ -23,13 +23,13 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.adversary import Attack, solve
+from fedsim.contracts.attack import Attack, solve
 from fedsim.data.bundled import Digits
 from fedsim.models.splines import spline_basis
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Knowledge, Observation
-from fedsim_attacks.inverting_gradients import InvertingGradients
-from fedsim_attacks.spline_inversion import SplineInversion
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
+from fedsim_attacks.kan.spline_inversion import SplineInversion
 
 MEAN, STD = 0.4, 0.25  # of make_observation's normalization
 GRID, PAIRS = 4001, 20_000

@@ -32,9 +32,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fedsim.contracts.guarantee import Release
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
-from fedsim.guarantee import Release
-from fedsim.privacy import gaussian, projection, regression
+from fedsim.privacy.mechanisms import gaussian, projection, regression
 from fedsim.scoring import student_interval
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.learners import ntk
-from fedsim.recording import read_tensors, write_tensors
+from fedsim.recording.files import read_tensors, write_tensors
 
 NEURONS, RIDGE, DELTA, BETA = 256, 10.0, 2e-3, 1e-6
 PAPER_N, PAPER_SMALLEST = 1_000, 7e-3
@@ -89,7 +89,7 @@ def experiment(
     train: Tensor, classes: Tensor, test: Tensor, truth: Tensor, trials: int
 ) -> dict[str, Any]:
     """Accuracies, and what they cost by either accounting."""
-    from fedsim.privacy import draws, kernel_distance, laplace, wishart
+    from fedsim.privacy.mechanisms import draws, kernel_distance, laplace, wishart
 
     n, d = train.shape
     weights = ntk.draw_weights(NEURONS, d, 1.0, rng.generator(0, "weights"))

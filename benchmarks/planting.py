@@ -22,12 +22,12 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor
 
-from fedsim.adversary import AttackFailed, create, solve
+from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.scenario import Scenario, expand, open_document
-from fedsim.schedule import Probe
 from fedsim.scoring import score
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload, load_dataset
 from fedsim.types import Dataset, Knowledge
-from fedsim.workload import Workload, load_dataset
 
 _GAIN = 0.01
 """Times the scale: what keeps the logits of unnormalized features moderate."""

@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.privacy import gaussian, ndis, projection, regression
+from fedsim.privacy.mechanisms import gaussian, projection, regression
+from fedsim.privacy.numerics import ndis
 
 MANY = 100_000
 Arrays = dict[str, np.ndarray]

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedsim.data.base import DataSource
-from fedsim.plugins import load
-from fedsim.recording import write_bytes
+from fedsim.contracts.data import DataSource
+from fedsim.contracts.plugins import load
+from fedsim.recording.files import write_bytes
 from fedsim.scenario import parameters_of
-from fedsim_attacks.generator import pack_generator
-from fedsim_attacks.generator_fit import fit_generator
+from fedsim_attacks.gradient_matching._generator import pack_generator
+from fedsim_attacks.gradient_matching._generator_fit import fit_generator
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.defense import AggregationDefense, shapes
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import AggregationDefense, shapes
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, FedsimError, Tensors, Update
 
 

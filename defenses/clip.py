@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import UpdateDefense, global_norm
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import UpdateDefense, global_norm
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
 
 

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import GradientFn, LossFn, RememberingDefense, add_gaussian
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import GradientFn, LossFn, RememberingDefense, add_gaussian
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Noise, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
 
@@ -22,8 +22,8 @@ class CorrelatedNoise(RememberingDefense):
     where it varies); t counts the client's own steps, over local steps and rounds alike, and
     z_0 = 0. The noise of earlier steps partly cancels in the weights, and each release is more
     exposed: the ledger accounts all of a client's steps as one release
-    (`fedsim.privacy.correlated`). At λ = 0 it is dp_sgd, bit for bit. z_(t-1) is the client's own
-    secret, and stays with it between rounds.
+    (`fedsim.privacy.composition.correlated`). At λ = 0 it is dp_sgd, bit for bit. z_(t-1) is the
+    client's own secret, and stays with it between rounds.
 
     It replaces the gradient of training defenses before it. Batch norm in train mode is refused.
     """

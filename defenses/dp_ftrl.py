@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import NoisyAggregation, ServerRound, add_gaussian
-from fedsim.guarantee import Guarantee, Mechanism
+from fedsim.contracts.defense import NoisyAggregation, ServerRound, add_gaussian
+from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Update
 from fedsim_defenses.aggregate import Mean
 
@@ -24,8 +24,9 @@ class DPFTRL(NoisyAggregation):
     `noise_multiplier`, λ the `correlation`; t counts the federation's rounds, and z_0 = 0. The
     divisor is how many clients are asked, whoever answers, and every client counts the same. All
     that a client has is hidden from whoever sees the aggregates, but not from the server that adds
-    the noise. The ledger accounts all rounds as one release (`fedsim.privacy.correlated`), of the
-    client whose rounds reach the farthest. At λ = 0 it is DP-FedAvg.
+    the noise. The ledger accounts all rounds as one release
+    (`fedsim.privacy.composition.correlated`), of the client whose rounds
+    reach the farthest. At λ = 0 it is DP-FedAvg.
     """
 
     paper: ClassVar[str] = (

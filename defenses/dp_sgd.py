@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Noise, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
 

@@ -8,9 +8,9 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field, model_validator
 
-from fedsim.defense import UpdateDefense, add_gaussian
-from fedsim.guarantee import Guarantee, Mechanism
-from fedsim.privacy import gaussian
+from fedsim.contracts.defense import UpdateDefense, add_gaussian
+from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import Effect, FedsimError, Noise, Tensors
 
 _Scale = Annotated[float, Field(ge=0, le=1e12)]

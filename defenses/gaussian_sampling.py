@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.defense import StatisticDefense
-from fedsim.guarantee import CurveMechanism, Release
-from fedsim.privacy import draws, kernel_distance, wishart
+from fedsim.contracts.defense import StatisticDefense
+from fedsim.contracts.guarantee import CurveMechanism, Release
+from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
 from fedsim.types import FedsimError
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -32,7 +32,7 @@ class Sampled(CurveMechanism):
 
     samples: int
     eigenvalues: tuple[tuple[float, float], ...]
-    """As `fedsim.privacy.kernel_distance.lifted_eigenvalues` has them."""
+    """As `fedsim.privacy.mechanisms.kernel_distance.lifted_eigenvalues` has them."""
     accountant: str = "exact Gaussian sampling"
 
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -57,7 +57,8 @@ class GaussianSampling(StatisticDefense):
     paper: ClassVar[str] = (
         "Gu, Liang, Sha, Shi and Song, Differential Privacy Mechanisms in Neural Tangent Kernel "
         "Regression, Algorithm 1 (after Alabi et al., Privately Estimating a Gaussian, STOC 2023); "
-        "the distance and the curve: fedsim.privacy.kernel_distance and fedsim.privacy.wishart"
+        "the distance and the curve: fedsim.privacy.mechanisms.kernel_distance and "
+        "fedsim.privacy.mechanisms.wishart"
     )
     statistic = "kernel"
 

@@ -11,9 +11,9 @@ from typing import Annotated, ClassVar, Literal, final
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import DataDefense
-from fedsim.guarantee import ExactMechanism, Guarantee, Release
-from fedsim.privacy import projection, regression
+from fedsim.contracts.defense import DataDefense
+from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
+from fedsim.privacy.mechanisms import projection, regression
 from fedsim.types import FedsimError, Relation
 from fedsim_defenses.leverage import bound, lowering, require
 from fedsim_defenses.random_projection import Projected

@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 
-from fedsim.defense import GradientFn, LossFn, TrainingDefense
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Batches, Effect, LocalTraining
 
 

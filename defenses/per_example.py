@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedsim.defense import LossFn
-from fedsim.guarantee import Mechanism
+from fedsim.contracts.defense import LossFn
+from fedsim.contracts.guarantee import Mechanism
 from fedsim.types import FedsimError, LocalTraining, Tensors
 
 _CHUNK_BYTES = 1 << 28

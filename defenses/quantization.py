@@ -8,8 +8,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import UpdateDefense, uniform
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import UpdateDefense, uniform
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
 
 

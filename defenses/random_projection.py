@@ -12,9 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import DataDefense
-from fedsim.guarantee import ExactMechanism, Guarantee, Release
-from fedsim.privacy import mutual_information, projection, sheffet
+from fedsim.contracts.defense import DataDefense
+from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
+from fedsim.privacy.baselines import mutual_information, sheffet
+from fedsim.privacy.mechanisms import projection
 from fedsim.types import FedsimError
 from fedsim_defenses.leverage import bound, lowering, require
 

@@ -8,8 +8,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import UpdateDefense, all_finite
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import UpdateDefense, all_finite
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
 from fedsim_defenses.selection import largest, share
 

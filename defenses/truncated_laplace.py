@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.defense import StatisticDefense
-from fedsim.guarantee import CurveMechanism, Release
-from fedsim.privacy import draws, laplace_vector
+from fedsim.contracts.defense import StatisticDefense
+from fedsim.contracts.guarantee import CurveMechanism, Release
+from fedsim.privacy.mechanisms import draws, laplace_vector
 
 
 @final
@@ -27,7 +27,7 @@ class Shaken(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See `fedsim.privacy.laplace_vector`."""
+        """See `fedsim.privacy.mechanisms.laplace_vector`."""
         return laplace_vector.log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 

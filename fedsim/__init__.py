@@ -15,17 +15,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.attacking.replay import attack
     from fedsim.pipeline import run
-    from fedsim.recording import load_observation
-    from fedsim.replay import attack
+    from fedsim.recording.files import load_observation
     from fedsim.scenario import Scenario, load
 
     __version__: str
 
 _HOMES = {
-    "attack": "fedsim.replay",
+    "attack": "fedsim.attacking.replay",
     "run": "fedsim.pipeline",
-    "load_observation": "fedsim.recording",
+    "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
 }

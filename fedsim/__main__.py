@@ -1,6 +1,6 @@
 """`python -m fedsim` is the `fedsim` command."""
 
-from fedsim.command import main
+from fedsim.cli.main import main
 
 if __name__ == "__main__":  # attack workers import this module again
     main()

@@ -12,33 +12,25 @@ from typing import Any
 
 from rich.console import Console
 
-from fedsim import (
-    canaries,
-    earlier,
-    federation,
-    main_guard,
-    paths,
-    progress,
-    record,
-    recording,
-    refusal,
-    rows,
-    scoring,
-)
-from fedsim.adversary import Progress
+from fedsim import audit, federation, progress, scoring
+from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs
+from fedsim.attacking.targets import Granted
+from fedsim.contracts.attack import Progress
 from fedsim.data.public import public_images
-from fedsim.device import resolve_device
 from fedsim.federation.records import RoundRecord
-from fedsim.jobs import Job, Result, Setting, nothing_recorded, run_jobs
-from fedsim.lock import locked
-from fedsim.record import Run
+from fedsim.recording import files
 from fedsim.report import save_grids, save_overview, write_report
+from fedsim.results import earlier, record, rows
+from fedsim.results.record import Run
 from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
 from fedsim.scenario.model import AttackEntry
-from fedsim.threads import fixed
+from fedsim.system import main_guard, paths
+from fedsim.system.device import resolve_device
+from fedsim.system.lock import locked
+from fedsim.system.threads import fixed
+from fedsim.training import refusals
+from fedsim.training.workload import Workload, load_dataset
 from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
-from fedsim.victims import Granted
-from fedsim.workload import Workload, load_dataset
 
 
 def run(
@@ -151,11 +143,11 @@ class _Plan:
             }
             federation.check(scenario)
             for workload in self.workloads.values():
-                refusal.check(workload)
+                refusals.check(workload)
             # Whatever an accountant refuses, it refuses before any training.
             claims = {name: _accounted(name, w, quiet) for name, w in self.workloads.items()}
             if scenario.audit:
-                canaries.check(scenario.audit, claims, scenario.data.clients)
+                audit.check(scenario.audit, claims, scenario.data.clients)
         self.refuse_other_run()
         self._refuse_missing_weights()
 
@@ -167,8 +159,8 @@ class _Plan:
         """
         started = time.perf_counter()
         self.refuse_other_run()
-        recording.remove_torn(self.out)
-        recording.write_text(self.out / "scenario.yaml", self.resolved)
+        files.remove_torn(self.out)
+        files.write_text(self.out / "scenario.yaml", self.resolved)
         with fixed(self.scenario.threads):
             self._federate(display)
             self._attack(display)
@@ -243,12 +235,12 @@ class _Plan:
     def _publish(self) -> None:
         """Write what every attack is granted of the test split."""
         if self.scenario.knowledge.public != "none" and isinstance(self.dataset, Dataset):
-            recording.save_public(public_images(self.dataset, self.scenario.seed), self.out)
+            files.save_public(public_images(self.dataset, self.scenario.seed), self.out)
 
     def _jobs(self) -> list[tuple[Job, Observation]]:
         """Every attack on every recording that there is to be."""
         return [
-            (_job(entry, recording.path_of(self.out, seen.id)), seen)
+            (_job(entry, files.path_of(self.out, seen.id)), seen)
             for entry in self.scenario.attacks
             for workload in self.workloads.values()
             for seen in workload.recordings()
@@ -286,7 +278,7 @@ class _Plan:
         rounds = record.read_lines(self.out / "rounds.jsonl")
         save_grids(self.out)
         save_overview(self.out)
-        recording.write_json(
+        files.write_json(
             self.out / "record.json",
             {
                 "scenario": self.scenario.name,

@@ -119,7 +119,7 @@ _PATIENCE, _EVERY = 1.0, 5.0
 @contextmanager
 def told_of_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
     """Print how far an accountant is, on standard error, where it takes more than a second."""
-    from fedsim.privacy import work
+    from fedsim.privacy.numerics import work
 
     started = last = time.monotonic()
 

@@ -163,7 +163,7 @@ class ReleaseSpec:
     regression all, and a row ends with an entry for each: 1 for its class, else 0."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of each statistic that a defense has privatized, the parameters of its law in use, as
-    `fedsim.defense.StatisticDefense.law` says."""
+    `fedsim.contracts.defense.StatisticDefense.law` says."""
     counted: bool = False
     """Whether the release shows of how many rows it is. Whether a row is there at all is then told
     by that number, and what is asked is whether it is there or another one in its place."""

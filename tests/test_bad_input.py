@@ -14,9 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fedsim
-from fedsim import memory, record
-from fedsim.cli import app
+from fedsim.cli.commands import app
 from fedsim.models.base import size_of
+from fedsim.results import record
+from fedsim.system import memory
 from fedsim.types import FedsimError, ModelSpec, RunFailed
 
 SCENARIO = """\
@@ -301,7 +302,7 @@ def test_a_script_with_a_guard_or_one_worker_runs(scenario: Path) -> None:
 def cli(
     folder: Path, *words: str, redirected: str = "", **environment: str
 ) -> subprocess.CompletedProcess[bytes]:
-    command = f'"$0" -c "from fedsim.command import main; main()" {" ".join(words)} {redirected}'
+    command = f'"$0" -c "from fedsim.cli.main import main; main()" {" ".join(words)} {redirected}'
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command, sys.executable],
         cwd=folder,

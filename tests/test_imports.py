@@ -68,7 +68,7 @@ def test_only_the_pipeline_sees_the_federation() -> None:
 def test_attacks_reach_neither_data_nor_truth() -> None:
     allowed = ("types", "adversary", "models", "paths", "plugins", "rng")
     wrong = own_except("fedsim_attacks", *(f"fedsim.{name}" for name in allowed))
-    permitted = {"fedsim.rng", "fedsim.plugins"}
+    permitted = {"fedsim.rng", "fedsim.contracts.plugins"}
     assert not [
         found for found in offenders(ATTACKS, wrong) if found.partition(": ")[2] not in permitted
     ]
@@ -125,14 +125,14 @@ def test_the_attack_stage_imports_without_flower_and_data() -> None:
         "import pkgutil, importlib, fedsim_attacks\n"
         "for module in pkgutil.iter_modules(fedsim_attacks.__path__, 'fedsim_attacks.'):\n"
         "    importlib.import_module(module.name)\n"
-        "import fedsim, fedsim.replay\n"
+        "import fedsim, fedsim.attacking.replay\n"
         "fedsim.attack, fedsim.load_observation\n"
     )
 
 
 def test_stripping_works() -> None:
     with pytest.raises(AssertionError, match="is absent here"):
-        run_stripped("import fedsim.data.base")
+        run_stripped("import fedsim.contracts.data")
     with pytest.raises(AssertionError, match="is absent here"):
         run_stripped("import flwr")
 

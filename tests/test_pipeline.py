@@ -16,7 +16,7 @@ import pytest
 from test_imports import run_stripped
 
 import fedsim
-from fedsim.record import Row, Run
+from fedsim.results.record import Row, Run
 from fedsim.types import FedsimError, RunFailed
 
 SCENARIO: dict[str, Any] = {

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from fedsim.jobs import reconstruction_path
-from fedsim.record import Row, Run
-from fedsim.recording import read_tensors
+from fedsim.attacking.jobs import reconstruction_path
+from fedsim.recording.files import read_tensors
+from fedsim.results.record import Row, Run
 
 
 def main(folders: list[Path]) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from scipy.optimize import linear_sum_assignment
 
-from fedsim.recording import load_observation, load_truth, read_tensors
+from fedsim.recording.files import load_observation, load_truth, read_tensors
 
 
 def main(picture: Path, run: Path, recording: Path, folders: dict[str, Path]) -> None:

@@ -1,0 +1,1 @@
+"""Data sources, how they are dealt to clients, and how batches are drawn."""

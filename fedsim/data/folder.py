@@ -10,10 +10,10 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fedsim.data.base import DataSource
+from fedsim.contracts.data import DataSource
 from fedsim.data.images import from_pil, statistics
 from fedsim.data.tree import Parts, Tree, open_tree
-from fedsim.paths import from_home
+from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError, Table
 
 _MAX_BYTES = 1 << 33

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedsim import paths, rng
+from fedsim import rng
+from fedsim.system import paths
 from fedsim.types import Dataset, FedsimError, Table
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from fedsim.data.base import DataSource
+from fedsim.contracts.data import DataSource
 from fedsim.data.images import stratified_split
 from fedsim.types import FedsimError, Table
 

@@ -11,8 +11,8 @@ from typing import Annotated, final
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from fedsim import paths
 from fedsim.data.rows import Column, TableSource
+from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 
 _MAX_DIGITS = 18

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, final
 
-from fedsim import paths
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:

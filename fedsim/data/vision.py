@@ -9,8 +9,8 @@ from typing import Any, ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.data.base import DataSource
-from fedsim.paths import from_home
+from fedsim.contracts.data import DataSource
+from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError
 
 

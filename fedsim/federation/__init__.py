@@ -15,7 +15,7 @@ from fedsim.federation.records import RoundRecord
 
 if TYPE_CHECKING:
     from fedsim.scenario import Scenario
-    from fedsim.workload import Workload
+    from fedsim.training.workload import Workload
 
 __all__ = ["RoundRecord", "check", "federate"]
 

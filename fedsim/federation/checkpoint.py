@@ -20,11 +20,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedsim import memory
 from fedsim.federation import client_state, spool
-from fedsim.paths import from_home, opened, regular
-from fedsim.recording import read_tensors, remove_torn, write_bytes
+from fedsim.recording.files import read_tensors, remove_torn, write_bytes
 from fedsim.scenario import Scenario
+from fedsim.system import memory
+from fedsim.system.paths import from_home, opened, regular
 from fedsim.types import FedsimError, Tensors
 
 _INDEX = "checkpoint"

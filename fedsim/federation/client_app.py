@@ -13,15 +13,15 @@ from pathlib import Path
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
-from fedsim import threads
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import asked
-from fedsim.recording import save_truth
+from fedsim.recording.files import save_truth
 from fedsim.scenario import Scenario
-from fedsim.schedule import Probe
+from fedsim.system import threads
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import ClientResult, Workload
 from fedsim.types import FedsimError, Tensors
-from fedsim.workload import ClientResult, Workload
 
 PROBE = "probe"
 """Action of a training message whose answer is recorded and never aggregated."""

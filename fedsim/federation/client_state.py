@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.federation.noise_use import use_once
-from fedsim.recording import read_tensors, write_tensors
+from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.types import Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")

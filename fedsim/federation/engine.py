@@ -9,15 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from fedsim import threads
 from fedsim.federation import client_app, local, server_app, simulation, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.server_app import OnRound
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, build_stack, declared_training
+from fedsim.system import threads
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
-from fedsim.workload import Workload
 
 
 class Engine(Protocol):

@@ -22,7 +22,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
-from fedsim.memory import keep_freed
+from fedsim.system.memory import keep_freed
 
 _RUN_ID = 1
 _FIRST_NODE = 2  # 1 is the server's

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from fedsim import paths
-from fedsim.recording import write_bytes
-from fedsim.schedule import Probe
+from fedsim.recording.files import write_bytes
+from fedsim.system import paths
+from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors
 
 

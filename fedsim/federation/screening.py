@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.records import REASONS
-from fedsim.schedule import Probe
+from fedsim.training.schedule import Probe
 from fedsim.types import Tensors
 
 _DETAILS = 20

@@ -22,8 +22,8 @@ from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import discover
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
-from fedsim.workload import Workload
 
 OnRound = Callable[[RoundRecord], None]
 

@@ -30,14 +30,14 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from pydantic import TypeAdapter
 
-from fedsim import threads
 from fedsim.federation.records import RoundRecord
+from fedsim.system import threads
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.federation.client_app import Job
     from fedsim.federation.server_app import OnRound
-    from fedsim.workload import Workload
+    from fedsim.training.workload import Workload
 
 _RECORD: TypeAdapter[RoundRecord] = TypeAdapter(RoundRecord)
 _GRACE_SECONDS = 10.0

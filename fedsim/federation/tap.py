@@ -19,7 +19,7 @@ from flwr.serverapp import Grid
 from flwr.supercore.run import Run
 from torch import Tensor
 
-from fedsim.defense import NoisyAggregation, shapes
+from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import client_state, wire
 from fedsim.federation.averaging import Averages, Mean
 from fedsim.federation.client_app import PROBE
@@ -27,10 +27,10 @@ from fedsim.federation.delivery import exchange
 from fedsim.federation.noise_use import asked, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
-from fedsim.recording import save_observation
-from fedsim.schedule import Probe
+from fedsim.recording.files import save_observation
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors, Update
-from fedsim.workload import Workload
 
 
 class TapGrid(Grid):

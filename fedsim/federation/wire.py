@@ -23,7 +23,7 @@ from flwr.common.serde import config_record_to_proto, metric_record_to_proto
 from flwr.proto.recorddict_pb2 import Array as ProtoArray
 from torch import Tensor
 
-from fedsim.schedule import Probe
+from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
 ARRAYS = "arrays"

@@ -1,0 +1,1 @@
+"""What clients compute from their data: training, and releases in closed form."""

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedsim.guarantee import Release
-from fedsim.learners.base import Computation, Computed, Problem, Request
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.learner import Computation, Computed, Problem, Request
 from fedsim.rng import normal
 from fedsim.types import LocalTraining, ReleaseKind, ReleaseSpec, RowTruth, Table, Tensors
 

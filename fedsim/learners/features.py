@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.learners.base import Problem, model_spec
+from fedsim.contracts.learner import Problem, model_spec
 from fedsim.models.base import build, normalize
 from fedsim.models.weights import read_weights
-from fedsim.paths import from_home
+from fedsim.system.paths import from_home
 from fedsim.types import Dataset
 
 _BATCH = 256

@@ -139,7 +139,7 @@ def paper_distance(
 
     `smallest` is η_min, the least eigenvalue of K, and `bound` B the largest norm of a row. Lemmas
     E.4 and E.15, which it is made of, have B³. As printed it is no bound, for constants are left
-    out; one that holds, and does not grow with n: `fedsim.privacy.kernel_distance`.
+    out; one that holds, and does not grow with n: `fedsim.privacy.mechanisms.kernel_distance`.
     """
     return n * scale**2 * bound**4 * beta / smallest
 

@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.guarantee import Release
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.learner import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners import ntk
-from fedsim.learners.base import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners.features import Features
 from fedsim.learners.sgd import as_pixels
 from fedsim.types import (

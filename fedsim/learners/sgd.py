@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.func import functional_call
 
 from fedsim import rng
-from fedsim.defense import global_norm
-from fedsim.learners.base import (
+from fedsim.contracts.defense import global_norm
+from fedsim.contracts.learner import (
     Computation,
     Computed,
     Evaluation,
@@ -23,12 +23,12 @@ from fedsim.learners.base import (
     Request,
     model_spec,
 )
+from fedsim.contracts.stack import Stack
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
-from fedsim.paths import from_home
-from fedsim.stack import Stack
+from fedsim.system.paths import from_home
 from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Tensors
 
 _EVALUATION_BATCH = 256

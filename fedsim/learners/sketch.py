@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.learners.base import Computation, Evaluation, Learner, Problem
+from fedsim.contracts.learner import Computation, Evaluation, Learner, Problem
 from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
 from fedsim.types import ReleaseKind, Table, Tensors
 

@@ -1,0 +1,1 @@
+"""Architectures, their heads, and local training as a pure function."""

@@ -21,11 +21,12 @@ from pydantic import (
 )
 from torch import Tensor, nn
 
-from fedsim import plugins, rng
+from fedsim import rng
+from fedsim.contracts import plugins
+from fedsim.contracts.plugins import Plugin
 from fedsim.models import size
 from fedsim.models.imprint import Imprint, ImprintConfig
 from fedsim.models.layers import Activation
-from fedsim.plugins import Plugin
 from fedsim.types import ModelSpec
 
 

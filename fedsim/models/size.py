@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedsim import memory
+from fedsim.system import memory
 from fedsim.types import FedsimError
 
 _COPIES = 4

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from fedsim.recording import read_tensors
+from fedsim.recording.files import read_tensors
 from fedsim.types import FedsimError
 
 

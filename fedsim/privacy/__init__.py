@@ -1,0 +1,1 @@
+"""What a stack guarantees: its ledger, and exact privacy curves of mechanisms."""

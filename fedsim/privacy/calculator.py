@@ -23,7 +23,7 @@ from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment
 from fedsim.types import AuditMethod, FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.privacy.verdict import Verdict
+    from fedsim.audit.verdict import Verdict
 
 _Found = TypeVar("_Found", "Answer", "Verdict")
 
@@ -39,37 +39,39 @@ class Known:
 
 MECHANISMS: dict[str, Known] = {
     "gaussian": Known(
-        curve="fedsim.privacy.gaussian:GaussianCurve",
-        calibration="fedsim.privacy.gaussian:GaussianCalibration",
-        experiment="fedsim.privacy.experiments:GaussianExperiment",
+        curve="fedsim.privacy.mechanisms.gaussian:GaussianCurve",
+        calibration="fedsim.privacy.mechanisms.gaussian:GaussianCalibration",
+        experiment="fedsim.privacy.mechanisms.experiments:GaussianExperiment",
     ),
     "random_projection": Known(
-        curve="fedsim.privacy.projection:RandomProjectionCurve",
-        calibration="fedsim.privacy.projection:RandomProjectionCalibration",
-        experiment="fedsim.privacy.experiments:RandomProjectionExperiment",
+        curve="fedsim.privacy.mechanisms.projection:RandomProjectionCurve",
+        calibration="fedsim.privacy.mechanisms.projection:RandomProjectionCalibration",
+        experiment="fedsim.privacy.mechanisms.experiments:RandomProjectionExperiment",
     ),
     "least_squares": Known(
-        curve="fedsim.privacy.regression:LeastSquaresCurve",
-        calibration="fedsim.privacy.regression:LeastSquaresCalibration",
-        experiment="fedsim.privacy.experiments:LeastSquaresExperiment",
+        curve="fedsim.privacy.mechanisms.regression:LeastSquaresCurve",
+        calibration="fedsim.privacy.mechanisms.regression:LeastSquaresCalibration",
+        experiment="fedsim.privacy.mechanisms.experiments:LeastSquaresExperiment",
     ),
-    "normal": Known(curve="fedsim.privacy.ndis:NormalCurve"),
+    "normal": Known(curve="fedsim.privacy.numerics.ndis:NormalCurve"),
     "gaussian_sampling": Known(
-        curve="fedsim.privacy.gaussian_sampling:GaussianSamplingCurve",
-        calibration="fedsim.privacy.gaussian_sampling:GaussianSamplingCalibration",
-        experiment="fedsim.privacy.experiments:GaussianSamplingExperiment",
+        curve="fedsim.privacy.mechanisms.gaussian_sampling:GaussianSamplingCurve",
+        calibration="fedsim.privacy.mechanisms.gaussian_sampling:GaussianSamplingCalibration",
+        experiment="fedsim.privacy.mechanisms.experiments:GaussianSamplingExperiment",
     ),
     "truncated_laplace": Known(
-        curve="fedsim.privacy.laplace:TruncatedLaplaceCurve",
-        calibration="fedsim.privacy.laplace:TruncatedLaplaceCalibration",
-        experiment="fedsim.privacy.experiments:TruncatedLaplaceExperiment",
+        curve="fedsim.privacy.mechanisms.laplace:TruncatedLaplaceCurve",
+        calibration="fedsim.privacy.mechanisms.laplace:TruncatedLaplaceCalibration",
+        experiment="fedsim.privacy.mechanisms.experiments:TruncatedLaplaceExperiment",
     ),
     "correlated_gaussian": Known(
-        curve="fedsim.privacy.correlated_gaussian:CorrelatedCurve",
-        calibration="fedsim.privacy.correlated_gaussian:CorrelatedCalibration",
-        experiment="fedsim.privacy.correlated_experiment:CorrelatedExperiment",
+        curve="fedsim.privacy.mechanisms.correlated_gaussian:CorrelatedCurve",
+        calibration="fedsim.privacy.mechanisms.correlated_gaussian:CorrelatedCalibration",
+        experiment="fedsim.privacy.mechanisms.correlated_experiment:CorrelatedExperiment",
     ),
-    "poisson_gaussian": Known(experiment="fedsim.privacy.experiments:PoissonGaussianExperiment"),
+    "poisson_gaussian": Known(
+        experiment="fedsim.privacy.mechanisms.experiments:PoissonGaussianExperiment"
+    ),
 }
 
 QUESTIONS = {
@@ -144,7 +146,7 @@ def audit(
     Raises:
         FedsimError: as of `delta`; or draws are too few.
     """
-    from fedsim.privacy.verdict import try_claim
+    from fedsim.audit.verdict import try_claim
 
     made = make(mechanism, "experiment", keys)
     assert isinstance(made, Experiment)
@@ -275,7 +277,7 @@ def listing() -> list[dict[str, Any]]:
 
     A key has name, type, default, required, range and description.
     """
-    from fedsim.plugins import parameters
+    from fedsim.contracts.plugins import parameters
 
     rows = []
     for name, known in MECHANISMS.items():
@@ -297,7 +299,7 @@ def listing() -> list[dict[str, Any]]:
 
 def render(rows: list[dict[str, Any]]) -> str:
     """`listing` as text for a terminal."""
-    from fedsim.listing import key_table
+    from fedsim.contracts.listing import key_table
 
     lines: list[str] = []
     for row in rows:

@@ -5,11 +5,11 @@ Without sampling, T Gaussian releases are one Gaussian release with noise multip
 whose curve is exact. Batches sampled without replacement are accounted by Rényi divergences (Wang,
 Balle and Kasiviswanathan, Subsampled Rényi Differential Privacy and Analytical Moments Accountant,
 AISTATS 2019, Theorem 27) as implemented by dp_accounting. Noise that is correlated between steps is
-one Gaussian release of them all (`fedsim.privacy.correlated`); there no amplification by sampling
-without replacement is known but the mean over the batches, as if they were known. Where examples
-are drawn independently of each other (Poisson sampling, balls-in-bins), with or without correlation
-the claim is that of the calculator's `correlated_gaussian`: of an estimate, its interval's upper
-end.
+one Gaussian release of them all (`fedsim.privacy.composition.correlated`); there no amplification
+by sampling without replacement is known but the mean over the batches, as if they were known.
+Where examples are drawn independently of each other (Poisson sampling, balls-in-bins), with or
+without correlation the claim is that of the calculator's `correlated_gaussian`: of an estimate,
+its interval's upper end.
 
 What the claim covers: the update itself. A client's number of examples and reported loss, its
 taking part, and the choice of hyper-parameters are outside of it.
@@ -24,9 +24,9 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fedsim.guarantee import ExactMechanism, Mechanism, Release
-from fedsim.privacy import gaussian
-from fedsim.stack import Stack
+from fedsim.contracts.guarantee import ExactMechanism, Mechanism, Release
+from fedsim.contracts.stack import Stack
+from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 
 EXACT = "exact Gaussian"
@@ -273,7 +273,7 @@ def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tup
 def _correlated(
     mechanism: Mechanism, steps: int, batch_size: int, num_examples: int, delta: float
 ) -> tuple[float, str]:
-    from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+    from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 
     sampled = mechanism.sampling is not None and batch_size < num_examples
     if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
@@ -309,7 +309,7 @@ def _of_the_server(
     mechanism: Mechanism, schedules: frozenset[tuple[bool, ...]], delta: float
 ) -> float:
     """ε of the client that reaches farthest through the server's noise: exact."""
-    from fedsim.privacy.correlated import reach
+    from fedsim.privacy.composition.correlated import reach
 
     factor = 2 if mechanism.relation == "replace_one" else 1
     farthest = factor * reach(schedules, mechanism.correlation)
@@ -323,9 +323,9 @@ def _of_the_server(
 @lru_cache(maxsize=4096)
 def _sampled(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tuple[float, str]:
     """(ε, accountant) of steps whose examples are drawn independently of each other."""
-    from fedsim.privacy.correlated_gaussian import CorrelatedCurve
-    from fedsim.privacy.dominating_pair import TooFewDraws
-    from fedsim.privacy.work import TooMuchWork
+    from fedsim.privacy.composition.dominating_pair import TooFewDraws
+    from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+    from fedsim.privacy.numerics.work import TooMuchWork
 
     if steps == 0:
         return 0.0, EXACT

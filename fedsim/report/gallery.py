@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedsim.recording import read_tensors
+from fedsim.recording.files import read_tensors
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
 from fedsim.report.runs import ReportError, ResultRow, Run

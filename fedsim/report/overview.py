@@ -12,7 +12,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from fedsim.recording import read_tensors, write_bytes
+from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.runs import ResultRow, Run, load_runs
 from fedsim.scoring import psnr

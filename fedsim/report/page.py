@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from fedsim.recording import write_text
+from fedsim.recording.files import write_text
 from fedsim.report import facts, plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
 from fedsim.report.figures import (

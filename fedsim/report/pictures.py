@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fedsim.recording import read_tensors, write_bytes
+from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.report.runs import ReportError, ResultRow
 from fedsim.scoring import check_pixels
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedsim.recording import read_tensors
+from fedsim.recording.files import read_tensors
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.plots import Accused, Cloud

@@ -12,9 +12,9 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from fedsim import paths
-from fedsim.record import strict_json
 from fedsim.report.settings import differences
+from fedsim.results.record import strict_json
+from fedsim.system import paths
 from fedsim.types import FedsimError, Server, server_of
 
 RESULTS = "results.jsonl"

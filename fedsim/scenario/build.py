@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedsim import plugins
-from fedsim.adversary import Attack
-from fedsim.data.base import DataSource
-from fedsim.defense import (
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack
+from fedsim.contracts.data import DataSource
+from fedsim.contracts.defense import (
     AggregationDefense,
     DataDefense,
     Defense,
@@ -15,12 +15,12 @@ from fedsim.defense import (
     TrainingDefense,
     UpdateDefense,
 )
-from fedsim.guarantee import Release
-from fedsim.learners.base import Learner
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.learner import Learner
+from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.stack import Stack, chain
 from fedsim.models.base import ModelPlugin
-from fedsim.plugins import Plugin
 from fedsim.scenario.model import PluginRef, Scenario, Training
-from fedsim.stack import Stack, chain
 from fedsim.types import Algorithm, LocalTraining
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-from fedsim.adversary import Attack, unreadable
-from fedsim.learners.base import Learner
-from fedsim.plugins import installed
+from fedsim.contracts.attack import Attack, unreadable
+from fedsim.contracts.learner import Learner
+from fedsim.contracts.plugins import installed
 from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (

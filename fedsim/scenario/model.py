@@ -191,7 +191,7 @@ class Privacy(Section):
 
 
 class Audit(Section):
-    """Try every stack's claim with canaries, besides the run (`fedsim.canaries`)."""
+    """Try every stack's claim with canaries, besides the run (`fedsim.audit`)."""
 
     method: AuditMethod = "two_worlds"
     """One canary in many trainings of one client, or many canaries in one run of all clients: that

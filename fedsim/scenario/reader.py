@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 
 import yaml
 
-from fedsim.paths import content
 from fedsim.scenario.document import Document, Mark
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError
+from fedsim.system.paths import content
 from fedsim.types import FedsimError
 
 MAX_BYTES = 1_000_000

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from fedsim.plugins import Plugin, PluginError
+from fedsim.contracts.plugins import Plugin, PluginError
 from fedsim.scenario.build import RESERVED, algorithm, build_learner, plugin_class
 from fedsim.scenario.checks import check
 from fedsim.scenario.document import Document

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedsim import plugins
+from fedsim.contracts import plugins
 from fedsim.scenario.build import RESERVED
 from fedsim.scenario.model import SLUG_PATTERN, Scenario
 

@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim import memory, paths, rng
+from fedsim import rng
 from fedsim.scoring.outcome import Unavailable
+from fedsim.system import memory, paths
 
 Backbone = Literal["alex", "vgg", "squeeze"]
 

@@ -23,8 +23,8 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim.adversary import Attack, AttackFailed, solve
-from fedsim.knowledge import grant, grant_of_row
+from fedsim.attacking.knowledge import grant, grant_of_row
+from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.testing.observation import example_batch, make_observation
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.release import example_rows, make_release

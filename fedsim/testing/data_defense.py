@@ -17,8 +17,8 @@ from typing import get_args
 
 import pytest
 
-from fedsim.defense import DataDefense
-from fedsim.guarantee import ExactMechanism, Release
+from fedsim.contracts.defense import DataDefense
+from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.testing.plugin import PluginContract
 from fedsim.types import FedsimError, ReleaseKind
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import (
+from fedsim.contracts.defense import (
     AggregationDefense,
     Defense,
     NoisyAggregation,
@@ -28,8 +28,8 @@ from fedsim.defense import (
     global_norm,
     shapes,
 )
-from fedsim.guarantee import Guarantee, Mechanism
-from fedsim.stack import chain
+from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.contracts.stack import chain
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
 from fedsim.types import UNKNOWN, FedsimError, LocalTraining, Tensors, Update

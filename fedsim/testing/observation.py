@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.defense import NoisyAggregation, ServerRound
-from fedsim.guarantee import Release
+from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.stack import Stack
 from fedsim.learners.sgd import train
 from fedsim.models.base import build, normalize
 from fedsim.models.local import features_of
-from fedsim.recording import observation_id
+from fedsim.recording.files import observation_id
 from fedsim.scenario.build import announced, build_stack
 from fedsim.scenario.model import PluginRef
-from fedsim.stack import Stack
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
 
 

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import pydantic
 import pytest
 
-from fedsim.plugins import Plugin
+from fedsim.contracts.plugins import Plugin
 
 
 class PluginContract(ABC):

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.learners.base import Problem, Request
+from fedsim.contracts.learner import Problem, Request
 from fedsim.learners.sgd import as_pixels
-from fedsim.recording import observation_id
+from fedsim.recording.files import observation_id
 from fedsim.scenario.build import announced, build_learner, build_stack, declared_training
 from fedsim.scenario.model import Data, PluginRef, Scenario
 from fedsim.testing.observation import combined, reference

@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import StatisticDefense
-from fedsim.guarantee import Release
-from fedsim.stack import chain
+from fedsim.contracts.defense import StatisticDefense
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.stack import chain
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import stream
 from fedsim.types import FedsimError, LocalTraining

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedsim_attacks import second_order
+from fedsim_attacks.fast_autograd import _second_order
 
 
 @pytest.fixture(autouse=True)
 def no_remembered_choice() -> Iterator[None]:
     """Tests change what decides between the algorithms of a convolution."""
-    second_order._fastest.cache_clear()
+    _second_order._fastest.cache_clear()
     yield
-    second_order._fastest.cache_clear()
+    _second_order._fastest.cache_clear()

@@ -12,10 +12,10 @@ from fedsim import rng
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.body_gradient import (
+from fedsim_attacks.images_from_features._body_gradient import (
     Body,
 )
-from fedsim_attacks.stages import Stage, stages
+from fedsim_attacks.images_from_features._stages import Stage, stages
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
 RESNET: dict[str, Any] = {"width": 16, "stem": "imagenet", "norm": "group", "head": HEAD}

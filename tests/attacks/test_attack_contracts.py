@@ -9,32 +9,32 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedsim.knowledge import grant_of_row
-from fedsim.plugins import names
+from fedsim.attacking.knowledge import grant_of_row
+from fedsim.contracts.plugins import names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
 from fedsim.testing.observation import example_batch
 from fedsim.types import Knowledge, Observation
-from fedsim_attacks.activation_features import ActivationFeatures
-from fedsim_attacks.best_features import BestFeatures
-from fedsim_attacks.deep_leakage import DeepLeakage
-from fedsim_attacks.factored_inversion import FactoredInversion
-from fedsim_attacks.feature_inversion import FeatureInversion
-from fedsim_attacks.feature_regression import FeatureRegression
-from fedsim_attacks.generative_prior import GenerativePrior
-from fedsim_attacks.generator import over_parameterized, pack_generator
-from fedsim_attacks.grad_inversion import GradInversion
-from fedsim_attacks.head_fit import HeadFit
-from fedsim_attacks.idlg import IDLG
-from fedsim_attacks.imprint import ImprintAttack
-from fedsim_attacks.inverting_gradients import InvertingGradients
-from fedsim_attacks.label_inference import LabelInference
-from fedsim_attacks.membership_inference import MembershipInference
-from fedsim_attacks.prior_only import PriorOnly
-from fedsim_attacks.row_reconstruction import RowReconstruction
-from fedsim_attacks.spectral_features import SpectralFeatures
-from fedsim_attacks.spline_inversion import SplineInversion
-from fedsim_attacks.tensor_features import TensorFeatures
-from fedsim_attacks.unrolled_features import UnrolledFeatures
+from fedsim_attacks.closed_form.membership_inference import MembershipInference
+from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
+from fedsim_attacks.gradient_matching._generator import over_parameterized, pack_generator
+from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
+from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
+from fedsim_attacks.gradient_matching.grad_inversion import GradInversion
+from fedsim_attacks.gradient_matching.idlg import IDLG
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
+from fedsim_attacks.gradient_matching.prior_only import PriorOnly
+from fedsim_attacks.head_features.activation_features import ActivationFeatures
+from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.head_features.head_fit import HeadFit
+from fedsim_attacks.head_features.spectral_features import SpectralFeatures
+from fedsim_attacks.head_features.tensor_features import TensorFeatures
+from fedsim_attacks.head_features.unrolled_features import UnrolledFeatures
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
+from fedsim_attacks.images_from_features.feature_regression import FeatureRegression
+from fedsim_attacks.imprint.imprint import ImprintAttack
+from fedsim_attacks.kan.spline_inversion import SplineInversion
+from fedsim_attacks.labels.label_inference import LabelInference
 
 
 class TestDeepLeakage(AttackContract):

@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from fedsim import plugins
+from fedsim.contracts import plugins
 from fedsim.data.bundled import Digits, Faces, Photos
 from fedsim.data.images import statistics
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedsim import plugins
+from fedsim.contracts import plugins
 from fedsim.data.vision import CIFAR10, CIFAR100, MNIST
 from fedsim.types import FedsimError
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedsim.defense import global_norm
+from fedsim.contracts.defense import global_norm
 from fedsim.testing.updates import mixed, same, stream
 from fedsim_defenses.clip import Clip
 

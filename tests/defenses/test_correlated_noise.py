@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import Stack, chain
 from fedsim.models.local import local_update
-from fedsim.privacy.correlated_gaussian import CorrelatedCurve
 from fedsim.privacy.ledger import claim
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 from fedsim.scenario.resolve import resolve
-from fedsim.schedule import Probe
-from fedsim.stack import Stack, chain
 from fedsim.testing.updates import same, stream
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload
 from fedsim.types import LocalTraining, PrivacyClaim, Tensors
-from fedsim.workload import Workload
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
 from fedsim_defenses.gradient_pruning import GradientPruning

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import add_gaussian, global_norm
-from fedsim.guarantee import Guarantee
-from fedsim.stack import Stack, chain
+from fedsim.contracts.defense import add_gaussian, global_norm
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import Stack, chain
 from fedsim.testing.updates import mixed, non_finite, same, stream
 from fedsim.types import FedsimError, LocalTraining, Tensors
 from fedsim_defenses.aggregate import Aggregate

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fedsim.defense import Defense
-from fedsim.guarantee import Release
-from fedsim.plugins import names
+from fedsim.contracts.defense import Defense
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.plugins import names
 from fedsim.testing import DataDefenseContract, StatisticDefenseContract
 from fedsim.testing.defense import (
     AggregationDefenseContract,

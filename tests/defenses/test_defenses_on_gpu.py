@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.defense import UpdateDefense
+from fedsim.contracts.defense import UpdateDefense
 from fedsim.testing.updates import mixed, stream
 from fedsim.types import Tensors
 from fedsim_defenses.clip import Clip

@@ -12,16 +12,17 @@ import torch
 from torch import Tensor
 
 import fedsim
-from fedsim.defense import NoisyAggregation, ServerRound
-from fedsim.guarantee import Guarantee
-from fedsim.privacy import correlated, gaussian
+from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import chain
+from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import claim
+from fedsim.privacy.mechanisms import gaussian
 from fedsim.scenario.resolve import resolve
-from fedsim.schedule import Probe
-from fedsim.stack import chain
 from fedsim.testing.updates import same, stream
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, Update
-from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.gaussian_noise import GaussianNoise

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import fedsim_defenses.per_example as module
-from fedsim.defense import global_norm
-from fedsim.guarantee import Guarantee, Mechanism
+from fedsim.contracts.defense import global_norm
+from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.models.base import Classifier
 from fedsim.models.local import LossFn, gradient, loss_function
 from fedsim.models.mlp import MLP

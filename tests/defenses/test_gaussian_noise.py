@@ -8,8 +8,8 @@ import pydantic
 import pytest
 import torch
 
-from fedsim.guarantee import Guarantee, Mechanism
-from fedsim.stack import chain
+from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.contracts.stack import chain
 from fedsim.testing.updates import stream
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.clip import Clip

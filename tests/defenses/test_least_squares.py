@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from fedsim.guarantee import ExactMechanism, Release
-from fedsim.privacy import projection, regression
+from fedsim.contracts.guarantee import ExactMechanism, Release
+from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import claim
-from fedsim.stack import chain
+from fedsim.privacy.mechanisms import projection, regression
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.leverage import bound

@@ -11,11 +11,11 @@ import pytest
 import torch
 from scipy.stats import beta
 
-from fedsim.guarantee import ExactMechanism, Guarantee, Release
+from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
+from fedsim.contracts.stack import chain
 from fedsim.learners.closed_form import regularized, sketch
-from fedsim.privacy import projection
 from fedsim.privacy.ledger import claim
-from fedsim.stack import chain
+from fedsim.privacy.mechanisms import projection
 from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.aggregate import Aggregate

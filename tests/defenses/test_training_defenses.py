@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import chain
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.mlp import MLP
-from fedsim.stack import chain
 from fedsim.testing.updates import same, stream
 from fedsim.types import LocalTraining
 from fedsim_defenses.dropout import Dropout

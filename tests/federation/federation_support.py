@@ -16,10 +16,10 @@ from fedsim.federation import client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.records import RoundRecord
-from fedsim.recording import load_observation
+from fedsim.recording.files import load_observation
 from fedsim.scenario import Scenario
+from fedsim.training.workload import Workload, load_dataset
 from fedsim.types import Dataset, Observation
-from fedsim.workload import Workload, load_dataset
 
 Fault = Callable[[int, Message, Callable[[], Message]], Message]
 """(client, message received, what the honest client would answer) -> the answer."""

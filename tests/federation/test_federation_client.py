@@ -17,7 +17,7 @@ from fedsim.federation.client_app import Job
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.delivery import discover, exchange
 from fedsim.federation.local import LocalGrid, identity
-from fedsim.schedule import Probe
+from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 
 TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}

@@ -11,7 +11,7 @@ from federation_support import observation, same, scenario, train, train_with_fa
 from flwr.app import Message
 
 from fedsim.federation import wire
-from fedsim.rows import spent
+from fedsim.results.rows import spent
 from fedsim.scenario import Scenario
 
 Honest = Callable[[], Message]

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from federation_support import contents, results, scenario, train, workload
 
-from fedsim import recording
 from fedsim.federation import RoundRecord, federate, strategies
 from fedsim.federation.checkpoint import Checkpoints
+from fedsim.recording import files
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError
 
@@ -199,7 +199,7 @@ def test_memory_of_no_checkpoint_is_forgotten(tmp_path: Path) -> None:
     wanted = demanding()
     for client in range(4):
         stale = tmp_path / "used" / f"client_state/topk/client-000{client}/round-0002.safetensors"
-        recording.write_bytes(stale, b"of another run")
+        files.write_bytes(stale, b"of another run")
     assert results(train(wanted, tmp_path / "used", "topk", resume=True)) == results(
         train(wanted, tmp_path / "new", "topk")
     )

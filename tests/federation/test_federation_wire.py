@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
-from fedsim.schedule import Probe
+from fedsim.training.schedule import Probe
 from fedsim.types import Update
 
 UPDATE = {"w": torch.arange(6.0).reshape(2, 3) * 1e-9, "b": torch.tensor([0.0, -0.0])}

@@ -10,18 +10,19 @@ import torch
 from flwr.app import Context, Message, RecordDict
 
 import fedsim
-from fedsim import refusal, rng
+from fedsim import rng
 from fedsim.federation import check, client_app, federate, local, server_app
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.records import RoundRecord
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution, solve
-from fedsim.record import read_lines
+from fedsim.results.record import read_lines
 from fedsim.scenario import Scenario, ScenarioError, dump, open_document
 from fedsim.scenario.resolve import resolve
+from fedsim.training import refusals
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
-from fedsim.workload import Workload
 
 BASE: dict[str, Any] = {
     "name": "closed",
@@ -328,4 +329,4 @@ def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], me
     wanted = scenario(**changes)
     with pytest.raises(FedsimError, match=message):
         check(wanted)
-        refusal.check(Workload(wanted, next(iter(wanted.defenses))))
+        refusals.check(Workload(wanted, next(iter(wanted.defenses))))

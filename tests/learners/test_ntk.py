@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor
 
 from fedsim.learners import ntk
-from fedsim.privacy import draws, kernel_distance, wishart
+from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
 from fedsim.types import FedsimError
 
 

@@ -11,22 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim import refusal, rng
+from fedsim import rng
+from fedsim.contracts.guarantee import Composed
+from fedsim.contracts.stack import chain
 from fedsim.federation import federate
 from fedsim.federation.records import RoundRecord
-from fedsim.guarantee import Composed
 from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
-from fedsim.privacy import draws
 from fedsim.privacy.ledger import claim
-from fedsim.recording import write_tensors
-from fedsim.rows import spent
+from fedsim.privacy.mechanisms import draws
+from fedsim.recording.files import write_tensors
+from fedsim.results.rows import spent
 from fedsim.scenario import Scenario, ScenarioError
 from fedsim.scenario.resolve import resolve
-from fedsim.stack import chain
+from fedsim.training import refusals
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError
-from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.gaussian_sampling import GaussianSampling
@@ -287,4 +288,4 @@ def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> N
 def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:
     wanted = scenario(**changes)
     with pytest.raises(FedsimError, match=message):
-        refusal.check(Workload(wanted, next(iter(wanted.defenses))))
+        refusals.check(Workload(wanted, next(iter(wanted.defenses))))

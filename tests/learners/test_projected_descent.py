@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.defense import global_norm
-from fedsim.recording import read_tensors
+from fedsim.contracts.defense import global_norm
+from fedsim.recording.files import read_tensors
 from fedsim.scenario.resolve import resolve
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
-from fedsim.workload import Workload
 
 BASE: dict[str, Any] = {
     "name": "tiny",

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 
-from fedsim import plugins
+from fedsim.contracts import plugins
 from fedsim.models.base import Classifier, build
 from fedsim.types import FedsimError, ModelSpec
 

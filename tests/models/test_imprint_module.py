@@ -9,9 +9,9 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fedsim.contracts.plugins import load
 from fedsim.models.base import build
 from fedsim.models.imprint import Imprint, ImprintConfig
-from fedsim.plugins import load
 from fedsim.types import ModelSpec
 
 SHAPE, BINS = (3, 10, 9), 16

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedsim.cli import app
-from fedsim.privacy import calculator, kernel_distance
+from fedsim.cli.commands import app
+from fedsim.privacy import calculator
 from fedsim.privacy.contract import Answer, Calibration, Curve, larger
+from fedsim.privacy.mechanisms import kernel_distance
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
@@ -399,7 +400,7 @@ def test_the_epsilon_of_means_too_far_apart_is_refused_and_their_delta_told(tmp_
 def test_no_answer_is_printed_that_is_not_a_number(
     name: str, value: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedsim.privacy.gaussian import GaussianCurve
+    from fedsim.privacy.mechanisms.gaussian import GaussianCurve
 
     told = {"epsilon": 1.0, "delta": 0.1, "log_delta": -1.0, "method": "", name: value}
     monkeypatch.setattr(GaussianCurve, "delta", lambda *_: Answer(**told))

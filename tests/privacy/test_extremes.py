@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 from scipy.stats import binom, norm
 
-from fedsim.privacy import calculator, correlated, gaussian, ledger, poisson, work
-from fedsim.privacy.correlated_gaussian import CorrelatedCurve
+from fedsim.contracts.stack import Stack
+from fedsim.privacy import calculator, ledger
+from fedsim.privacy.composition import correlated, poisson
 from fedsim.privacy.ledger import claim
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import work
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
-from fedsim.stack import Stack
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Sampling
 
 NOISES = (1e-300, 1e-9, 1e-6, 0.01, 1.0, 1e6, 1e9, 1e12)
@@ -192,7 +195,7 @@ def test_calibration_looks_at_few_curves(monkeypatch: pytest.MonkeyPatch) -> Non
         made.append(draws)
         return original(self, noise, draws, seed, *more)
 
-    monkeypatch.setattr("fedsim.privacy.correlated_gaussian._Keys._pair", pair)
+    monkeypatch.setattr("fedsim.privacy.mechanisms.correlated_gaussian._Keys._pair", pair)
     keys = {"steps": 4, "sampling": "poisson", "sampling_rate": 0.1, "correlation": 0.5}
     found = calculator.calibrate("correlated_gaussian", keys, epsilon=1.0, delta=1e-3)
     assert sum(made) <= 8192 * 9 / 8 + 3 * 8192

@@ -12,9 +12,10 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 from scipy.stats import norm
 
-from fedsim.privacy import gaussian, ledger
+from fedsim.contracts.stack import Stack, chain
+from fedsim.privacy import ledger
 from fedsim.privacy.ledger import claim
-from fedsim.stack import Stack, chain
+from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip

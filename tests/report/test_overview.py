@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from synthetic_run import STACKS, write_run
 
-from fedsim.recording import read_tensors, write_tensors
+from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
 from fedsim.report.overview import _chosen, _recovered, _strongest
 from fedsim.report.runs import load_runs

@@ -14,7 +14,7 @@ import pytest
 from synthetic_run import STACKS, Stack, write_run
 from typer.testing import CliRunner
 
-from fedsim.cli import app
+from fedsim.cli.commands import app
 from fedsim.report import (
     ReportError,
     describe,

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 if TYPE_CHECKING:
     from click.testing import Result
 
-from fedsim.cli import app
+from fedsim.cli.commands import app
 from fedsim.scenario import Document, ScenarioError, expand
 from fedsim.scenario.reader import parse_yaml
 

@@ -33,7 +33,7 @@ BOARD = "tests/validity/test_leaderboard.py"
 EFFECTS = "tests/validity/test_effects.py"
 ASSUMPTIONS = "tests/validity/test_assumptions.py"
 THREADS = "tests/validity/test_threads.py"
-MATCHED = "tests/attacks/test_matched_tensors.py"
+MATCHED = "tests/attacks/gradient_matching/test_matched_tensors.py"
 
 GUESS = "tests/scoring/test_guess.py"
 VICTIMS = "tests/validity/test_victims.py"
@@ -56,10 +56,10 @@ MUTATIONS = (
     Mutation(
         name="a neuron at the kink is decided by rounding",
         item=5,
-        file="attacks/activation_features.py",
+        file="attacks/head_features/activation_features.py",
         old="        if bool((input_ > -slack).all()) and bool(explained):\n",
         new="        if bool((input_ > 0).all()) and bool(explained):\n",
-        tests=("tests/attacks/test_feature_attacks.py",),
+        tests=("tests/attacks/head_features/test_feature_attacks.py",),
     ),
     Mutation(
         name="divergences beyond what rounding leaves of them",
@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation(
         name="a curve of losses without its rounding",
         item=10,
-        file="fedsim/privacy/poisson.py",
+        file="fedsim/privacy/composition/poisson.py",
         old="    losses = distribution(sampling_rate, min(noise, _MOST_NOISE), steps)\n",
         new="    losses = distribution(sampling_rate, min(noise, _MOST_NOISE), 1)\n",
         tests=(EXTREMES,),
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation(
         name="participations counted at the least of each group",
         item=10,
-        file="fedsim/privacy/correlated.py",
+        file="fedsim/privacy/composition/correlated.py",
         old="    mass = np.diff(below, prepend=0.0)\n",
         new="    mass = np.diff(below, append=1.0)\n",
         tests=(EXTREMES,),
@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation(
         name="a NaN in a line of results",
         item=15,
-        file="fedsim/record.py",
+        file="fedsim/results/record.py",
         old="    return json.loads(line, parse_constant=_no_number, parse_float=_finite)\n",
         new="    return json.loads(line)\n",
         tests=(BAD_INPUT,),
@@ -96,18 +96,18 @@ MUTATIONS = (
     Mutation(
         name="a device read as a file",
         item=15,
-        file="fedsim/paths.py",
+        file="fedsim/system/paths.py",
         old='    (stat.S_ISCHR, "a device"),\n',
         new="",
-        tests=("tests/test_paths.py",),
+        tests=("tests/system/test_paths.py",),
     ),
     Mutation(
         name="a file opened beside the one way",
         item=15,
-        file="fedsim/privacy/ndis.py",
+        file="fedsim/privacy/numerics/ndis.py",
         old="json.loads(paths.text(path, paths.TEXT))",
         new="json.loads(path.read_text())",
-        tests=("tests/test_paths.py",),
+        tests=("tests/system/test_paths.py",),
     ),
     Mutation(
         name="a model built before it is counted",
@@ -137,7 +137,7 @@ MUTATIONS = (
     Mutation(
         name="a learner that steps around the stack",
         item=1,
-        file="fedsim/refusal.py",
+        file="fedsim/training/refusals.py",
         old="    if claimed and not stack.directed:\n",
         new="    if claimed and False:\n",
         tests=(STATED,),
@@ -185,7 +185,7 @@ MUTATIONS = (
     Mutation(
         name="a claim where labels decide on places",
         item=1,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="    if placed and dealt in _BY_PLACE and",
         new="    if placed and not dealt and",
         tests=(SENSITIVITY,),
@@ -217,7 +217,7 @@ MUTATIONS = (
     Mutation(
         name="a run computes on as many threads as its machine likes",
         item=12,
-        file="fedsim/threads.py",
+        file="fedsim/system/threads.py",
         old="    before = torch.get_num_threads()\n",
         new="    before = threads = torch.get_num_threads()\n",
         tests=(THREADS,),
@@ -225,7 +225,7 @@ MUTATIONS = (
     Mutation(
         name="a worker computes on as many threads as its machine likes",
         item=12,
-        file="fedsim/jobs.py",
+        file="fedsim/attacking/jobs.py",
         old="    threads.fix(setting.threads)\n",
         new="",
         tests=(THREADS,),
@@ -236,7 +236,7 @@ MUTATIONS = (
         file="fedsim/pipeline.py",
         old="            until_the_end.enter_context(locked(root))\n",
         new="",
-        tests=("tests/test_processes.py::test_a_folder_in_use_is_refused",),
+        tests=("tests/system/test_processes.py::test_a_folder_in_use_is_refused",),
     ),
     Mutation(
         name="a run overwrites one that came in between",
@@ -244,7 +244,9 @@ MUTATIONS = (
         file="fedsim/pipeline.py",
         old="                plan.refuse_other_run()\n",
         new="                pass\n",
-        tests=("tests/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",),
+        tests=(
+            "tests/system/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",
+        ),
     ),
     Mutation(
         name="one image guessed for all of a batch",
@@ -257,7 +259,7 @@ MUTATIONS = (
     Mutation(
         name="the guess ignores granted labels",
         item=7,
-        file="fedsim/jobs.py",
+        file="fedsim/attacking/jobs.py",
         old='    known = truth.labels.tolist() if setting.granted.labels == "known" else None\n',
         new="    known = None\n",
         tests=(VICTIMS,),
@@ -265,7 +267,7 @@ MUTATIONS = (
     Mutation(
         name="what is filled in comes of the truth",
         item=7,
-        file="fedsim/jobs.py",
+        file="fedsim/attacking/jobs.py",
         old="    return scoring.score(found, truth, lpips=lpips, guess=setting.guesser.mean)\n",
         new="    fill = truth.images.mean(0)\n"
         "    return scoring.score(found, truth, lpips=lpips, guess=fill)\n",
@@ -290,7 +292,7 @@ MUTATIONS = (
     Mutation(
         name="victims drawn independently in each trial",
         item=11,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="            if probe and (own := "
         "self._victims(client, round, probe, step)) is not None:\n",
         new="            if probe and (own := None) is not None:\n",
@@ -299,7 +301,7 @@ MUTATIONS = (
     Mutation(
         name="more trials than images",
         item=11,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="        if trials * needed > held:\n",
         new="        if False:\n",
         tests=(VICTIMS,),
@@ -315,7 +317,7 @@ MUTATIONS = (
     Mutation(
         name="another update of the same image",
         item=11,
-        file="fedsim/rows.py",
+        file="fedsim/results/rows.py",
         old='    return "members" in own or not set(row["victims"]) & set(other["victims"])\n',
         new="    return True\n",
         tests=(VICTIMS,),
@@ -323,7 +325,7 @@ MUTATIONS = (
     Mutation(
         name="another release of the same row",
         item=11,
-        file="fedsim/rows.py",
+        file="fedsim/results/rows.py",
         old="if other[turn] != victim",
         new="if other[turn]",
         tests=(VICTIMS,),
@@ -357,10 +359,10 @@ MUTATIONS = (
     Mutation(
         name="a control without the attack's stretching",
         item=7,
-        file="attacks/prior_only.py",
+        file="attacks/gradient_matching/prior_only.py",
         old="        images = exposed(state.best, state.box) if self.stretched else state.best\n",
         new="        images = state.best\n",
-        tests=("tests/attacks/test_prior_only.py",),
+        tests=("tests/attacks/gradient_matching/test_prior_only.py",),
     ),
     Mutation(
         name="an interval of 90% that is labelled 95%",
@@ -381,7 +383,7 @@ MUTATIONS = (
     Mutation(
         name="an own attack blind to noise",
         item=6,
-        file="attacks/head_gradient.py",
+        file="attacks/head_features/_head_gradient.py",
         old="            noisy=effect.noisy,\n",
         new="            noisy=False,\n",
         tests=(EFFECTS,),
@@ -389,7 +391,7 @@ MUTATIONS = (
     Mutation(
         name="an own attack blind to pruning",
         item=6,
-        file="attacks/head_gradient.py",
+        file="attacks/head_features/_head_gradient.py",
         old="            pruned=effect.removed is not None,\n",
         new="            pruned=False,\n",
         tests=(EFFECTS,),
@@ -397,7 +399,7 @@ MUTATIONS = (
     Mutation(
         name="bounds of removed entries ignored",
         item=6,
-        file="attacks/body_gradient.py",
+        file="attacks/images_from_features/_body_gradient.py",
         old="    if removed is None or observation.effect.noisy:\n",
         new="    if removed:\n",
         tests=(EFFECTS,),
@@ -453,7 +455,7 @@ MUTATIONS = (
     Mutation(
         name="assumptions that the data contradict are believed",
         item=3,
-        file="fedsim/refusal.py",
+        file="fedsim/training/refusals.py",
         old="    _assumed(workload)\n",
         new="",
         tests=(ASSUMPTIONS,),
@@ -469,7 +471,7 @@ MUTATIONS = (
     Mutation(
         name="a probe carries the training's batch size",
         item=2,
-        file="fedsim/rows.py",
+        file="fedsim/results/rows.py",
         old="        declared = workload.declared_of(seen.training.batch_size)\n",
         new="        declared = workload.declared\n",
         tests=(CLAIMS,),
@@ -477,7 +479,7 @@ MUTATIONS = (
     Mutation(
         name="probes are left out of the run's claim",
         item=2,
-        file="fedsim/rows.py",
+        file="fedsim/results/rows.py",
         old="            probes=_probed(workload, most.probed) if counted else (),\n",
         new="",
         tests=(CLAIMS,),
@@ -493,7 +495,7 @@ MUTATIONS = (
     Mutation(
         name="the scenario's seed in every observation",
         item=4,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="            seed=self.scenario.attack_seed,\n",
         new="            seed=self.scenario.seed,\n",
         tests=(SEEDS,),
@@ -509,7 +511,7 @@ MUTATIONS = (
     Mutation(
         name="noise from the generator of simulations",
         item=4,
-        file="fedsim/defense.py",
+        file="fedsim/contracts/defense.py",
         old="    noise = normal(tensor.shape, rng, wide)\n",
         new="    noise = torch.randn(tensor.shape, generator=rng, dtype=wide)\n",
         tests=(SEEDS,),
@@ -533,7 +535,7 @@ MUTATIONS = (
     Mutation(
         name="a source that does not say is believed",
         item=1,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old='        found = (f"data source {dataset.name} does not declare '
         '{kind}.private_statistics",)\n',
         new="        found = ()\n",
@@ -542,7 +544,7 @@ MUTATIONS = (
     Mutation(
         name="weights of unknown origin are believed",
         item=1,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="        found += (_WEIGHTS,)\n",
         new="        pass\n",
         tests=(SENSITIVITY,),
@@ -550,7 +552,7 @@ MUTATIONS = (
     Mutation(
         name="an audit's worlds share their statistics",
         item=1,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="        prepared = data_source(self.scenario).prepared(dataset)\n",
         new="        prepared = dataset\n",
         tests=(SENSITIVITY,),
@@ -566,7 +568,7 @@ MUTATIONS = (
     Mutation(
         name="a restart picked by PSNR",
         item=8,
-        file="fedsim/jobs.py",
+        file="fedsim/attacking/jobs.py",
         old="        solution = question(\n"
         "            attack,\n"
         "            observation,\n"
@@ -602,7 +604,7 @@ MUTATIONS = (
     Mutation(
         name="probes always in eval mode",
         item=8,
-        file="fedsim/workload.py",
+        file="fedsim/training/workload.py",
         old="batch_size=batch_size, sampling=",
         new='batch_size=batch_size, mode="eval", sampling=',
         tests=(ROAD,),
@@ -610,7 +612,7 @@ MUTATIONS = (
     Mutation(
         name="true labels granted while rows say inferred",
         item=8,
-        file="fedsim/victims.py",
+        file="fedsim/attacking/targets.py",
         old="        observation, truth, granted.labels, granted.bn, "
         "granted.features, public_images\n",
         new='        observation, truth, "known", granted.bn, granted.features, public_images\n',
@@ -654,7 +656,7 @@ MUTATIONS = (
     Mutation(
         name="a black other_update",
         item=8,
-        file="fedsim/rows.py",
+        file="fedsim/results/rows.py",
         old='                    images=foreign.get("reconstruction"),\n',
         new='                    images=0 * foreign["reconstruction"],\n',
         tests=(ROAD,),
@@ -672,7 +674,7 @@ MUTATIONS = (
     Mutation(
         name="a restart without a finite loss wins",
         item=8,
-        file="fedsim/adversary.py",
+        file="fedsim/contracts/attack.py",
         old="    best = min(range(restarts), key=lambda i: losses[i] if "
         "math.isfinite(losses[i]) else math.inf)\n",
         new="    finite = [loss for loss in losses if math.isfinite(loss)]\n"
@@ -707,7 +709,7 @@ MUTATIONS = (
     Mutation(
         name="a rival that is asked for the body and matches the head",
         item=9,
-        file="attacks/matching.py",
+        file="attacks/gradient_matching/_matching.py",
         old='if tensors == "all" or not n.startswith("head.")]',
         new="if tensors or n]",
         tests=(MATCHED,),
@@ -726,7 +728,7 @@ MUTATIONS = (
         file="fedsim/types.py",
         old='    return "planted" if (parameters.get("head") or {}).get("planted") else "honest"\n',
         new='    return "honest"\n',
-        tests=(BOARD, "tests/test_planting.py"),
+        tests=(BOARD, "tests/models/test_planting.py"),
     ),
     Mutation(
         name="rows of a malicious server without its mark",
@@ -742,7 +744,7 @@ MUTATIONS = (
         file="scenarios/reconstruction/table3-small.yaml",
         old="seed: 2027\n",
         new="seed: 3\n",
-        tests=("tests/test_scenarios.py",),
+        tests=("tests/scenario/test_scenarios.py",),
     ),
     Mutation(
         name="a comparison that leaves a rival only the drowned cosine",
@@ -750,7 +752,7 @@ MUTATIONS = (
         file="scenarios/reconstruction/table3-small.yaml",
         old="label: inverting_gradients_body, iterations: 950, tensors: body",
         new="label: inverting_gradients_body, iterations: 950",
-        tests=("tests/test_scenarios.py",),
+        tests=("tests/scenario/test_scenarios.py",),
     ),
     Mutation(
         name="features of any update as a leak",
@@ -779,7 +781,7 @@ MUTATIONS = (
     Mutation(
         name="true labels that an attack can write into",
         item=16,
-        file="fedsim/knowledge.py",
+        file="fedsim/attacking/knowledge.py",
         old="truth.labels.to(device, copy=True)",
         new="truth.labels.to(device)",
         tests=(FOREIGN,),
@@ -787,7 +789,7 @@ MUTATIONS = (
     Mutation(
         name="an attack that draws from what other jobs left",
         item=16,
-        file="fedsim/victims.py",
+        file="fedsim/attacking/targets.py",
         old="    with rng.global_stream(seed):\n",
         new="    if True:\n",
         tests=(FOREIGN,),

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import refusal, rows
 from fedsim.data.rows import Column, TableSource
 from fedsim.data.table import TableFile
+from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.training import refusals
+from fedsim.training.workload import Workload, load_dataset
 from fedsim.types import FedsimError, Table
-from fedsim.workload import Workload, load_dataset
 from fedsim_defenses.gaussian_sampling import GaussianSampling
 from fedsim_defenses.leverage import largest
 
@@ -49,7 +50,7 @@ def projection(leverage: float, **changes: Any) -> dict[str, Any]:
 
 
 def check(made: Scenario) -> None:
-    refusal.check(Workload(made, "made"))
+    refusals.check(Workload(made, "made"))
 
 
 def leverages() -> list[float]:

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 import fedsim
-from fedsim import rows
-from fedsim.privacy import gaussian
+from fedsim.privacy.mechanisms import gaussian
 from fedsim.report import leaderboard_rows, load_runs, render
 from fedsim.report.figures import format_claim
 from fedsim.report.utility import describe, utility
+from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
-from fedsim.workload import Workload
+from fedsim.training.workload import Workload
 
 SCENARIO: dict[str, Any] = {
     "name": "claims",

@@ -9,13 +9,18 @@ from typing import Any
 import pytest
 
 from fedsim.models.base import normalize
-from fedsim.recording import load_observation, save_observation
+from fedsim.recording.files import load_observation, save_observation
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
+from fedsim.training.workload import Workload
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim.workload import Workload
-from fedsim_attacks.matching import Distance, Matching, cosine_distance, squared_distance
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
 
 STACKS: dict[str, Any] = {
     "none": [],

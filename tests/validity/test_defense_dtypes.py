@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fedsim.defense import UpdateDefense
-from fedsim.plugins import load, names
-from fedsim.stack import chain
+from fedsim.contracts.defense import UpdateDefense
+from fedsim.contracts.plugins import load, names
+from fedsim.contracts.stack import chain
 from fedsim.testing.updates import mixed, non_finite, same, stream, zeros
 from fedsim.types import LocalTraining
 from fedsim_defenses.clip import Clip

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 import fedsim
-from fedsim import plugins
-from fedsim.adversary import Attack
-from fedsim.defense import UpdateDefense, add_gaussian
-from fedsim.guarantee import Guarantee
-from fedsim.stack import chain
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack
+from fedsim.contracts.defense import UpdateDefense, add_gaussian
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import chain
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import UNKNOWN, Effect, Knowledge, LocalTraining, Noise, Observation, Tensors
-from fedsim_attacks import body_gradient
-from fedsim_attacks.head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.images_from_features import _body_gradient
 
 ROOT = Path(fedsim.__file__).parent
 STACKS: dict[str, list[dict[str, Any]]] = {
@@ -171,7 +171,7 @@ def test_what_is_declared_changes_what_the_head_is_taken_for(stack: str) -> None
 
 def bounds(removed: Any) -> Any:
     seen = replace(observed(STACKS["pruned"]), effect=Effect(removed=removed))
-    return body_gradient._bounds(seen, dict(seen.update))
+    return _body_gradient._bounds(seen, dict(seen.update))
 
 
 def test_a_zero_tells_what_the_rule_says() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.adversary import Attack, AttackState
+from fedsim.attacking.targets import Granted, question
+from fedsim.contracts.attack import Attack, AttackState
 from fedsim.testing import make_observation
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim.victims import Granted, question
 
 
 class Careless(Attack[AttackState]):

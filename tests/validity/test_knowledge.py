@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.adversary import Needs, rebuild
-from fedsim.knowledge import grant
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import Needs, rebuild
 from fedsim.models.base import normalize
-from fedsim.recording import load_observation, save_observation, save_truth
+from fedsim.recording.files import load_observation, save_observation, save_truth
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
+from fedsim.training.workload import Workload
 from fedsim.types import (
     BatchNormKnowledge,
     FeatureKnowledge,
@@ -30,8 +31,7 @@ from fedsim.types import (
     Mode,
     Observation,
 )
-from fedsim.workload import Workload
-from fedsim_attacks.matching import Matching, squared_distance
+from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedsim
-from fedsim.adversary import rebuild
+from fedsim.contracts.attack import rebuild
 from fedsim.models.base import normalize
-from fedsim.recording import load_observation, load_truth, path_of
+from fedsim.recording.files import load_observation, load_truth, path_of
 from fedsim.report import load_runs
 from fedsim.scenario import resolve
 from fedsim.types import Observation

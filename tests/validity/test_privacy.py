@@ -16,10 +16,10 @@ import torch
 from scipy.stats import beta
 from torch import Tensor
 
-from fedsim.defense import UpdateDefense, global_norm
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import UpdateDefense, global_norm
+from fedsim.contracts.guarantee import Guarantee
+from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy.ledger import claim
-from fedsim.stack import Stack, chain
 from fedsim.testing.updates import stream
 from fedsim.types import LocalTraining, Tensors, Update
 from fedsim_defenses.aggregate import Aggregate

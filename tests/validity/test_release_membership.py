@@ -15,16 +15,16 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from fedsim.adversary import solve
-from fedsim.guarantee import Release
+from fedsim.contracts.attack import solve
+from fedsim.contracts.guarantee import Release
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.membership import auc_limit, tpr_limit
 from fedsim.scoring.rows import membership_auc
 from fedsim.testing import make_release
 from fedsim.types import Knowledge, Observation, RowTruth
-from fedsim_attacks.membership_inference import MembershipInference
-from fedsim_attacks.release_law import law
+from fedsim_attacks.closed_form._release_law import law
+from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection
 
@@ -177,8 +177,8 @@ def test_limits_of_what_a_claim_allows() -> None:
 def test_poisson_sampling_keeps_the_worlds_apart_in_one_row_only() -> None:
     """Of a probe each row takes part by its own coin: the number of the others does not tell."""
     from fedsim.scenario.resolve import resolve
-    from fedsim.schedule import Probe
-    from fedsim.workload import Workload
+    from fedsim.training.schedule import Probe
+    from fedsim.training.workload import Workload
 
     wanted = resolve(
         {

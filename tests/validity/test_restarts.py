@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.adversary import Attack, AttackFailed, AttackState, solve
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import Knowledge, Observation, Reconstruction
-from fedsim_attacks.inverting_gradients import InvertingGradients
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 
 
 @dataclass(kw_only=True)

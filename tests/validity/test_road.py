@@ -21,16 +21,16 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedsim
-from fedsim import plugins
-from fedsim.adversary import Attack, AttackState, rebuild, solve
-from fedsim.data.base import DataSource
-from fedsim.defense import UpdateDefense
-from fedsim.guarantee import Guarantee
-from fedsim.jobs import reconstruction_path, seed_of
-from fedsim.knowledge import grant
+from fedsim.attacking.jobs import reconstruction_path, seed_of
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack, AttackState, rebuild, solve
+from fedsim.contracts.data import DataSource
+from fedsim.contracts.defense import UpdateDefense
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.models.base import normalize
-from fedsim.record import Row, Run
-from fedsim.recording import load_observation, load_truth, read_tensors
+from fedsim.recording.files import load_observation, load_truth, read_tensors
+from fedsim.results.record import Row, Run
 from fedsim.types import Dataset, GroundTruth, Knowledge, Observation, Reconstruction, Tensors
 
 RESTARTS = 4

@@ -15,11 +15,11 @@ from scipy.stats import kstest, norm
 
 import fedsim
 from fedsim import rng
-from fedsim.jobs import seed_of
-from fedsim.recording import load_observation, save_observation
+from fedsim.attacking.jobs import seed_of
+from fedsim.recording.files import load_observation, save_observation
 from fedsim.scenario.resolve import resolve
+from fedsim.training.workload import Workload
 from fedsim.types import Observation, Tensors
-from fedsim.workload import Workload
 
 NOISY: dict[str, Any] = {
     "gaussian": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}],

@@ -11,16 +11,17 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from fedsim import plugins, rows
-from fedsim.canaries import audited_epsilon
-from fedsim.data.base import DataSource
+from fedsim.audit import audited_epsilon
+from fedsim.contracts import plugins
+from fedsim.contracts.data import DataSource
+from fedsim.contracts.defense import global_norm
 from fedsim.data.bundled import Digits
 from fedsim.data.images import statistics
-from fedsim.defense import global_norm
+from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
+from fedsim.training.workload import Workload, load_dataset
 from fedsim.types import Dataset, Table, Tensors
-from fedsim.workload import Workload, load_dataset
 
 NORM, COUNT = 0.1, 64
 QUIET = 1e-6

@@ -8,16 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim import refusal, rng, rows
+from fedsim import rng
+from fedsim.contracts.stack import chain
 from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.ledger import claim
 from fedsim.report.figures import format_bound, format_claim, format_delta, format_epsilon
+from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
-from fedsim.stack import chain
+from fedsim.training import refusals
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, Table, Tensors
-from fedsim.workload import Workload
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.per_example import clipped_mean
@@ -156,7 +158,7 @@ def test_a_learner_that_steps_around_the_stack_is_refused(monkeypatch: pytest.Mo
         "defenses": {"dp": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]},
         "attacks": [],
     }
-    refusal.check(Workload(resolve(document), "dp"))
+    refusals.check(Workload(resolve(document), "dp"))
     train = sgd.train
 
     def bare(*arguments: Any) -> Any:
@@ -165,4 +167,4 @@ def test_a_learner_that_steps_around_the_stack_is_refused(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(sgd, "train", bare)
     with pytest.raises(FedsimError, match=r"defenses\.dp: learner sgd took its steps without"):
-        refusal.check(Workload(resolve(document), "dp"))
+        refusals.check(Workload(resolve(document), "dp"))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.record import Run
+from fedsim.results.record import Run
 
 SCENARIO: dict[str, Any] = {
     "name": "threads",

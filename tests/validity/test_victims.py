@@ -11,13 +11,14 @@ import pytest
 import torch
 
 import fedsim
-from fedsim import plugins, rows
-from fedsim.adversary import Attack, AttackState
-from fedsim.data.base import DataSource
-from fedsim.jobs import reconstruction_path
-from fedsim.record import Row, Run
-from fedsim.recording import load_truth, read_tensors
+from fedsim.attacking.jobs import reconstruction_path
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.data import DataSource
+from fedsim.recording.files import load_truth, read_tensors
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.results import rows
+from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser
 from fedsim.types import (
     Dataset,

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.adversary import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.models.base import denormalize
 from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction, Tensors
 

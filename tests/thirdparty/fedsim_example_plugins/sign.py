@@ -9,8 +9,8 @@ from typing import Annotated, ClassVar, final
 import torch
 from pydantic import Field
 
-from fedsim.defense import UpdateDefense
-from fedsim.guarantee import Guarantee
+from fedsim.contracts.defense import UpdateDefense
+from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, Tensors
 
 

@@ -1,0 +1,1 @@
+"""Rows and their membership from releases in closed form."""

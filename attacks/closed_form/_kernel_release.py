@@ -1,0 +1,246 @@
+"""A released kernel regression, read as what it is made of: X̃, α̃ and the labels.
+
+Learner `ntk` releases a model (X̃, α̃), or the predictor that it makes, of which `quadratic_form`
+recovers it: from nothing else where the rows are few, and given all other rows where X̃ is X. X̃ are
+the rows of a client behind truncated Laplace noise, or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃ being
+the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects labels: Y'α̃ =
+Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways to label the rows only the true one
+makes it so, but for coincidences.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.types import Effect, Knowledge, Observation, ReleaseKind
+from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
+
+KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
+"""The kinds of release that `read` reads."""
+
+_EXACT = 1e-6
+"""Scale of the noise on rows to which none was added: they are read as exactly as that."""
+
+_FAR = 1e6
+"""Log-likelihood that what cannot be costs; finite, so that a match is the best of bad ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What was released, in whatever order of the rows."""
+
+    rows: Tensor
+    """(n, d) X̃."""
+    alpha: Tensor
+    """(n, c) α̃."""
+    labels: Tensor
+    """(n, c) Y, an entry of 1 in each row, as α̃ tells it."""
+    scale: float
+    """b of the noise on each entry of X̃; 0 without noise."""
+    bound: float
+    """B, which no noise exceeds; infinite where the rows' lengths are estimates."""
+    draws: float
+    """k; infinite where α̃ is computed from K itself."""
+    lift: float
+    """γ."""
+    ridge: float
+    """λ."""
+    kernel: Tensor
+    """(d, d) S."""
+    clients: int
+    """Of how many clients the rows are; each has coefficients of its own."""
+
+    def log_density(self, rows: Tensor) -> Tensor:
+        """Of every row of X̃ as the noisy one of each of (m, d) `rows`: (m, n)."""
+        scale = self.scale or _EXACT
+        away = (self.rows - rows[:, None]).abs()
+        level = math.log(-2 * scale * math.expm1(-self.bound / scale))
+        beyond = (away > self.bound * (1 + 1e-9)).sum(2)
+        return -away.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
+
+    def variance(self) -> float:
+        """Of the noise on an entry, but for what its bound cuts off."""
+        return 2 * (self.scale or _EXACT) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """A model with the known rows in it found."""
+
+    model: Model
+    """The others' rows first, in the order in which they are known; then the target's."""
+    others: Tensor
+    """(n - 1, d + c) the others: unit features and label."""
+    likelihood: float
+    """Log-likelihood of the match."""
+
+
+def read(observation: Observation, known: Tensor) -> Model:
+    """The model that was released, given (m, d + c) other rows.
+
+    A predictor x'Qx is the same for x and -x: rows of it are those of the two that are more like
+    the others.
+
+    Raises:
+        AttackFailed: it cannot be told from the release, or a defense is not known here.
+    """
+    spec = observation.release
+    foreign = [] if observation.effect == Effect() else ["the defense of the update"]
+    laws = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
+    foreign += [name for name, law in spec.statistics.items() if set(law) != laws.get(name)]
+    if foreign:
+        raise AttackFailed(f"what {foreign[0]} does to a kernel regression is not known here")
+    noise = spec.statistics.get("features", {"scale": 0.0, "bound": math.inf})
+    sampling = spec.statistics.get("kernel", {"samples": math.inf, "lift": 0.0})
+    kernel = observation.buffers["kernel"].double().cpu()
+    if spec.kind == "kernel_model":
+        rows, alpha = (observation.update[name].double().cpu() for name in ("features", "alpha"))
+        there = rows.any(1) | alpha.any(1)
+        rows, alpha = rows[there], alpha[there]
+        labels = told_labels(alpha)
+    else:
+        d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
+        if noise["scale"] == 0 and len(known) >= d:
+            rows, alpha = completed(form, kernel, known[:, :d])
+            labels = _told_last(alpha, known[:, d:])
+        else:
+            rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
+            labels = told_labels(alpha)
+        usual = known[:, :d].sum(0)
+        rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
+    found = Model(
+        rows=rows,
+        alpha=alpha,
+        labels=labels,
+        scale=noise["scale"],
+        bound=noise["bound"],
+        draws=sampling["samples"],
+        lift=sampling["lift"],
+        ridge=float(spec.parameters["ridge"]),
+        kernel=kernel,
+        clients=observation.num_clients,
+    )
+    return _lengthened(found) if spec.kind == "kernel_regression" and found.scale else found
+
+
+def told_labels(alpha: Tensor) -> Tensor:
+    """(n, c) Y, one 1 a row, that makes Y'α symmetric, of (n, c) `alpha`, or nearly so.
+
+    The search starts where a row's coefficient is largest, and changes the label that helps most.
+    Of two classes and many rows, where symmetry is a single equation, it may end elsewhere.
+    """
+    n, c = alpha.shape
+    eye = torch.eye(c, dtype=alpha.dtype)
+    labels = alpha.argmax(1)
+    for _ in range(n):
+        gap = alpha.T @ eye[labels]
+        gap = gap - gap.T
+        # With u a row's coefficients and v what its label changes by, gap changes by uv' - vu'.
+        along, own = alpha @ gap, labels[:, None]
+        change = 4 * (along - along.gather(1, own))
+        change += 4 * alpha.square().sum(1, keepdim=True)
+        change -= 2 * (alpha - alpha.gather(1, own)).square()
+        change.scatter_(1, own, 0.0)
+        best = int(change.argmin())
+        if float(change.view(-1)[best]) >= -1e-9 * float(gap.square().sum()):
+            break
+        labels = labels.index_fill(0, torch.tensor(best // c), best % c)
+    return eye[labels]
+
+
+def _told_last(alpha: Tensor, known: Tensor) -> Tensor:
+    """(n, c) Y, the last row's label being that which makes Y'α of (n, c) `alpha` most symmetric.
+
+    `known` are the (n - 1, c) labels of the others.
+    """
+    eye = torch.eye(alpha.shape[1], dtype=alpha.dtype)
+    each = alpha[:-1].T @ known + alpha[-1][:, None] * eye[:, None, :]
+    gaps = (each - each.transpose(1, 2)).flatten(1).norm(dim=1)
+    return torch.cat([known, eye[gaps.argmin()][None]])
+
+
+def match(model: Model, others: Tensor, alpha: bool) -> Matched:
+    """Find (m, d + c) `others` among the m + 1 rows; with `alpha` only where the labels agree.
+
+    Raises:
+        AttackFailed: there are not as many rows.
+    """
+    if len(others) + 1 != len(model.rows):
+        raise AttackFailed(
+            f"{len(model.rows)} rows were released and {len(others)} of them are known; the attack "
+            "is on the one that is not"
+        )
+    places, likelihood = assigned(log_likelihoods(model, others, alpha))
+    left = sorted(set(range(len(model.rows))) - set(places))
+    order = torch.tensor([*places, *left])
+    ordered = replace(
+        model, rows=model.rows[order], alpha=model.alpha[order], labels=model.labels[order]
+    )
+    return Matched(model=ordered, others=others, likelihood=likelihood)
+
+
+def log_likelihoods(model: Model, rows: Tensor, alpha: bool) -> Tensor:
+    """(m, n) of each place for each of (m, d + c) `rows`; with `alpha` also by its label."""
+    d = model.rows.shape[1]
+    found = model.log_density(rows[:, :d])
+    return found - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else found
+
+
+def assigned(likelihoods: Tensor) -> tuple[list[int], float]:
+    """(the place of each row, log-likelihood) of the likeliest match by (m, n) `likelihoods`."""
+    from scipy.optimize import linear_sum_assignment
+
+    rows, places = linear_sum_assignment(likelihoods.numpy(), maximize=True)
+    return places.tolist(), float(likelihoods[rows, places].sum())
+
+
+def others(knowledge: Knowledge) -> Tensor:
+    """(m, d + c) all rows that are known.
+
+    Raises:
+        AttackFailed: none were granted.
+    """
+    if not knowledge.other_rows:
+        raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
+    return torch.cat(knowledge.other_rows)
+
+
+@lru_cache(maxsize=1)
+def _decomposed(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor, Tensor]:
+    # One release is asked about hundreds of candidates, and is the same for all of them.
+    parts = torch.frombuffer(bytearray(form), dtype=torch.float64)
+    smooth = torch.frombuffer(bytearray(kernel), dtype=torch.float64)
+    return decomposed(
+        parts.view(-1, dimension, dimension),
+        smooth.view(dimension, dimension),
+        torch.Generator().manual_seed(0),
+    )
+
+
+def _lengthened(model: Model) -> Model:
+    """Noisy rows are of no known length: all expected to be, or as the symmetry of Y'α tells.
+
+    With w the squared lengths' inverses, Y' diag(w) α' is symmetric for the α' that belong to rows
+    of length 1: linear equations that determine w up to a factor, if there are enough.
+    """
+    (n, d), c = model.rows.shape, model.alpha.shape[1]
+    squares = torch.full((n,), 1 + d * model.variance(), dtype=torch.float64)
+    if 1 < n <= c * (c - 1) // 2:
+        parts = model.alpha[:, :, None] * model.labels[:, None, :]
+        parts = (parts - parts.transpose(1, 2)).flatten(1)
+        _, values, vectors = torch.linalg.svd(parts.T, full_matrices=False)
+        inverse = vectors[-1] * vectors[-1].sum().sign()
+        if values[-1] < 1e-6 * values[0] and bool((inverse > 0).all()):
+            squares = squares * len(inverse) / (1 / inverse).sum() / inverse
+    return replace(
+        model,
+        rows=model.rows * squares.sqrt()[:, None],
+        alpha=model.alpha / squares[:, None],
+        bound=math.inf,
+    )

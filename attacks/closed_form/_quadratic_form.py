@@ -1,0 +1,167 @@
+"""The rows and coefficients that a quadratic predictor is made of.
+
+Q_j = sym(A_j S) with A_j = X' diag(α_j) X, a matrix for each class j. With S positive definite A_j
+is the only solution of a Lyapunov equation. All A_j are diagonal in the same rows, so that the rows
+are eigenvectors of one mixture of the A_j over another: simultaneous diagonalization (Leurgans,
+Ross and Abel, A Decomposition for Three-Way Arrays, SIAM J. Matrix Anal. Appl. 1993, after
+Jennrich). It takes independent rows, of which there can be no more than entries in a row, and
+coefficients of which no two rows' are proportional. Of a row the length and the sign remain open:
+s x with α / s² predict the same.
+
+Who knows all rows but one, as they are, needs neither: less what the known x_i x_i' span, every A_j
+is a multiple of one matrix, the same part of the missing x x', which Gauss-Newton steps find. That
+takes known rows fewer than x x' has entries that differ, by more than x has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim_attacks.closed_form._symmetric import pack, unpack
+
+_TRIES = 8
+"""Pairs of mixtures, of which the best is kept."""
+
+_RANK = 1e-9
+"""Share of the largest singular value below which one is rounding."""
+
+_MISSED = 1e-6
+"""Share of Q that rows and coefficients may fail to explain."""
+
+_STARTS = 4
+"""Eigenvectors, of either end, from which a missing row is looked for."""
+
+_STEPS = 60
+"""Of Gauss and Newton from each."""
+
+_LARGEST = 10**8
+"""Entries of all x x' together that are held at once."""
+
+
+def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """(rows of length 1 (n, d), coefficients (n, c)) of `form` Q (c, d, d).
+
+    `kernel` is S (d, d). The signs of the rows are arbitrary.
+
+    Raises:
+        AttackFailed: Q is not of that make, or does not tell its rows apart.
+    """
+    parts = _unsmoothed(form, kernel)
+    c, d = parts.shape[:2]
+    left, values, _ = torch.linalg.svd(parts.transpose(0, 1).reshape(d, c * d), full_matrices=False)
+    basis = left[:, values > _RANK * values[0]]
+    inner = basis.T @ parts @ basis
+    best: tuple[float, Tensor, Tensor] | None = None
+    for _ in range(_TRIES):
+        mixed = torch.randn(2, c, generator=generator, dtype=torch.float64)
+        over, under = torch.einsum("mc,cij->mij", mixed, inner)
+        solved, info = torch.linalg.inv_ex(under)
+        if int(info):
+            continue
+        vectors = torch.linalg.eig(over @ solved).eigenvectors
+        # Of rows with equal ratios and of no such rows at all they may be complex: then they fail.
+        rows = torch.nn.functional.normalize(vectors.real.T @ basis.T, dim=1)
+        alpha = _coefficients(rows, parts)
+        missed = torch.einsum("kc,ki,kj->cij", alpha, rows, rows) - parts
+        share = float(missed.norm() / parts.norm())
+        if best is None or share < best[0]:
+            best = share, rows, alpha
+    if best is None or not best[0] < _MISSED:
+        raise AttackFailed(
+            f"the predictor does not tell its rows apart: it is of {d} rows or more, of rows with "
+            "the same coefficients, or noise was added to it"
+        )
+    return best[1], best[2]
+
+
+def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """(rows, coefficients (n, c)) of `form` Q (c, d, d), given (n - 1, d) all rows but one.
+
+    The known rows come first, as they are; the last one has length 1 and an arbitrary sign.
+    `kernel` is S (d, d).
+
+    Raises:
+        AttackFailed: the rows that are known do not leave exactly one, or are too many.
+    """
+    parts = _unsmoothed(form, kernel)
+    d = parts.shape[1]
+    entries = d * (d + 1) // 2
+    if len(known) + d > entries or len(known) * entries > _LARGEST:
+        raise AttackFailed(
+            f"{len(known)} known rows of {d} entries are too many to see a missing one behind them"
+        )
+    packed, spanned = pack(parts), pack(known[:, :, None] * known[:, None, :])
+    basis = torch.linalg.qr(spanned.T).Q
+    rest = packed - (packed @ basis) @ basis.T
+    _, values, seen = torch.linalg.svd(rest, full_matrices=False)
+    if values[0] < _RANK * packed.norm() or values[1:].norm() > _MISSED * values[0]:
+        raise AttackFailed(
+            "the predictor is not of the known rows and one other: none is missing or several are, "
+            "or noise was added to it"
+        )
+    missing = _square_root_of(seen[0], basis, d)
+    rows = torch.cat([known, missing[None]])
+    spanned = pack(rows[:, :, None] * rows[:, None, :])
+    alpha = torch.linalg.lstsq(spanned.T, packed.T, driver="gelsd").solution
+    return rows, alpha
+
+
+def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
+    """(d,) x of length 1 with x x', less what is in the (entries, m) `basis`, along ± `seen`."""
+    whole = unpack(seen[None], dimension)[0]
+    _, vectors = torch.linalg.eigh(whole)
+    best = torch.inf, vectors[:, 0]
+    for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
+        x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
+        missed = _missed(x, sign * seen, basis)
+        for _ in range(_STEPS):
+            slopes = _eye(x)[:, :, None] * x
+            slopes = pack(slopes + slopes.transpose(1, 2))
+            slopes = slopes - (slopes @ basis) @ basis.T
+            gram, pull = slopes @ slopes.T, slopes @ missed
+            step = torch.linalg.solve(gram + damping * gram.diagonal().mean() * _eye(x), pull)
+            moved = _missed(x - step, sign * seen, basis)
+            if moved.norm() < missed.norm():
+                x, missed, damping = x - step, moved, damping / 10
+            else:
+                damping *= 10
+            if missed.norm() < _MISSED**2 or damping > 1e8:
+                break
+        if float(missed.norm()) < best[0]:
+            best = float(missed.norm()), x
+        if best[0] < _MISSED:
+            break
+    else:
+        raise AttackFailed("the row that the known ones leave was not found in the predictor")
+    return torch.nn.functional.normalize(best[1], dim=0)
+
+
+def _missed(x: Tensor, seen: Tensor, basis: Tensor) -> Tensor:
+    """(entries,) what x x', less what is in the basis, and `seen` differ by."""
+    packed = pack(torch.outer(x, x)[None])[0]
+    return packed - basis @ (packed @ basis) - seen
+
+
+def _eye(like: Tensor) -> Tensor:
+    return torch.eye(len(like), dtype=like.dtype)
+
+
+def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:
+    """(c, d, d) A_j of Q_j = (A_j S + S A_j) / 2."""
+    scales, turn = torch.linalg.eigh(kernel)
+    if not float(scales[0]) > _RANK * float(scales[-1]):
+        raise AttackFailed(
+            "the kernel's neurons are fewer than the features, and its predictor hides directions"
+        )
+    turned = turn.T @ form @ turn
+    return turn @ (2 * turned / (scales[:, None] + scales)) @ turn.T
+
+
+def _coefficients(rows: Tensor, parts: Tensor) -> Tensor:
+    """(n, c): the least-squares α of Σ_k α_kj x_k x_k' = A_j."""
+    gram = (rows @ rows.T).square()
+    right = torch.einsum("ki,cij,kj->kc", rows, parts, rows)
+    solution: Tensor = torch.linalg.lstsq(gram, right, driver="gelsd").solution
+    return solution

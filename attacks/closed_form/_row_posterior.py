@@ -1,0 +1,122 @@
+"""The posterior distribution of a row: its density, its width at a point, and its mean.
+
+The mean is what has the least squared error. Where a release tells little the posterior is wide,
+and its highest point may be far from most of it: the noise of a sketch has some direction that fits
+a row better than none. The mean is found by importance sampling (Owen, Monte Carlo Theory, Methods
+and Examples, 2013, chapter 9) from the prior and from normal distributions around the maxima, so
+that it is right where either is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim_attacks.closed_form._release_law import Law
+from fedsim_attacks.closed_form._row_prior import Prior
+
+_WIDER = 1.2
+"""How much wider than the posterior at its maximum the draws around it are: importance sampling
+fails where it draws too narrowly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posterior:
+    """Of a row before it is scaled to the bound."""
+
+    law: Law
+    prior: Prior
+
+    def loss(self, rows: Tensor) -> Tensor:
+        """Negative log density of (k, d + 1) rows, up to a constant: (k,)."""
+        return -self.law.log_likelihood(self.prior.scaled(rows)) - self.prior.log_density(rows)
+
+    def scaled(self, rows: Tensor) -> Tensor:
+        """Rows as clients use them."""
+        return self.prior.scaled(rows)
+
+    @property
+    def free(self) -> Tensor:
+        """(d + 1,) bool: the entries that can be anything in their range; a class cannot."""
+        found = self.prior.low < self.prior.high
+        found[-1] &= not self.prior.targets
+        return found
+
+    def width(self, row: Tensor, places: Tensor) -> Tensor:
+        """(k, k) coordinates of the entries `places` in which the density falls as fast in all
+        directions, at (d + 1,) `row`.
+
+        A release may tell some directions a million times as well as others.
+        """
+
+        def loss(entries: Tensor) -> Tensor:
+            return self.loss(row.index_copy(0, places, entries)[None])[0]
+
+        values, vectors = torch.linalg.eigh(
+            torch.autograd.functional.hessian(loss, row[places].clone())
+        )
+        values = values.abs()
+        return vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
+
+    def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
+        """(d + 1,) of the row as its client uses it, scaled; from `samples` draws of each part.
+
+        `maxima` are (d + 1,) rows, the likeliest first; if no draw is within the ranges, that is
+        returned.
+        """
+        places = self.free.nonzero().flatten()
+        parts: list[_Part] = []
+        for target in self.prior.targets or (None,):
+            parts.append(self._expected(places, target))
+            near = [row for row in maxima if target is None or float(row[-1]) == target]
+            if near and len(places):
+                spread = _WIDER * self.width(near[0], places)
+                parts.append(_Part(center=near[0], spread=spread, target=target))
+        rows = torch.cat([part.draw(places, samples, rng) for part in parts])
+        densities = torch.stack([part.log_density(rows, places) for part in parts])
+        weights = -self.loss(rows) - densities.logsumexp(0)
+        inside = ((rows >= self.prior.low) & (rows <= self.prior.high)).all(1)
+        weights = torch.where(inside & weights.isfinite(), weights, -math.inf)
+        if not bool(inside.any()) or not bool(weights.isfinite().any()):
+            return self.prior.scaled(maxima[0][None])[0]
+        return weights.softmax(0) @ self.prior.scaled(rows)
+
+    def _expected(self, places: Tensor, target: float | None) -> _Part:
+        """The prior of the entries `places`, given the others and the class."""
+        center = self.prior.mean.clone()
+        if target is not None:
+            center[-1] = target
+        own = self.prior.precision[places][:, places]
+        away = center - self.prior.mean
+        center[places] -= torch.linalg.solve(own, self.prior.precision[places] @ away)
+        covariance = torch.linalg.inv(own)
+        spread = torch.linalg.cholesky((covariance + covariance.T) / 2)
+        return _Part(center=center, spread=spread, target=target)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A normal distribution of the free entries, in one class."""
+
+    center: Tensor
+    spread: Tensor
+    """(k, k) a square root of the covariance."""
+    target: float | None
+
+    def draw(self, places: Tensor, samples: int, rng: torch.Generator) -> Tensor:
+        """(samples, d + 1) rows."""
+        steps = torch.randn(samples, len(places), generator=rng, dtype=torch.float64)
+        rows = self.center.repeat(samples, 1)
+        rows[:, places] += steps @ self.spread.T
+        return rows
+
+    def log_density(self, rows: Tensor, places: Tensor) -> Tensor:
+        """Of each of (n, d + 1) rows, up to a constant that all parts share; -inf elsewhere."""
+        away = (rows - self.center)[:, places]
+        steps = torch.linalg.solve(self.spread, away.T)
+        found = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
+        return found if self.target is None else found.where(rows[:, -1] == self.target, -math.inf)

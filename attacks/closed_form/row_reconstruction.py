@@ -1,0 +1,223 @@
+"""Reconstruction of a row from a closed-form release by an informed adversary.
+
+Balle, Cherubin and Hayes (S&P 2022) let the adversary of differential privacy, who knows all rows
+but one, recover the missing one. From coefficients x of least squares that is a closed form (their
+section III): B'Bx - B'b of the known rows is f (t - f'x), the features f of the missing row up to
+the factor that its target t lacks to what x predicts. From a sketch the leading eigenvector of the
+sample covariance, whitened by that of the known rows, is the maximum-likelihood estimate (Tipping
+and Bishop, Probabilistic Principal Component Analysis, JRSS-B 1999), up to its sign. Both are
+starting points here, for the search of the most likely row given the release and what is public:
+ranges, classes, the bound on the norm and the distribution of the known rows. What is returned is
+the mean of that posterior distribution. Where the release tells nothing, it is the guess of someone
+who has not seen it.
+
+A kernel regression (X̃, α̃) holds the row itself, behind noise: nothing is searched, the known rows
+are matched with the released ones, and the mean of what the one left over may be is estimated
+(`kernel_posterior`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar, Literal, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState, Needs
+from fedsim.types import Knowledge, Observation, Reconstruction, Released
+from fedsim_attacks.closed_form._kernel_posterior import KernelPosterior
+from fedsim_attacks.closed_form._kernel_release import KERNELS, match, others, read
+from fedsim_attacks.closed_form._release_law import KNOWN, Law, law
+from fedsim_attacks.closed_form._row_posterior import Posterior
+from fedsim_attacks.closed_form._row_prior import Prior, prior
+
+
+@dataclass(kw_only=True)
+class Searched(AttackState):
+    """The best rows so far, and where to search next."""
+
+    posterior: Posterior | KernelPosterior
+    starts: list[Tensor]
+    """(d + 1,) each, rows before they are scaled to the bound."""
+    found: list[tuple[Tensor, Tensor]]
+    """(loss, row), the best first."""
+    rng: torch.Generator
+
+
+@final
+class RowReconstruction(Attack[Searched]):
+    """Estimates the missing row from the release and all other rows: the mean of its posterior."""
+
+    paper: ClassVar[str] = (
+        "Balle, Cherubin and Hayes, Reconstructing Training Data with Informed Adversaries, S&P "
+        "2022, section III (coefficients); for sketches the maximum-likelihood estimate of Tipping "
+        "and Bishop, JRSS-B 1999"
+    )
+    needs: ClassVar[Needs] = Needs(rows="others")
+    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
+
+    prior: Literal["others", "ranges"] = "others"
+    """What a row is expected to be: like the others, or anything within the declared ranges."""
+    iterations: Annotated[int, Field(ge=1, le=100_000)] = 100
+    """Of the search from one start, at most."""
+    starts: Annotated[int, Field(ge=1, le=100)] = 3
+    """Starting points, the most likely of those at hand."""
+    samples: Annotated[int, Field(ge=0, le=1_000_000)] = 500
+    """Draws of each part of the posterior for its mean; 0: its maximum is returned instead, of a
+    kernel regression the released row itself."""
+    alpha: bool = True
+    """Of a kernel regression, whether what its coefficients α̃ tell is used, too."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Searched:
+        """The likeliest of the closed-form estimates."""
+        if observation.released in KERNELS:
+            return self._left_over(observation, knowledge, rng)
+        known = law(observation, knowledge)
+        expected = prior(observation.release, knowledge, self.prior == "others")
+        posterior = Posterior(law=known, prior=expected)
+        starts = [_within(row, expected) for row in (expected.mean, *_estimates(known, expected))]
+        starts = [other for row in starts for other in _with_targets(row, expected)]
+        losses = posterior.loss(torch.stack(starts))
+        starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
+        return Searched(
+            posterior=posterior,
+            starts=starts,
+            found=[(losses.min(), starts[0])],
+            rng=rng,
+            loss=losses.min(),
+        )
+
+    def step(self, state: Searched) -> Searched:
+        """Search from the next start."""
+        assert isinstance(state.posterior, Posterior)
+        row = self._search(state.posterior, state.starts[state.iteration])
+        loss = state.posterior.loss(row[None])[0]
+        found = sorted([*state.found, (loss, row)], key=lambda entry: float(entry[0]))
+        return replace(state, found=found, loss=found[0][0], iteration=state.iteration + 1)
+
+    def terminate(self, state: Searched) -> bool:
+        """After every start."""
+        return state.iteration >= len(state.starts)
+
+    def postprocess(self, state: Searched) -> Reconstruction:
+        """The row as its client used it. The loss is the negative log of the posterior density at
+        its maximum."""
+        posterior, maxima = state.posterior, [row for _, row in state.found]
+        row = posterior.scaled(maxima[0][None])
+        if self.samples:
+            row = posterior.mean(maxima, self.samples, state.rng)[None]
+        return Reconstruction(
+            rows=row.clamp(-1, 1), loss=float(state.loss), iterations=state.iteration
+        )
+
+    def total(self) -> int:
+        """Starts."""
+        return self.starts
+
+    def _left_over(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Searched:
+        """The released row that is none of the known ones, of which nothing is left to search."""
+        known = others(knowledge)
+        model = read(observation, known)
+        posterior = KernelPosterior(
+            matched=match(model, known, self.alpha),
+            others=known,
+            learned=self.prior == "others",
+            alpha=self.alpha,
+        )
+        row, loss = posterior.seen(), posterior.loss()
+        return Searched(posterior=posterior, starts=[], found=[(loss, row)], rng=rng, loss=loss)
+
+    def _search(self, posterior: Posterior, start: Tensor) -> Tensor:
+        """The nearest maximum of the posterior within the ranges, at the start's class.
+
+        Entries that leave their range are set to its end, and the others searched again.
+        """
+        row, free = start, posterior.free
+        while bool(free.any()):
+            found = self._climb(posterior, row, free.nonzero().flatten())
+            row = found.clamp(posterior.prior.low, posterior.prior.high)
+            left = (found != row) & free
+            if not bool(left.any()):
+                break
+            free &= ~left
+        return row
+
+    def _climb(self, posterior: Posterior, start: Tensor, places: Tensor) -> Tensor:
+        """`start` with its entries `places` where the posterior is at a maximum."""
+        from scipy.optimize import minimize
+
+        basis = posterior.width(start, places)
+
+        def at(steps: Tensor) -> Tensor:
+            return start.index_copy(0, places, start[places] + basis @ steps)
+
+        def value(steps: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
+            point = torch.from_numpy(steps.copy()).requires_grad_()
+            loss = posterior.loss(at(point)[None])[0]
+            (slope,) = torch.autograd.grad(loss, point)
+            return float(loss.detach()), slope.numpy()
+
+        options = {"maxiter": self.iterations}
+        origin = np.zeros(len(places))
+        found = minimize(value, origin, jac=True, method="L-BFGS-B", options=options)
+        return at(torch.from_numpy(found.x))
+
+
+def _estimates(known: Law, expected: Prior) -> Iterator[Tensor]:
+    """Rows that the release alone points to, of either sign or of several scales."""
+    if known.kind == "sketch":
+        factor = torch.linalg.cholesky(known.gram)
+        white = torch.linalg.solve_triangular(factor, known.seen, upper=False)
+        values, vectors = torch.linalg.eigh(white @ white.T / known.columns)
+        excess = (values[-1] - 1).clamp_min(0).sqrt() / known.scale
+        row = factor @ vectors[:, -1] * excess
+        yield from (row, -row)
+        if expected.low[-2] == 1:  # the constant feature tells the sign and the scale
+            yield row / row[-2]
+        return
+    coefficients = known.seen / known.scale
+    direction = known.gram[:-1, :-1] @ coefficients - known.gram[:-1, -1]
+    if not bool(direction.any()):
+        return
+    for residual in _residuals(direction, coefficients, expected):
+        features = direction / residual
+        yield torch.cat([features, (residual + features @ coefficients)[None]])
+
+
+def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list[Tensor]:
+    """What t - f'x may be, given that f is `direction` over it.
+
+    The constant feature tells. Without one, it is at least what keeps f within its ranges; a target
+    of two classes leaves the roots of ρ² - t ρ + direction'x = 0.
+    """
+    if expected.low[-2] == 1:
+        return [direction[-1]]
+    least = direction.abs().max()
+    found = [sign * factor * least for sign in (-1, 1) for factor in (1.0, 1.5, 2.5, 5.0)]
+    product = direction @ coefficients
+    for target in expected.targets:
+        square = target**2 - 4 * product
+        if square >= 0:
+            found += [(target + sign * square.sqrt()) / 2 for sign in (-1, 1)]
+    return [residual for residual in found if residual != 0]
+
+
+def _within(row: Tensor, expected: Prior) -> Tensor:
+    """A row before it is scaled to the bound, each entry in its range."""
+    return row.nan_to_num().clamp(expected.low, expected.high)
+
+
+def _with_targets(row: Tensor, expected: Prior) -> list[Tensor]:
+    """The row with each class as its target; itself if the target is a quantity."""
+    if not expected.targets:
+        return [row]
+    return [torch.cat([row[:-1], row.new_tensor([target])]) for target in expected.targets]

@@ -1,0 +1,1 @@
+"""Layers that are cheap to differentiate twice, as gradient matching does."""

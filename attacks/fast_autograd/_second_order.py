@@ -1,0 +1,192 @@
+"""Layers whose gradient is cheap to differentiate once more, as gradient matching does.
+
+An iteration of a gradient-matching attack computes g(x) = ∂L/∂θ, and then ∂<g(x), v>/∂x for a fixed
+v. PyTorch's own second derivative of a convolution uses the output gradient as a kernel as large as
+the image; here it costs four convolutions of the usual shapes, the count of Pearlmutter, Fast Exact
+Multiplication by the Hessian, Neural Computation 1994. Results are PyTorch's, up to rounding.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from fedsim_attacks.fast_autograd._convolution import Algorithm, Direct, Geometry, Patches, Problem
+from fedsim_attacks.fast_autograd._normalization import batch_norm, group_norm
+from fedsim_attacks.fast_autograd._piecewise import max_pool, relu
+from fedsim_attacks.fast_autograd._pruned import is_wanted, is_wanted_of_input
+from fedsim_attacks.fast_autograd._winograd import Winograd
+
+_WORTHWHILE = 16384
+"""Weights of the largest kernel from which the closed forms are faster on a CPU core (measured
+between LeNet's 3,600, where they take 1.7 times as long, and ConvNet's 73,728 at width 32)."""
+
+
+def accelerate(model: nn.Module) -> None:
+    """Make `model` fast for `gradient(..., create_graph=True)` differentiated once in the images.
+
+    Its convolutions, batch norms and group norms get closed-form second derivatives, and ReLU and
+    max pooling none of their zeros. Names, parameters and buffers stay, but batch norm no longer
+    updates its running statistics. Fit for
+    that use only: gradients of leaf parameters are computed only while a graph is being created.
+    A model of small kernels is left alone: there, calling Python costs more than it saves.
+    """
+    kernels = [m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)]
+    if max(kernels, default=0) < _WORTHWHILE:
+        return
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            if geometry := Geometry.of(module):
+                module.forward = _Layer(module, geometry)  # type: ignore[method-assign]
+        elif isinstance(module, nn.BatchNorm2d) and module.affine:
+            module.forward = partial(batch_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.GroupNorm) and module.affine:
+            module.forward = partial(group_norm, module)  # type: ignore[method-assign]
+        elif isinstance(module, nn.ReLU):
+            module.forward = relu  # type: ignore[method-assign]
+        elif isinstance(module, nn.MaxPool2d) and not module.return_indices:
+            module.forward = partial(max_pool, module)  # type: ignore[method-assign]
+
+
+def drop_dead_weights(
+    model: nn.Module, input_shape: tuple[int, int, int]
+) -> dict[str, tuple[slice, ...]]:
+    """Let the accelerated convolutions of `model` do without weights that only ever meet padding.
+
+    On a map of one pixel that are eight ninths of a 3x3 kernel; their gradient is zero whatever the
+    images. Returns the part that is left of each kernel that has any: for images (C, H, W) the
+    model is from here on to be called with those parts as its parameters.
+    """
+    shapes: dict[nn.Conv2d, set[torch.Size]] = {}
+    hooks = [
+        module.register_forward_pre_hook(
+            lambda module, inputs: shapes.setdefault(module, set()).add(inputs[0].shape[2:])
+        )
+        for module in model.modules()
+        if isinstance(module, nn.Conv2d) and "forward" in vars(module)
+    ]
+    if not hooks:
+        return {}
+    like = next(model.parameters())
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
+    for hook in hooks:
+        hook.remove()
+    windows = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d) and len(shapes.get(module, ())) == 1:
+            geometry, (size,) = Geometry.of(module), shapes[module]
+            found = geometry and geometry.live_window(size, module.weight.shape[2:])
+            if found:
+                less, rows, columns = found
+                module.forward = _Layer(module, less)  # type: ignore[method-assign]
+                windows[f"{name}.weight"] = (slice(None), slice(None), rows, columns)
+    return windows
+
+
+class _Layer:
+    """The forward function of an accelerated convolution."""
+
+    def __init__(self, module: nn.Conv2d, geometry: Geometry) -> None:
+        self._module, self._geometry = module, geometry
+        self._form: tuple[Algorithm, Tensor, int, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        w, b = self._module.weight, self._module.bias
+        algorithm = _fastest(Problem(x.shape, w.shape, self._geometry), x.device.type)
+        y: Tensor = _Convolution.apply(
+            x, w, b, self._weights(algorithm, w.detach(), w.is_leaf), algorithm
+        )
+        return y
+
+    def _weights(self, algorithm: Algorithm, w: Tensor, fixed: bool) -> Tensor:
+        """In the algorithm's form: weights before a local step stay over all iterations."""
+        if not fixed:
+            return algorithm.weights(w)
+        if self._form is not None:
+            of, source, version, form = self._form  # `source` keeps its memory from being reused
+            if of is algorithm and source.data_ptr() == w.data_ptr() and version == w._version:
+                return form
+        self._form = algorithm, w, w._version, algorithm.weights(w)
+        return self._form[-1]
+
+
+@lru_cache(maxsize=256)
+def _fastest(problem: Problem, device: str) -> Algorithm:
+    if device == "cpu":  # accelerators' own kernels choose among algorithms like these
+        if Patches.pays(problem):
+            return Patches(problem)
+        if Winograd.applies(problem) and Winograd.pays(problem):
+            return Winograd(problem)
+    return Direct(problem)
+
+
+class _Convolution(torch.autograd.Function):
+    """y = x * w + b; `weights` are w in the algorithm's form."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, weights: Tensor, algorithm: Algorithm
+    ) -> Tensor:
+        images = algorithm.images(x)
+        ctx.save_for_backward(x, w, b, images, weights)
+        ctx.algorithm = algorithm
+        return algorithm.output(images, weights, b)
+
+    @staticmethod
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:
+        x, w, b, images, weights = ctx.saved_tensors
+        wants = is_wanted_of_input(x), is_wanted(w), is_wanted(b)
+        given = gy, x, w, images, weights, ctx.algorithm, wants
+        return *_ConvolutionGradient.apply(*given), None, None
+
+
+class _ConvolutionGradient(torch.autograd.Function):
+    """(gx, gw, gb) of the convolution, as a function of (gy, x, w); x and w in both forms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gy: Tensor,
+        x: Tensor,
+        w: Tensor,
+        images: Tensor,
+        weights: Tensor,
+        algorithm: Algorithm,
+        wants: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, ...]:
+        gradients = algorithm.gradients(gy)
+        ctx.save_for_backward(gy, w, images, weights, gradients)
+        ctx.set_materialize_grads(False)
+        ctx.algorithm = algorithm
+        return (
+            algorithm.input_gradient(gradients, images, weights) if wants[0] else None,
+            algorithm.weight_gradient(gradients, images, weights) if wants[1] else None,
+            gy.sum((0, 2, 3)) if wants[2] else None,
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, vx: Tensor | None, vw: Tensor | None, vb: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        gy, w, images, weights, gradients = ctx.saved_tensors
+        algorithm: Algorithm = ctx.algorithm
+        to_gy = None if vb is None else vb.view(1, -1, 1, 1).expand_as(gy)
+        to_x, to_w = None, None
+        if vw is not None:
+            toward = algorithm.weights(vw, keep=False)
+            to_gy = algorithm.output(images, toward, vb)
+            if ctx.needs_input_grad[1]:
+                to_x = algorithm.input_gradient(gradients, images, toward)
+        if vx is not None:
+            toward = algorithm.images(vx)
+            moved = algorithm.output(toward, weights)
+            to_gy = moved if to_gy is None else moved.add_(to_gy)
+            if is_wanted(w):
+                to_w = algorithm.weight_gradient(gradients, toward, weights)
+        return to_gy, to_x, to_w, *(None,) * 4

@@ -1,0 +1,1 @@
+"""Images whose update matches the observed one."""

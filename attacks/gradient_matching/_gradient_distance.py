@@ -1,0 +1,107 @@
+"""What DLG and iDLG share: L-BFGS on the squared distance of the updates."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Annotated
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Matched,
+    Matching,
+    squared_distance,
+)
+
+_CHUNK = 20
+
+
+@dataclass(kw_only=True)
+class Descent(AttackState):
+    """The candidate and its optimizer."""
+
+    matching: Matching
+    candidate: Candidate
+    optimizer: torch.optim.LBFGS
+    converged: bool = False
+
+
+class GradientDistance(Attack[Descent]):
+    """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
+
+    iterations: Annotated[int, Field(ge=1)] = 300
+    """Of L-BFGS; each evaluates the objective once or a few times."""
+    initial_std: Annotated[float, Field(gt=0)] = 0.3
+    """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
+    from where batches take several times as many iterations."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
+
+    @abstractmethod
+    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+        """(N,) int64; None to optimize soft labels with the images."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
+        """Images (and logits of soft labels) from N(0, 1).
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        matching = Matching(observation, tensors=self.tensors)
+        candidate = matching.random_candidate(
+            self.labels(observation, knowledge), rng, self.initial_std
+        )
+        optimizer = torch.optim.LBFGS(
+            candidate.variables,
+            max_iter=_CHUNK,
+            max_eval=25 * _CHUNK,
+            tolerance_grad=1e-12,
+            tolerance_change=1e-15,
+            line_search_fn="strong_wolfe",
+        )
+        loss = torch.full((), torch.inf, device=matching.device)
+        return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
+
+    def step(self, state: Descent) -> Descent:
+        """A few iterations."""
+
+        def closure() -> Tensor:
+            loss, gradients = state.matching.differentiate(state.candidate, squared_distance)
+            for variable, slope in zip(state.candidate.variables, gradients, strict=True):
+                variable.grad = slope
+            return loss
+
+        group = state.optimizer.param_groups[0]
+        group["max_iter"] = min(_CHUNK, self.iterations - state.iteration)
+        before = state.optimizer.step(closure)  # type: ignore[no-untyped-call]
+        memory = state.optimizer.state[state.candidate.images]
+        done = memory["n_iter"] - state.iteration
+        state.converged = done < group["max_iter"]
+        state.iteration = memory["n_iter"]
+        state.loss = torch.as_tensor(memory.get("prev_loss", before))
+        return state
+
+    def terminate(self, state: Descent) -> bool:
+        """After `iterations`, or where no step improves the objective."""
+        return state.converged or state.iteration >= self.iterations
+
+    def postprocess(self, state: Descent) -> Reconstruction:
+        """The last iterate."""
+        loss, _ = state.matching.differentiate(state.candidate, squared_distance)
+        return Reconstruction(
+            images=state.matching.pixels(state.candidate.images),
+            labels=state.candidate.hard_labels(),
+            loss=float(loss),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations

@@ -1,0 +1,303 @@
+"""Gradient matching: recompute a client's update from candidate images, and compare.
+
+The candidates go through the very function that the client ran (`fedsim.models.local`), so that at
+the true images and labels the recomputed update is the observed one, for one gradient as for
+several local steps, for one client as for the mean of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal, final
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.models.base import denormalize, normalize
+from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
+from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
+from fedsim_attacks.fast_autograd._smooth_slopes import smooth
+from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.labels.label_inference import infer_labels
+
+
+@dataclass(frozen=True)
+class Target:
+    """The observed update, in the parts that candidates can reach."""
+
+    tensors: list[Tensor]
+    square: Tensor
+    """|t|² of the whole update (0-d)."""
+    outside: Tensor
+    """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
+
+
+Matched = Literal["all", "body"]
+"""Which tensors of an update are compared: `all`, or those of the `body`, which are all but the
+classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
+energy, and what images do to the rest is hardly seen in a distance over all of it."""
+
+Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
+"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
+the update is scale * direction. Closed forms: autograd would keep a graph of them."""
+
+
+def cosine_distance(
+    update: Sequence[Tensor], target: Target
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """1 - <u, t> / (|u| |t|) over all parameters together (Geiping et al. 2020, equation 4)."""
+    product, square = _dots(update, target.tensors), _dots(update, update)
+    norms = square.sqrt() * target.square.sqrt()
+    similarity = product / norms
+    pull = -product / square
+    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target.tensors, strict=True)]
+    return 1 - similarity, direction, -1 / norms
+
+
+def squared_distance(
+    update: Sequence[Tensor], target: Target
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """|u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
+    direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
+    distance = (_dots(direction, direction) + target.outside) / target.square
+    return distance, direction, 2 / target.square
+
+
+def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
+    products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
+    return torch.stack(products).sum()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    # In the order in which channels-last weights lie in memory: a view, not a copy.
+    return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What is optimized: normalized images, and the logits of soft labels or fixed labels."""
+
+    images: Tensor
+    """(N, C, H, W)."""
+    labels: Tensor | None
+    """(N,) int64, where they are fixed."""
+    logits: Tensor | None
+    """(N, K), where they are not."""
+
+    @property
+    def variables(self) -> list[Tensor]:
+        """The tensors to optimize."""
+        return [self.images] if self.logits is None else [self.images, self.logits]
+
+    def targets(self) -> Tensor:
+        """Labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
+        if self.logits is not None:
+            return self.logits.softmax(1)
+        assert self.labels is not None
+        return self.labels
+
+    def hard_labels(self) -> Tensor:
+        """(N,) int64."""
+        return self.targets() if self.logits is None else self.logits.argmax(1)
+
+
+@final
+class Matching:
+    """The observed update, and its recomputation from candidates on the observation's device."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        dtype: torch.dtype = torch.float32,
+        calls: int = 1,
+        width: float = 0.0,
+        tensors: Matched = "all",
+    ) -> None:
+        """Prepare the observed update for comparison.
+
+        Args:
+            observation: What the server saw.
+            dtype: Precision of the computation.
+            calls: How often about `differentiate` is to be called; many calls pay for a recording.
+            width: Of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            tensors: Which tensors of the update are compared.
+
+        Raises:
+            AttackFailed: of the `body` alone, and the model has none, or its update is zero.
+        """
+        self._observation = observation
+        self._replays = calls >= PAYS
+        self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
+        self._dtype = dtype
+        model = rebuild(observation).to(dtype)
+        accelerate(model)
+        if width:
+            smooth(model, width)
+        self._windows = drop_dead_weights(model, observation.model.input_shape)
+        # The mask of a client's dropout is unknown: its mean is simulated.
+        self._training = replace(observation.training, dropout=0.0)
+        self._loss = loss_function(model, _cast(observation.buffers, dtype), self._training)
+        self._parameters = {n: self._live(n, t) for n, t in observation.parameters.items()}
+        self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
+        """Of the tensors that are compared, in the order of the target."""
+        self._target = self._make_target()
+        if tensors == "body" and not self._target.square:
+            raise AttackFailed(
+                "nothing of the observed update is outside of the head: match tensors: all"
+            )
+        self._groups = observation.num_clients
+        if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
+            self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
+        bounds = torch.tensor([0.0, 1.0], dtype=dtype, device=self.device).view(2, 1, 1, 1)
+        bounds = bounds.expand(2, observation.model.input_shape[0], 1, 1)
+        low, high = normalize(bounds, observation.model)
+        self.box = low, high
+        """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the observation lies."""
+        return next(iter(self._observation.parameters.values())).device
+
+    def _lay(self, tensor: Tensor) -> Tensor:
+        """A detached copy in the precision and the memory order that are used here."""
+        return tensor.detach().to(self._dtype).clone(memory_format=layout(tensor))
+
+    def _live(self, name: str, tensor: Tensor) -> Tensor:
+        """The entries of a parameter, or of its update, that meet anything but padding."""
+        window = self._windows.get(name)
+        return self._lay(tensor if window is None else tensor[window])
+
+    def _make_target(self) -> Target:
+        update = [(n, self._observation.update[n].to(self._dtype)) for n in self.names]
+        zero = torch.zeros((), dtype=self._dtype, device=self.device)
+        outside = []
+        for name, window in self._windows.items():
+            if name not in self.names:
+                continue
+            dead = self._observation.update[name].to(self._dtype, copy=True)
+            dead[window] = 0
+            outside.append(dead.square().sum())
+        return Target(
+            tensors=[self._live(name, tensor) for name, tensor in update],
+            square=_dots(*[[tensor for _, tensor in update]] * 2) if update else zero,
+            outside=torch.stack([zero, *outside]).sum(),
+        )
+
+    def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
+        """A candidate that starts at normalized `images`; of labels and logits one is None."""
+        return Candidate(
+            images.detach().to(self._dtype, copy=True).requires_grad_(),
+            labels,
+            None if logits is None else logits.detach().to(self._dtype, copy=True).requires_grad_(),
+        )
+
+    def random_candidate(
+        self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
+    ) -> Candidate:
+        """Images from N(0, std²); where there are no labels, logits of soft ones from N(0, 1)."""
+        count, model = self._observation.num_images, self._observation.model
+        images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
+        logits = None
+        if labels is None:
+            logits = torch.randn(count, model.num_classes, generator=rng).to(self.device)
+        return self.candidate(images, labels, logits)
+
+    def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
+        """What the clients would have sent of the compared tensors, had `images` been theirs.
+
+        If `create_graph`, differentiable in the normalized images and, if they are probabilities,
+        in the labels. Images are those of the first client's first step, then of its second, and
+        so on.
+        """
+        direction = self._direction if create_graph else self._detached
+        updates = [
+            local_update(direction, self._parameters, self._batches(x, y), self._training)
+            for x, y in _chunks(images, labels, self._groups)
+        ]
+        if len(updates) == 1:
+            return [updates[0][name] for name in self.names]
+        return [torch.stack([u[n] for u in updates]).mean(0) for n in self.names]
+
+    def differentiate(
+        self, candidate: Candidate, distance: Distance
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Distance from the observed update (0-d, detached) and its gradients in the variables."""
+        labels = candidate.labels
+        if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
+            function = partial(self._differentiate, distance, labels)
+            self._bound = distance, labels, Tape(function) if self._replays else function
+        loss, *slopes = self._bound[2](*(each.detach() for each in candidate.variables))
+        return loss, tuple(slopes)
+
+    def _differentiate(
+        self, distance: Distance, labels: Tensor | None, images: Tensor, *logits: Tensor
+    ) -> tuple[Tensor, ...]:
+        with torch.enable_grad():
+            variables = [self._lay(images), *(each.detach().clone() for each in logits)]
+            for variable in variables:
+                variable.requires_grad_()
+            candidate = Candidate(variables[0], labels, variables[1] if logits else None)
+            update = self.update(candidate.images, candidate.targets())
+        with torch.no_grad():
+            loss, direction, scale = distance([u.detach() for u in update], self._target)
+        slopes = torch.autograd.grad(update, variables, direction)
+        return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
+
+    def pixels(self, images: Tensor) -> Tensor:
+        """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""
+        pixels = denormalize(images.detach(), self._observation.model).clamp(0, 1)
+        return pixels.float().contiguous()
+
+    def _direction(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+        return gradient(self._loss, parameters, images, labels, create_graph=True)
+
+    def _detached(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
+        # The accelerated layers know a first differentiation by the graph that it makes.
+        found = self._direction(parameters, images, labels)
+        return {name: each.detach() for name, each in found.items()}
+
+    def _batches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """One batch per step, from the images of one group."""
+        steps = self._training.steps
+        if self._training.batches == "same":
+            return [(images, labels)] * steps
+        return _chunks(images, labels, steps)
+
+
+def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
+    """(N,) int64 labels: true or inferred as `knowledge` grants; None if neither is granted."""
+    if knowledge.labels == "known":
+        assert knowledge.true_labels is not None
+        return knowledge.true_labels
+    return infer_labels(observation) if knowledge.labels == "inferred" else None
+
+
+def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:
+    if count == 1:  # as they are: the layers know a leaf when they see one
+        return [(images, labels)]
+    return list(zip(images.chunk(count), labels.chunk(count), strict=True))
+
+
+def layout(tensor: Tensor) -> torch.memory_format:
+    """The order of memory that kernels of the tensor's device like best."""
+    # CPU kernels take channels-last images and weights as they are, and reorder all others.
+    last = tensor.ndim == 4 and tensor.device.type == "cpu"
+    return torch.channels_last if last else torch.contiguous_format
+
+
+def _couples_batch(model: nn.Module, training: LocalTraining) -> bool:
+    norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    return any(
+        isinstance(module, norms) and (training.mode == "train" or not module.track_running_stats)
+        for module in model.modules()
+    )
+
+
+def _cast(tensors: Tensors, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copies: a model in train mode writes its statistics into its buffers."""
+    return {n: (t.to(dtype) if t.is_floating_point() else t).clone() for n, t in tensors.items()}

@@ -1,0 +1,207 @@
+"""Gradient inversion through a generator: of its latent space first, then of its weights.
+
+Two methods, told apart by `weights`. With: Jeon, Kim, Lee, Oh and Ok, Gradient Inversion with
+Generative Image Prior, NeurIPS 2021 (GIAS). Without: Zhang et al., Generative Gradient Inversion
+via Over-Parameterized Networks in Federated Learning, ICCV 2023 (GION): the weights of one
+untrained generator for the whole batch, at fixed codes. Step sizes, iterations and width as in
+their code.
+"""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from fedsim import rng as streams
+from fedsim.contracts.attack import Attack, AttackState, Needs
+from fedsim.models.base import normalize
+from fedsim.system.paths import from_home
+from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._generator import (
+    Generator,
+    over_parameterized,
+    read_generator,
+)
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Matched,
+    Matching,
+    cosine_distance,
+    granted_labels,
+)
+from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+
+_LATENT_SHARE = 11
+"""One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
+
+
+@dataclass(kw_only=True)
+class Search(AttackState):
+    """The generators and codes that draw the candidate, and the best so far by own loss."""
+
+    matching: Matching
+    spec: ModelSpec
+    labels: Tensor
+    generators: list[Generator]
+    """One for all images, or one for each."""
+    codes: Tensor
+    """(N, latent)."""
+    optimizer: torch.optim.Adam
+    schedule: torch.optim.lr_scheduler.MultiStepLR
+    best: Tensor
+    best_codes: Tensor
+    best_loss: Tensor
+
+    def draw(self) -> Tensor:
+        """The images (N, C, H, W), normalized; differentiable in what is optimized."""
+        shares = self.codes.chunk(len(self.generators))
+        drawn = [draw(codes) for draw, codes in zip(self.generators, shares, strict=True)]
+        return normalize(torch.cat(drawn), self.spec)
+
+
+@final
+class GenerativePrior(Attack[Search]):
+    """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
+
+    Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
+    searched first, from N(0, 1); then a copy of the generator for each image is trained further, at
+    the codes of least own loss. Without (GION), one generator of random weights is trained at
+    random codes, by the signs of its gradients.
+    """
+
+    paper: ClassVar[str] = (
+        "without `weights`: Zhang et al., Generative Gradient Inversion, ICCV 2023 (GION); with: "
+        "Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021 (GIAS)"
+    )
+    needs: ClassVar[Needs] = Needs(labels="inferred")
+
+    weights: str | None = None
+    """Safetensors file of a generator that `benchmarks/train_generator.py` has trained on public
+    data; default: untrained. `~` is the home directory."""
+    public: str | None = None
+    """The public data that `weights` was trained on, as its file has it: what the attacker had."""
+    iterations: Annotated[int, Field(ge=1)] = 5500
+    """Of Adam, in both stages together; each divides its step size by 10 at 3/8, 5/8 and 7/8."""
+    latent_iterations: Annotated[int, Field(ge=0)] | None = None
+    """How many of them search codes, before the others train weights; default: one in eleven with
+    `weights`, none without."""
+    latent_rate: Annotated[float, Field(gt=0)] = 0.03
+    """Step size of codes."""
+    learning_rate: Annotated[float, Field(gt=0)] = 0.001
+    """Step size of the generator's weights."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the total variation, the mean absolute difference of neighbouring pixels. Jeon et
+    al. have 0.000001 and Zhang et al. 0 in their code, which drew worse photos here."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
+
+    @model_validator(mode="after")
+    def _parameters_fit(self) -> GenerativePrior:
+        if (self.weights is None) != (self.public is None):
+            raise ValueError("give both weights and public, or neither")
+        if self._searching_codes() > self.iterations:
+            raise ValueError(
+                f"latent_iterations ({self.latent_iterations}) exceed the iterations "
+                f"({self.iterations})"
+            )
+        return self
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
+        """Random codes; the generator from its file, or of random weights.
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+            FedsimError: `weights` cannot be read, draws images of another shape, or was trained on
+                other data than `public` says.
+        """
+        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
+        labels = granted_labels(observation, knowledge)
+        assert labels is not None
+        count, spec = observation.num_images, observation.model
+        if self.weights is not None and self.public is not None:
+            path = from_home(self.weights)
+            generator = read_generator(path, spec.input_shape, self.public)
+        else:
+            with streams.global_stream(int(torch.randint(2**31, (), generator=rng))):
+                generator = over_parameterized(count, spec.input_shape)
+        generator = generator.to(matching.device).requires_grad_(False)
+        codes = torch.randn(count, generator.latent, generator=rng).to(matching.device)
+        codes.requires_grad_()
+        infinite = torch.full((), torch.inf, device=matching.device)
+        optimizer = torch.optim.Adam([codes], lr=self.latent_rate, fused=True)
+        return Search(
+            loss=infinite,
+            matching=matching,
+            spec=spec,
+            labels=labels,
+            generators=[generator],
+            codes=codes,
+            optimizer=optimizer,
+            schedule=decayed(optimizer, self._searching_codes()),
+            best=torch.zeros(count, *spec.input_shape, device=matching.device),
+            best_codes=codes.detach().clone(),
+            best_loss=infinite,
+        )
+
+    def step(self, state: Search) -> Search:
+        """One step of Adam, in the codes or in the weights."""
+        if state.iteration == self._searching_codes():
+            self._turn_to_weights(state)
+        with torch.enable_grad():
+            drawn = state.draw()
+        images = drawn.detach()
+        candidate = Candidate(images, state.labels, None)
+        state.loss, (slope,) = regularized(
+            state.matching, candidate, cosine_distance, self.total_variation
+        )
+        better = state.loss < state.best_loss
+        state.best_loss = torch.where(better, state.loss, state.best_loss)
+        state.best = torch.where(better, images, state.best)
+        state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
+        state.optimizer.zero_grad()
+        drawn.backward(slope)  # type: ignore[no-untyped-call]
+        if self.weights is None and not state.codes.requires_grad:
+            for weight in state.generators[0].parameters():
+                assert weight.grad is not None
+                weight.grad.sign_()
+        state.optimizer.step()
+        state.schedule.step()
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Search) -> bool:
+        """After `iterations`."""
+        return state.iteration >= self.iterations
+
+    def postprocess(self, state: Search) -> Reconstruction:
+        """The iterate of least own loss."""
+        return Reconstruction(
+            images=state.matching.pixels(state.best),
+            labels=state.labels,
+            loss=float(state.best_loss),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations
+
+    def _searching_codes(self) -> int:
+        if self.latent_iterations is not None:
+            return self.latent_iterations
+        return 0 if self.weights is None else self.iterations // _LATENT_SHARE
+
+    def _turn_to_weights(self, state: Search) -> None:
+        (generator,) = state.generators
+        copies = 1 if self.weights is None else len(state.codes)
+        state.codes = state.best_codes
+        state.generators = [deepcopy(generator).requires_grad_() for _ in range(copies)]
+        weights = [weight for each in state.generators for weight in each.parameters()]
+        state.optimizer = torch.optim.Adam(weights, lr=self.learning_rate, fused=True)
+        state.schedule = decayed(state.optimizer, self.iterations - state.iteration)

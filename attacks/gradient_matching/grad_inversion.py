@@ -1,0 +1,188 @@
+"""GradInversion: several seeds match the gradient together, and are pulled towards their consensus.
+
+Yin, Mallya, Vahdat, Alvarez, Kautz and Molchanov, "See through Gradients: Image Batch Recovery via
+GradInversion", CVPR 2021, section 3. Every seed descends their objective, the squared distance of
+gradients + α_TV R_TV + α_l2 R_l2 + α_BN R_BN + α_group R_group, by Adam with Langevin noise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._forward_prior import ForwardPrior
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Matched,
+    Matching,
+    granted_labels,
+    squared_distance,
+)
+from fedsim_attacks.gradient_matching._registration import register
+from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._variation import total_variation
+
+
+@dataclass(kw_only=True)
+class Group(AttackState):
+    """The seeds, what they share, and their optimizer."""
+
+    matching: Matching
+    prior: ForwardPrior
+    images: Tensor
+    """(S, N, C, H, W), normalized: the candidates of all seeds."""
+    labels: Tensor | None
+    logits: Tensor | None
+    """(N, K) of soft labels, the same for all seeds: so the i-th images of all seeds are of one
+    label, and may be compared."""
+    optimizer: torch.optim.Adam
+    rng: torch.Generator
+
+    def candidate(self, images: Tensor) -> Candidate:
+        """Normalized `images` (N, C, H, W) with the labels of all seeds."""
+        return Candidate(images, self.labels, self.logits)
+
+
+@final
+class GradInversion(Attack[Group]):
+    """Several seeds match the gradient, held to image priors and to their common mean.
+
+    Labels are taken as the threat model grants them (inferred ones by `label_inference`, in place
+    of the paper's rule, which takes a batch to hold no label twice); if it grants none, soft labels
+    are optimized with the images. The batch-norm term is there if the threat model grants
+    statistics. The paper registers the seeds' images by RANSAC-flow, which needs a trained network;
+    here by an exact search over whole shifts. Weights are in units of the relative squared
+    distance, and of means over pixels where the paper has sums.
+    """
+
+    paper: ClassVar[str] = "Yin et al., See through Gradients (GradInversion), CVPR 2021, section 3"
+
+    iterations: Annotated[int, Field(ge=1)] = 20_000
+    """Of Adam; each of them differentiates the gradient of every seed. The default is the paper's:
+    say which share of it a shorter run has."""
+    seeds: Annotated[int, Field(ge=1, le=64)] = 8
+    """Candidates that are optimized jointly."""
+    step_size: Annotated[float, Field(gt=0)] = 0.1
+    """Of Adam, in units of normalized pixels; falls as a cosine, to 0."""
+    warmup: Annotated[int, Field(ge=0)] = 50
+    """Iterations in which the step size rises, linearly."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.1
+    """α_TV: weight of the mean absolute difference of neighbouring pixels."""
+    norm: Annotated[float, Field(ge=0)] = 0.001
+    """α_l2: weight of the root mean square of normalized pixels."""
+    batch_norm: Annotated[float, Field(ge=0)] = 0.1
+    """α_BN: weight of the distance of batch norm's inputs from the granted statistics."""
+    group: Annotated[float, Field(ge=0)] = 0.1
+    """α_group: weight of the root mean square of what parts a seed from the registered mean."""
+    reach: Annotated[int, Field(ge=0, le=16)] = 1
+    """Largest shift of the registration, in pixels."""
+    noise: Annotated[float, Field(ge=0)] = 0.2
+    """α_n: standard deviation of the Langevin noise of a step, in units of its step size."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
+        """Random images for every seed; labels known, inferred or soft.
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        calls = self.iterations * self.seeds
+        matching = Matching(observation, calls=calls, tensors=self.tensors)
+        labels = granted_labels(observation, knowledge)
+        starts = [matching.random_candidate(labels, rng) for _ in range(self.seeds)]
+        images = torch.stack([start.images.detach() for start in starts])
+        logits = starts[0].logits
+        return Group(
+            loss=torch.full((), torch.inf, device=matching.device),
+            matching=matching,
+            prior=ForwardPrior(observation, knowledge, None, batch_norm=self.batch_norm),
+            images=images,
+            labels=labels,
+            logits=logits,
+            optimizer=torch.optim.Adam(
+                [images] if logits is None else [images, logits], lr=self.step_size, fused=True
+            ),
+            rng=rng,
+        )
+
+    def step(self, state: Group) -> Group:
+        """One noisy step of Adam for all seeds, projected onto valid pixels."""
+        found = [self._fidelity(state, one) for one in state.images]
+        losses, slopes, rest = zip(*found, strict=True)
+        state.loss = torch.stack(losses).min()
+        pull = consensus_slope(state.images, consensus(state.images, self.reach))
+        state.images.grad = torch.stack(slopes).add_(pull, alpha=self.group)
+        if state.logits is not None:
+            state.logits.grad = torch.stack([slope for (slope,) in rest]).mean(0)
+        rate = self._rate(state.iteration)
+        for part in state.optimizer.param_groups:
+            part["lr"] = rate
+        state.optimizer.step()
+        if self.noise:
+            drawn = torch.randn(state.images.shape, generator=state.rng)
+            state.images.add_(drawn.to(state.images.device), alpha=rate * self.noise)
+        state.images.clamp_(*state.matching.box)
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Group) -> bool:
+        """After `iterations`."""
+        return state.iteration >= self.iterations
+
+    def postprocess(self, state: Group) -> Reconstruction:
+        """The seed of least own loss, or the registered mean of all, if its loss is less."""
+        answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
+        losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])
+        best = int(losses.nan_to_num(nan=torch.inf).argmin())
+        return Reconstruction(
+            images=state.matching.pixels(answers[best]),
+            labels=state.candidate(answers[best]).hard_labels(),
+            loss=float(losses[best]),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations
+
+    def _fidelity(self, state: Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """A candidate's own loss without the group's term, its slopes in images and in logits."""
+        candidate = state.candidate(images)
+        loss, (slope, *rest) = state.matching.differentiate(candidate, squared_distance)
+        variation, variation_slope = total_variation(images)
+        size = _root_mean_square(images)
+        known, known_slope = state.prior(images)
+        loss = loss + self.total_variation * variation + self.norm * size + known
+        slope = slope.add(variation_slope, alpha=self.total_variation).add_(known_slope)
+        return loss, slope.add_(images / (size * images.numel()), alpha=self.norm), tuple(rest)
+
+    def _rate(self, iteration: int) -> float:
+        rising = min(1.0, (iteration + 1) / max(1, self.warmup))
+        return self.step_size * rising * half_cosine(iteration / self.iterations)
+
+
+def consensus(images: Tensor, reach: int) -> Tensor:
+    """(N, C, H, W): the mean over seeds of `images` (S, N, C, H, W), registered to their mean.
+
+    Equation 12 of the paper.
+    """
+    target = images.mean(0).expand_as(images).flatten(0, 1)
+    return register(images.flatten(0, 1), target, reach).view_as(images).mean(0)
+
+
+def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
+    """The slope of Σ_s rms(x_s - `mean`) in `images` (S, N, C, H, W) (equation 11); 0 at 0."""
+    away = images - mean
+    return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in away])
+
+
+def _root_mean_square(values: Tensor) -> Tensor:
+    return values.square().mean().sqrt().clamp_min(torch.finfo(values.dtype).tiny)

@@ -1,0 +1,27 @@
+"""Improved Deep Leakage from Gradients.
+
+Zhao, Mopuri and Bilen, "iDLG: Improved Deep Leakage from Gradients", 2020, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+from torch import Tensor
+
+from fedsim.contracts.attack import Needs
+from fedsim.types import Knowledge, Observation
+from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
+from fedsim_attacks.gradient_matching._matching import granted_labels
+
+
+@final
+class IDLG(GradientDistance):
+    """Reads the labels off the last layer first, then matches the update over images alone."""
+
+    paper: ClassVar[str] = "Zhao et al., iDLG, 2020, Algorithm 1; batches as in label_inference"
+    needs: ClassVar[Needs] = Needs(labels="inferred")
+
+    def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
+        """True labels if they are known, else inferred ones."""
+        return granted_labels(observation, knowledge)

@@ -1,0 +1,206 @@
+"""Inverting Gradients: cosine distance, total variation and signed Adam.
+
+Geiping, Bauermeister, Dröge and Moeller, "Inverting Gradients - How easy is it to break privacy in
+federated learning?", NeurIPS 2020, equation (4) and section 6; step size and decay as in their
+code. Options from what the same authors recommend in their suite breaching 0.1.2, configuration
+`modern` (github.com/JonasGeiping/breaching): soft signs, patterned starts, variation of color
+differences, a cosine in place of steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._contrast import exposed
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Distance,
+    Matched,
+    Matching,
+    cosine_distance,
+    granted_labels,
+)
+from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._variation import (
+    Variation,
+    opponent_variation,
+    total_variation,
+)
+
+_WARMUP = 50
+"""Iterations in which the step size rises, before it falls as a cosine."""
+_VARIATIONS: dict[str, Variation] = {"absolute": total_variation, "opponents": opponent_variation}
+_DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
+
+
+@dataclass(kw_only=True)
+class Inversion(AttackState):
+    """The candidate, its optimizer, and the best images so far by own loss."""
+
+    matching: Matching
+    candidate: Candidate
+    optimizer: torch.optim.Adam
+    schedule: torch.optim.lr_scheduler.LRScheduler
+    best_images: Tensor
+    best_labels: Tensor
+    best_loss: Tensor
+
+
+@final
+class InvertingGradients(Attack[Inversion]):
+    """Matches the direction of the update: cosine distance, total variation, signed Adam.
+
+    Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
+    if it grants none, soft labels are optimized with the images. The defaults are the paper's;
+    `signs: soft, pattern: 4, variation: opponents, decay: cosine` is `modern` of the public suite,
+    but for its regularization of features, which wants a last layer with a bias.
+    """
+
+    paper: ClassVar[str] = "Geiping et al., Inverting Gradients, NeurIPS 2020, equation (4)"
+
+    iterations: Annotated[int, Field(ge=1)] = 4800
+    """Steps of Adam."""
+    step_size: Annotated[float, Field(gt=0)] = 0.1
+    """Of Adam, in units of normalized pixels."""
+    decay: Literal["steps", "cosine"] = "steps"
+    """How the step size falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine,
+    to 0, after it has risen over the first 50."""
+    signs: Literal["hard", "soft"] = "hard"
+    """What Adam is given of a slope g: its sign, or tanh(s g) / s, where s falls from 1 to 0 over
+    the iterations."""
+    pattern: Annotated[int, Field(ge=1)] | None = None
+    """Side of a random patch, in pixels, that each image starts as a tiling of; default: each pixel
+    is drawn for itself."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.1
+    """Weight of the variation."""
+    variation: Literal["absolute", "opponents"] = "absolute"
+    """Mean absolute difference of neighbouring pixels; or mean length of the step to the next
+    pixel, of channels and of the differences between channels."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head. A planted head has nearly all of the update's energy."""
+    stretched: bool = False
+    """Whether each image is finally multiplied by what makes it fill the valid pixels. Behind group
+    norm an update hardly tells contrast, and total variation takes it away. Not the authors'."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Inversion:
+        """Random images; labels known, inferred or soft.
+
+        Raises:
+            AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
+        """
+        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
+        candidate = matching.random_candidate(granted_labels(observation, knowledge), rng)
+        if self.pattern:
+            candidate.images.data = tiled(candidate.images.data, self.pattern)
+        optimizer = torch.optim.Adam(candidate.variables, lr=self.step_size, fused=True)
+        return Inversion(
+            loss=torch.full((), torch.inf, device=matching.device),
+            matching=matching,
+            candidate=candidate,
+            optimizer=optimizer,
+            schedule=self._schedule(optimizer),
+            best_images=candidate.images.detach().clone(),
+            best_labels=candidate.hard_labels(),
+            best_loss=torch.full((), torch.inf, device=matching.device),
+        )
+
+    def step(self, state: Inversion) -> Inversion:
+        """One step of Adam along signs, projected onto valid pixels."""
+        matching, candidate = state.matching, state.candidate
+        images = candidate.images.detach()
+        state.loss, (slope, *rest) = regularized(
+            matching,
+            candidate,
+            cosine_distance,
+            self.total_variation,
+            _VARIATIONS[self.variation],
+        )
+        better = state.loss < state.best_loss
+        state.best_loss = torch.where(better, state.loss, state.best_loss)
+        state.best_images = torch.where(better, images, state.best_images)
+        state.best_labels = torch.where(better, candidate.hard_labels(), state.best_labels)
+        left = 1 - state.iteration / self.iterations
+        candidate.images.grad = slope.sign_() if self.signs == "hard" else soft_sign(slope, left)
+        if candidate.logits is not None:
+            (candidate.logits.grad,) = rest
+        state.optimizer.step()
+        state.schedule.step()
+        images.clamp_(*matching.box)
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Inversion) -> bool:
+        """After `iterations`."""
+        return state.iteration >= self.iterations
+
+    def postprocess(self, state: Inversion) -> Reconstruction:
+        """The iterate of least own loss, `stretched` if asked for."""
+        images, box = state.best_images, state.matching.box
+        return Reconstruction(
+            images=state.matching.pixels(exposed(images, box) if self.stretched else images),
+            labels=state.best_labels,
+            loss=float(state.best_loss),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations
+
+    def _schedule(self, optimizer: torch.optim.Adam) -> torch.optim.lr_scheduler.LRScheduler:
+        if self.decay == "steps":
+            return decayed(optimizer, self.iterations)
+        return torch.optim.lr_scheduler.LambdaLR(
+            optimizer,
+            lambda done: min(1.0, (done + 1) / _WARMUP) * half_cosine(done / self.iterations),
+        )
+
+
+def soft_sign(slope: Tensor, softness: float) -> Tensor:
+    """tanh(`softness` g) / `softness` of each entry g: the slope itself where it is small."""
+    return (softness * slope).tanh_().div_(softness)
+
+
+def tiled(images: Tensor, side: int) -> Tensor:
+    """Images (N, C, H, W) that repeat the first `side` by `side` pixels of each of `images`."""
+    height, width = images.shape[-2:]
+    rows, columns = torch.arange(height) % side, torch.arange(width) % side
+    return images[:, :, rows][..., columns].contiguous()
+
+
+def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
+    """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
+    milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
+    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
+
+
+def regularized(
+    matching: Matching,
+    candidate: Candidate,
+    distance: Distance,
+    weight: float,
+    variation: Variation = total_variation,
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Distance + `weight` times the variation (0-d), and its gradients in the variables.
+
+    Args:
+        matching: The observed update.
+        candidate: What is compared with it.
+        distance: How they are compared.
+        weight: Of the variation.
+        variation: Of images, with its gradient in them.
+    """
+    value, (slope, *rest) = matching.differentiate(candidate, distance)
+    varies, variation_slope = variation(candidate.images.detach())
+    slope = slope.add_(variation_slope, alpha=weight)
+    return value + weight * varies, (slope, *rest)

@@ -1,0 +1,1 @@
+"""Features of a batch from the gradient of a classifier's head."""

@@ -1,0 +1,200 @@
+"""What the gradient of a two-layer head f(x) = A σ(W x + b) shows of the features x of its batch.
+
+With the mean cross-entropy over N images, D_ki = (p_ki - y_ki) / N and s_ij = Σ_k D_ki A_kj,
+
+    ∂L/∂A_kj = Σ_i D_ki σ(w_j'x_i + b_j)
+    ∂L/∂w_j  = Σ_i s_ij σ'(w_j'x_i + b_j) x_i        ∂L/∂b_j the same without x_i
+
+(Liu et al., Data Reconstruction Attacks and Defenses, section 2.1 and Appendix B; their head has no
+bias and a factor 1/m; where the head has it, A stands for A / m here, ∂L/∂A for m times itself.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.models.base import HeadConfig
+from fedsim.models.head import TwoLayerHead
+from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.types import Observation
+
+_BEYOND = 1.05
+"""Times the edge of noise, from which a direction is an image's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadGradient:
+    """The head's weights and the observed mean gradient of its parameters.
+
+    m hidden neurons, the last `config.planted` of them the server's; d features; K classes; N
+    images.
+    """
+
+    hidden: Tensor
+    """W (m, d), float32."""
+    bias: Tensor
+    """b (m,)."""
+    output: Tensor
+    """A (K, m)."""
+    activation: Callable[[Tensor], Tensor]
+    """σ, element-wise."""
+    config: HeadConfig
+    """How the head was built; public."""
+    grad_hidden: Tensor
+    """∂L/∂W (m, d), zero where a defense removed an entry."""
+    grad_bias: Tensor
+    """∂L/∂b (m,)."""
+    grad_output: Tensor
+    """∂L/∂A (K, m)."""
+    num_images: int
+    pruned: bool
+    """Whether the declared defenses set entries to zero."""
+    smallest: bool
+    """Whether those are smaller than all that are left."""
+    noisy: bool
+    """Whether they add noise."""
+    exact: bool
+    """Whether they leave the row space of ∂L/∂W as it is."""
+    clipped: bool
+    """Whether they may scale the update by a factor of the client's own."""
+    dropped: bool
+    """Whether each image met other neurons (dropout), which no formula above allows for."""
+    steps: int
+    """Local steps E on the same batch; 1 if each had images of its own."""
+    first: float
+    """Share of the first step in the mean gradient."""
+    divisor: float
+    """m, if the head divides by it; else 1."""
+
+    @staticmethod
+    def of(observation: Observation) -> HeadGradient:
+        """Read it off an observation.
+
+        A fedavg update is taken as the mean gradient of its steps, which is exact for one step and
+        near for a small learning rate; an aggregate, as the gradient of all clients' images.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing of its update is left.
+        """
+        model = rebuild(observation)
+        if not isinstance(model.head, TwoLayerHead):
+            raise AttackFailed(
+                "features are recovered from a two-layer head: give the model one (`head: {width: "
+                "..., planted: ...}`)"
+            )
+        factor = mean_gradient_factor(observation.training)
+        seen = {
+            name: observation.update[f"head.{name}"].detach() * factor
+            for name in ("hidden.weight", "hidden.bias", "output.weight")
+        }
+        if not any(bool(part.any()) for part in seen.values()):
+            raise AttackFailed("nothing is left of the update of the head")
+        head = model.head
+        effect = observation.effect
+        training = observation.training
+        weights = step_weights(training)
+        divisor = float(head.config.width if head.config.divided else 1)
+        return HeadGradient(
+            hidden=head.hidden.weight.detach(),
+            bias=head.hidden.bias.detach(),
+            output=head.output.weight.detach() / divisor,
+            activation=head.activation,
+            config=head.config,
+            grad_hidden=seen["hidden.weight"],
+            grad_bias=seen["hidden.bias"],
+            grad_output=seen["output.weight"] * divisor,
+            num_images=observation.num_images,
+            pruned=effect.removed is not None,
+            smallest=effect.removed != "others",
+            noisy=effect.noisy,
+            exact=effect.exact,
+            clipped=effect.scaled,
+            dropped=training.dropout > 0,
+            steps=len(weights) if training.batches == "same" else 1,
+            first=weights[0] / sum(weights),
+            divisor=divisor,
+        )
+
+    @cached_property
+    def server(self) -> slice:
+        """The planted neurons; all, if none are."""
+        planted = self.config.planted
+        return slice(self.hidden.shape[0] - planted if planted else 0, None)
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows of ∂L/∂W whose span is the features', (rows, d); none if nothing is left.
+
+        Without noise a short row is as exact as a long one, and an image whose loss is nearly zero
+        shows only in short rows, those of the neurons that no other image activates: then they are
+        brought to unit length. Under noise their length is their evidence, and so is how long they
+        can be expected to be: s_ij varies over the neurons as the columns of A do (D sums to 0 over
+        the classes), and rows weighted by that stand out best from noise that is alike in all.
+        """
+        if self.noisy:
+            return self.grad_hidden * self.output.std(0, correction=0)[:, None]
+        length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
+        seen = length[:, 0] > 0
+        return self.grad_hidden[seen] / length[seen].to(self.grad_hidden.dtype)
+
+    def within(self, basis: Tensor) -> HeadGradient:
+        """The same of features in the span of `basis` (n, d), orthonormal: their n coordinates."""
+        return replace(self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T)
+
+    def part(self, equations: int, fewest: int = 1) -> HeadGradient:
+        """The same of as few neurons as make so many equations; all, if it takes most.
+
+        A neuron makes one for each entry of ∂L/∂A that is left, up to one for each image: the
+        others follow from D. Those with most are taken, or every so many.
+        """
+        m = self.hidden.shape[0]
+        left = (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
+        left = left.clamp(max=self.num_images)
+        order = left.argsort(descending=True, stable=True)
+        count = max(fewest, 1 + int((left[order].cumsum(0) < equations).sum()))
+        if 2 * count > m:
+            return self
+        chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]
+        planted = int((chosen >= m - self.config.planted).sum())
+        return replace(
+            self,
+            hidden=self.hidden[chosen],
+            bias=self.bias[chosen],
+            output=self.output[:, chosen],
+            config=self.config.model_copy(update={"width": count, "planted": planted}),
+            grad_hidden=self.grad_hidden[chosen],
+            grad_bias=self.grad_bias[chosen],
+            grad_output=self.grad_output[:, chosen],
+        )
+
+    @property
+    def noise(self) -> float:
+        """Variance of the noise in an entry of `grad_output`; that of stochastic rounding at most.
+
+        Added noise is the same in all entries, and ∂L/∂W shows it outside its images' span: in all
+        directions but those, N at most, that noise alone could not be as long in (Marchenko and
+        Pastur's edge). Rounding to a grid shows its spacing in the smallest entry. 0 where neither
+        is declared.
+        """
+        m, d = self.grad_hidden.shape
+        outside = d - self.rank
+        if self.noisy and outside:
+            gram = (self.grad_hidden.T @ self.grad_hidden).double()
+            lengths = torch.linalg.eigvalsh(gram).clamp(min=0) / m
+            edge = lengths[:outside].mean() * (1 + (d / m) ** 0.5) ** 2 * _BEYOND
+            each = lengths[: max(outside, int((lengths < edge).sum()))].mean()
+            return float(each) * self.divisor**2
+        size = self.grad_output.abs()
+        rounded = not (self.exact or self.noisy or self.pruned)
+        return float(size[size > 0].min()) ** 2 / 6 if rounded and bool(size.any()) else 0.0
+
+    @property
+    def rank(self) -> int:
+        """How many directions N images can span."""
+        return min(self.num_images, self.hidden.shape[1])

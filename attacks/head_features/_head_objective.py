@@ -1,0 +1,129 @@
+"""How much of the observed ∂L/∂A = D σ(X W' + b) of a two-layer head given features X explain.
+
+For fixed X the best D is a linear least-squares solution, which leaves a nonlinear problem in X
+alone (variable projection: Golub and Pereyra, SIAM J. Numer. Anal. 10, 1973). Entries that a
+defense has set to zero are known to be smaller than those that it kept: they count only where the
+prediction exceeds that bound (censored least squares: Tobin, Econometrica 26, 1958), which keeps
+the problem in D convex.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+
+_RIDGE = 1e-9
+_PASSES = 4
+"""Newton steps at most for D under censoring; warm started, mostly one or two."""
+_SAME = 1e-3
+"""Relative change of D at which they have converged."""
+_WEAKEST = 1e-4
+"""Least curvature that is told apart, in units of the largest."""
+
+
+class Value(NamedTuple):
+    """The objective at some features (n, d)."""
+
+    loss: Tensor
+    """Share of ∂L/∂A's energy that is left unexplained (0-d)."""
+    slope: Tensor
+    """Its gradient (n, d)."""
+    errors: Tensor
+    """The best D (K, n)."""
+    residual: Tensor
+    """What is left of ∂L/∂A (K, m)."""
+
+
+@final
+class Objective:
+    """The share of ∂L/∂A that features leave unexplained, as a function of them."""
+
+    def __init__(self, seen: HeadGradient) -> None:
+        """Of what `seen` shows; entries of zero count as removed if its update was pruned."""
+        self.seen = seen
+        self._observed = seen.grad_output
+        self._energy = self._observed.square().sum()
+        self._kept: Tensor | None = None
+        if seen.pruned:
+            self._kept = self._observed != 0
+            least = self._observed[self._kept].abs().min()
+            self._bound = least if seen.smallest else torch.full_like(least, torch.inf)
+        self._errors: Tensor | None = None
+
+    def __call__(self, features: Tensor) -> Value:
+        """At `features` (n, d)."""
+        seen = self.seen
+        with torch.enable_grad():
+            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
+            hidden = seen.activation(preactivation)
+        errors, residual = self._project(hidden.detach())
+        # At the best D the loss depends on the features through the hidden values alone.
+        pull = -2 / self._energy * (errors.T @ residual)
+        (slope,) = torch.autograd.grad(hidden, preactivation, pull)
+        loss = residual.square().sum() / self._energy
+        return Value(loss, slope @ seen.hidden, errors, residual)
+
+    def scale(self, value: Value, features: Tensor) -> Tensor:
+        """R (n, n) such that the objective in R⁻¹ `features` curves alike in all directions.
+
+        Away from the span of the features its Gauss-Newton matrix is, for Gaussian W,
+        (D'D ∘ P) ⊗ I with P_ik the share of neurons that both features activate. Images of one
+        label have nearly the same column of D and make it ill-conditioned.
+        """
+        seen = self.seen
+        with torch.enable_grad():
+            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
+            (active,) = torch.autograd.grad(seen.activation(preactivation).sum(), preactivation)
+        curvature = ((value.errors.T @ value.errors) * (active @ active.T)).double()
+        values, vectors = torch.linalg.eigh(curvature)
+        values = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
+        root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
+        return torch.linalg.vector_norm(features, dim=1).mean() * root.to(features.dtype)
+
+    def floor(self, variance: float, unknowns: int = 0) -> float:
+        """The share that noise of that variance in each entry leaves unexplained at the truth.
+
+        Less what as many `unknowns` fit of the noise itself: at the best fit.
+        """
+        return variance * (self._observed.numel() - unknowns) / float(self._energy)
+
+    def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The best D (K, n) for hidden values (n, m), and what it leaves (K, m)."""
+        if self._kept is None:
+            gram = (hidden @ hidden.T).double()[None]
+            errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
+            return errors, self._observed - errors @ hidden
+        n = len(hidden)
+        row, column = torch.triu_indices(n, n)
+        pairs = hidden[row] * hidden[column]
+        errors = self._errors if self._errors is not None and self._errors.shape[1] == n else None
+        target, counted = self._observed, self._kept
+        for _ in range(_PASSES):
+            before = errors
+            if errors is not None:
+                bounded = (errors @ hidden).clamp_(-self._bound, self._bound)
+                counted = self._kept | (bounded.abs() == self._bound)
+                target = torch.where(self._kept, self._observed, bounded)
+            weights = counted.to(hidden.dtype)
+            gram = hidden.new_empty(len(weights), n, n, dtype=torch.float64)
+            gram[:, row, column] = gram[:, column, row] = (weights @ pairs.T).double()
+            errors = _solve(gram, ((weights * target) @ hidden.T).double()).to(hidden.dtype)
+            if before is not None and (errors - before).abs().max() <= _SAME * errors.abs().max():
+                break
+        assert errors is not None
+        self._errors = errors
+        predicted = errors @ hidden
+        bounded = predicted.clamp(-self._bound, self._bound)
+        return errors, torch.where(self._kept, self._observed, bounded) - predicted
+
+
+def _solve(gram: Tensor, right: Tensor) -> Tensor:
+    """D (K, n) of the normal equations: gram (K or 1, n, n), right (K, n), in float64."""
+    n = gram.shape[-1]
+    ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean() + torch.finfo(gram.dtype).tiny
+    regular = gram + ridge * torch.eye(n, dtype=gram.dtype, device=gram.device)
+    return torch.linalg.solve(regular, right[..., None])[..., 0]

@@ -1,0 +1,290 @@
+"""The tensor-decomposition attack on the two-layer head, as its paper states it.
+
+Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section
+2.1 and Appendices A and B, after Wang, Lee and Lei, Reconstructing Training Data from Model
+Gradient, Provably, AISTATS 2023. From g(w_j) = Σ_k c_k ∂L/∂a_kj = Σ_i r_i σ(w_j'x_i) the matrix
+P̂ = Σ_j g(w_j) H_2(w_j) ≈ Σ_i r_i ν x_i x_i' gives the span V of the features, and the tensor
+T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs
+from fedsim.models.layers import activation
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.head_features import _hermite
+from fedsim_attacks.head_features._cp_decomposition import components
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+
+_NEGLIGIBLE = 1e-3
+_ROUNDING = 5e-7
+"""Share of the longest singular value of a float32 gradient below which it holds rounding; rounding
+alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
+
+
+@dataclass(kw_only=True)
+class Decomposed(AttackState):
+    """What was found."""
+
+    features: Tensor
+    """(N, d) unit vectors."""
+
+
+@final
+class TensorFeatures(Attack[Decomposed]):
+    """Moments of ∂L/∂A with Hermite functions of the planted weights, and their decomposition.
+
+    Recovers directions, not norms. The defaults are the plain estimator that the paper writes down.
+    `variance_reduction`, `whiten` and `rows: all` have the same expected moments and less variance;
+    together they reach the level that the paper reports (docs/feature-recovery.md).
+    """
+
+    follows_tensor_rate: ClassVar[bool] = True
+    paper: ClassVar[str] = (
+        "Liu et al., Data Reconstruction Attacks and Defenses, section 2.1, Appendices A and B"
+    )
+
+    variance_reduction: bool = False
+    """Subtract from g its constant and linear part in W, which have zero expected moments but most
+    of the variance. The paper does not."""
+    whiten: bool = False
+    """Use W (W'W / m)^(-1/2), whose sample covariance is I as the expected one of W is. The paper
+    does not."""
+    rows: Literal["combined", "all"] = "combined"
+    """What the moments are taken of: one sum g of two rows of ∂L/∂A, as in the paper, in which the
+    images of a batch hide one another; or all rows, made orthonormal, where images of
+    different labels come apart."""
+    iterations: Annotated[int, Field(ge=1)] = 100
+    """Of the power method for the span."""
+    contraction: Literal["auto", "second", "third"] = "auto"
+    """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
+    oracle: bool = False
+    """Order and signs by the true features, as the paper evaluates it (section 2, order recovery);
+    an upper bound that needs `knowledge.features: known`. Else signs are those that explain ∂L/∂A
+    best, and the order says nothing."""
+
+    def required(self) -> Needs:
+        """The true features, for the oracle."""
+        return Needs(features="known") if self.oracle else self.needs
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Decomposed:
+        """Everything happens here.
+
+        Raises:
+            AttackFailed: there is no two-layer head, or none of its neurons are planted.
+        """
+        seen = HeadGradient.of(observation)
+        found, left = decompose(
+            seen,
+            variance_reduction=self.variance_reduction,
+            whiten=self.whiten,
+            rows=self.rows,
+            iterations=self.iterations,
+            contraction=self.contraction,
+            rng=rng,
+        )
+        if self.oracle:
+            assert knowledge.true_features is not None
+            found = greedily_ordered(found, knowledge.true_features.to(found))
+        return Decomposed(loss=left, features=found)
+
+    def step(self, state: Decomposed) -> Decomposed:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Decomposed) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Decomposed) -> Reconstruction:
+        """Unit features. The loss is the share of the tensor that they do not explain."""
+        return Reconstruction(features=state.features.float(), loss=float(state.loss), iterations=0)
+
+    def total(self) -> int:
+        """None."""
+        return 0
+
+
+def decompose(
+    seen: HeadGradient,
+    *,
+    variance_reduction: bool,
+    whiten: bool,
+    rows: Literal["combined", "all"],
+    iterations: int,
+    contraction: Literal["auto", "second", "third"],
+    rng: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Unit features (N, d) float64, and the share of the projected tensor left unexplained.
+
+    Args:
+        seen: the head's gradient.
+        variance_reduction: subtract the constant and linear part of the rows.
+        whiten: bring the sample covariance of W to I.
+        rows: which functions of the weights moments are taken of.
+        iterations: of the power method.
+        contraction: order of the moment that gives the span.
+        rng: of the power method's start and of the contractions.
+
+    Raises:
+        AttackFailed: none of the head's neurons are planted.
+    """
+    if not seen.config.planted:
+        raise AttackFailed(
+            "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
+            "planted: ...}`)"
+        )
+    w = seen.hidden[seen.server].double() / seen.config.planted_std
+    outer = seen.grad_output[:, seen.server].double() if rows == "all" else combine(seen)[None]
+    outer = outer.double()
+    if variance_reduction:
+        design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
+        fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
+        outer = outer - (design @ fit).T
+    if rows == "all":
+        outer = independent_rows(outer, seen.rank, seen.noise)
+    back = torch.eye(w.shape[1]).to(w)
+    if whiten:
+        back = inverse_root(w.T @ w / len(w))
+        w = w @ back
+    moments = derivative_moments(seen.config.activation)
+    by_second = abs(moments[2]) > _NEGLIGIBLE
+    if contraction != "auto":
+        by_second = contraction == "second"
+    a = F.normalize(torch.randn(w.shape[1], generator=rng, dtype=torch.float64), dim=0).to(w)
+    matrices = [
+        _hermite.second(g, w) if by_second else _hermite.third_along(g, w, a) for g in outer
+    ]
+    basis = power_method(matrices, seen.rank, iterations, rng)
+    if seen.rank == 1:
+        return _signed(F.normalize(basis.T @ back, dim=1), seen), torch.zeros(())
+    y = w @ basis
+    inside = F.normalize(torch.randn(seen.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
+    by_third = abs(moments[3]) > _NEGLIGIBLE
+    slices = [
+        _hermite.third(g, y) if by_third else _hermite.fourth_along(g, y, inside) for g in outer
+    ]
+    if rows == "all":
+        # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
+        # labels apart, and their third moments those of one label.
+        slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
+    directions, left = components(torch.cat(slices, 2), rng)
+    return _signed(F.normalize(directions @ basis.T @ back, dim=1), seen), left
+
+
+def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
+    """At most `rank` rows (q, m) of mean square 1 that span what ∂L/∂A (K, m) holds of the images.
+
+    ∂L/∂A = D H, H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal rows of H, so
+    that orthonormal combinations of the rows of D H are nearly those of H turned: the sum of
+    squared moments, which no turn changes, is that of the images one by one. What is below the
+    edge of noise of variance `noise`, or of rounding, is left out.
+    """
+    _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
+    edge = noise**0.5 * (outer.shape[1] ** 0.5 + outer.shape[0] ** 0.5)
+    kept = int((lengths > torch.clamp(lengths[0] * _ROUNDING, min=edge)).sum())
+    return span[: max(1, min(rank, kept))] * outer.shape[1] ** 0.5
+
+
+def inverse_root(covariance: Tensor) -> Tensor:
+    """C^(-1/2) of a symmetric positive definite C (d, d); of fewer neurons than d, on its range."""
+    values, vectors = torch.linalg.eigh(covariance)
+    inside = values > values[-1] * _NEGLIGIBLE
+    return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
+
+
+def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
+    """`found` (r, d) in the order and with the signs of `truth` (N, d), r <= N: (N, d).
+
+    Each found direction, one after the other, goes to the free true feature that it has the largest
+    |cosine| with (Liu et al., Data Reconstruction Attacks and Defenses, Appendix D). Truths beyond
+    r get zeros.
+    """
+    cosines = F.normalize(found, dim=1) @ F.normalize(truth, dim=1).T
+    ordered = torch.zeros_like(truth)
+    free = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
+    for direction, cosine in zip(found, cosines, strict=True):
+        place = int(torch.where(free, cosine.abs(), -1).argmax())
+        ordered[place] = torch.copysign(direction.new_ones(()), cosine[place]) * direction
+        free[place] = False
+    return ordered
+
+
+def combine(seen: HeadGradient) -> Tensor:
+    """g (v,) = Σ_k c_k ∂L/∂a_kj, with r_i = Σ_k c_k (p_ki - y_ki) as constant as the rows allow.
+
+    Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
+    p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
+    equal, or two or three classes, c is one class and r_i = 1 / K - y_1i (Remark B.3).
+    """
+    outer = seen.grad_output[:, seen.server]
+    classes = len(outer)
+    if classes <= 3 or seen.config.planted_rows == "equal":
+        return outer[0]
+    return outer[0] + outer[(classes + 1) // 2]
+
+
+def derivative_moments(name: str) -> dict[int, float]:
+    """p -> E[σ^(p)(z)] = E[σ(z) He_p(z)] for standard normal z and p = 2, 3, 4 (quadrature)."""
+    z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
+    density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
+    value = activation(name)(z)  # type: ignore[arg-type]
+    polynomials = {2: z**2 - 1, 3: z**3 - 3 * z, 4: z**4 - 6 * z**2 + 3}
+    return {p: float(torch.trapezoid(value * h * density, z)) for p, h in polynomials.items()}
+
+
+def power_method(
+    matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
+) -> Tensor:
+    """(d, rank) orthonormal: the leading eigenvectors of Σ P², P symmetric (d, d).
+
+    Of one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
+    squared, so that eigenvalues of both signs count).
+    """
+    square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
+    start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)
+    basis = torch.linalg.qr(start)[0]
+    for _ in range(iterations):
+        basis = torch.linalg.qr(square @ basis)[0]
+    return basis
+
+
+def _signed(directions: Tensor, seen: HeadGradient) -> Tensor:
+    """Directions (N, d) with the signs under which they explain ∂L/∂A best.
+
+    The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
+    them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
+    """
+    w, b = seen.hidden[seen.server].double(), seen.bias[seen.server].double()
+    outer = seen.grad_output[:, seen.server].double()
+    norm = 1 / seen.config.planted_std
+    signs = directions.new_ones(len(directions))
+
+    def left(signs: Tensor) -> float:
+        hidden = seen.activation(norm * (signs[:, None] * directions) @ w.T + b)
+        fit = torch.linalg.lstsq(hidden.T, outer.T).solution
+        return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
+
+    best = left(signs)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(signs)):
+            signs[i] = -signs[i]
+            value = left(signs)
+            if value < best * (1 - 1e-12):
+                best, improved = value, True
+            else:
+                signs[i] = -signs[i]
+    return signs[:, None] * directions

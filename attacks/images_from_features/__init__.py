@@ -1,0 +1,1 @@
+"""Images from features that a head gave away."""

@@ -1,0 +1,96 @@
+"""What a client's later local steps add to the gradient of its first, simulated from candidates.
+
+An update of several steps is taken for the one gradient that its first step makes, which is known
+best: features, labels and error signals are those of the weights that were sent. The others add
+something of the same size in another direction. But near the truth, the client's own training on
+candidates adds much the same, and costs no more than an iteration: what is simulated is taken off
+the update, candidates come nearer, and so on. At the true images nothing is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Protocol, final
+
+import torch
+from torch import Tensor
+
+from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.types import Observation
+from fedsim_attacks.gradient_matching._matching import Matching
+
+_FROM, _TIMES = 0.4, 30
+"""Share of the iterations after which candidates are near enough to tell what later steps add, and
+how often it would be simulated over all of them."""
+
+
+def as_one_gradient(observation: Observation) -> Observation:
+    """The same, as if its update were the gradient of one step: the mean of its steps'.
+
+    Near for a small learning rate, and no more than a start for a large one.
+    """
+    factor = mean_gradient_factor(observation.training)
+    return replace(
+        observation,
+        update={name: value * factor for name, value in observation.update.items()},
+        training=replace(
+            observation.training,
+            algorithm="fedsgd",
+            batch_size=observation.training.num_images,
+            steps=1,
+        ),
+    )
+
+
+class Correctable(Protocol):
+    """What is compared with one gradient, and can be told what else is in the update."""
+
+    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
+        """A `share` of the gradient is in the update, and this is `added` to it, by parameter."""
+
+
+@final
+class LaterSteps:
+    """The mean gradient over a client's steps, less the share of it that the first step makes.
+
+    Where each step has images of its own, less what they all make at the weights that were sent.
+    """
+
+    def __init__(self, observation: Observation, labels: Tensor) -> None:
+        """For images of these `labels` (N,)."""
+        training = observation.training
+        weights = step_weights(training)
+        self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
+        """Of the first step's gradient in the mean gradient."""
+        self._factor, self._labels = mean_gradient_factor(training), labels
+        self._names = list(observation.parameters)
+        self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
+
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """By parameter, its entries that meet anything but padding, of normalized `images`."""
+        images = images.detach()
+        with torch.enable_grad():
+            every = self._all.update(images, self._labels, create_graph=False)
+            first = self._one.update(images, self._labels, create_graph=False)
+        return {
+            name: (self._factor * update - self.share * gradient).detach()
+            for name, update, gradient in zip(self._names, every, first, strict=True)
+        }
+
+    def correct(
+        self, updates: Iterable[Correctable], images: Tensor, taken: int, calls: int
+    ) -> bool:
+        """Tell `updates` what later steps add at these `images`, if it is time to.
+
+        `taken` of as many `calls` of this are over. Returns whether it has told them: of candidates
+        that are far off, the simulated training may run away to infinity.
+        """
+        if taken < _FROM * calls or taken % max(1, calls // _TIMES):
+            return False
+        added = self(images)
+        if not all(bool(each.isfinite().all()) for each in added.values()):
+            return False
+        for update in updates:
+            update.correct(self.share, added)
+        return True

@@ -1,0 +1,346 @@
+"""The phases of factored_inversion: what images are compared with, for how long, and what follows.
+
+Which phases there are depends on what a client's update tells. Of exact features and one gradient
+of a shallow body, one. A deep body is peeled first (`peeling`), its images are then descended
+through the first stage alone, and in the end together with all that was peeled (`relaxation`);
+behind much noise that is done from the beginning. Where features may be wrong, images lead to
+them first (`image_features`), in two goes if need be. Several local steps are taken for one
+gradient, and in the end, if the body is not deep, unrolled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import final
+
+from torch import Tensor
+
+from fedsim.contracts.attack import rebuild
+from fedsim.models.local import features_of
+from fedsim.rng import generator
+from fedsim.types import Observation
+from fedsim_attacks.gradient_matching._contrast import trusted
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features._body_gradient import (
+    BodyGradient,
+    Misfit,
+    Signals,
+    noise_share,
+    relative_noise_variance,
+    signals,
+)
+from fedsim_attacks.images_from_features._image_prior import ImageLaw, ImagePrior
+from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
+from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._relaxation import LEAST_CLEAR, Relaxation
+from fedsim_attacks.images_from_features._stages import StagedBody
+from fedsim_attacks.images_from_features._unrolled_update import UnrolledUpdate
+from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
+from fedsim_attacks.labels.label_inference import infer_labels
+
+_FINAL_VARIATION = 0.4
+"""Weight of the total variation at the end, over that of the beginning: it costs contrast, which
+the update restores once the images are nearly right."""
+_ROUGH = 0.7
+"""Share of the iterations that take several steps for one gradient, at a seventh of the cost;
+through a deep body all do, as the descent of a whole one leads away."""
+_FINE_STEP = 0.3
+"""Times the step size when the steps are then unrolled: from far they lead anywhere."""
+_FIRST = 0.25
+"""Share of the iterations before images' features are looked at, where the head is blurred."""
+_PEELED, _SINGLE = 0.35, 0.4
+"""Shares of the iterations in which stages are peeled, each with as many steps, and in which images
+are descended through the first one; the others are all stages' together."""
+_BURIED = 0.5
+"""Share of the body's update that is noise, from which there is nothing to peel."""
+_DROWNED = 0.9
+"""Share from which no features are fitted: they would be those of noise."""
+_RELAXED_VARIATION = 2.5
+"""Total variation in these, times the usual."""
+_UNSEEN, _FAINT = 1e-3, 0.15
+"""How much of an image's contrast a first stage shows (`StagedBody.contrast_seen`) up to which
+that is nothing, and up to which noise hides it."""
+_DEEP = 4
+"""Stages from which a body is peeled: through fewer, images descend as well from afar."""
+_MAPS = 4.0
+"""Times what features count, the first stage's outputs do: they are hundreds of times as many."""
+_DOUBT = 10.0
+"""How much less they count for what is left unexplained of the stage behind."""
+_LOST = 0.5
+"""Share of what a stage shows that is left unexplained, from which maps are worth nothing."""
+_COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
+"""Total variation of images from maps, times the usual at first; and its end over its beginning.
+A first stage alone is descended through smooth images well, and held back by none in the end."""
+_WHOLE_VARIATION = 0.03
+"""Least weight of the total variation against the cosine distance of the whole update."""
+_LEAST_LAW = 1e-3
+"""Least weight of how unlikely images are by the law of public ones."""
+_PRIOR = 0.7
+"""Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
+value: what the weight of the total variation then follows from."""
+
+
+@final
+@dataclass(frozen=True)
+class Settings:
+    """What a user chooses of a descent; `FactoredInversion` says what each is."""
+
+    iterations: int
+    step_size: float
+    total_variation: float
+    feature_weight: float
+    jump_width: float
+
+
+@final
+@dataclass(frozen=True)
+class Phase:
+    """What images are compared with for some iterations, and how they move."""
+
+    misfit: Callable[[Tensor], Misfit] | Peeling
+    """Or the stages that are peeled first, while images stay as they are."""
+    iterations: int
+    step_size: float
+    total_variation: float
+    labels: Tensor
+    feature_weight: float = 0.0
+    features: Tensor | None = None
+    """(N, d), that images are to have; None as long as nothing is known of them."""
+    final_variation: float = _FINAL_VARIATION
+    """Weight of the total variation at the end, over that of the beginning."""
+    contrast: float | None = None
+    """Where the misfit hardly sees it and total variation takes it: how much the images are to
+    have in the end, in [0, 1]."""
+
+
+Plan = Callable[[Tensor], Phase]
+"""A phase to come, from the normalized images (N, C, H, W) that those before end with."""
+
+
+@final
+class Phases:
+    """The phases of one observation's descent, each made when the one before is over."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        found: Tensor,
+        seed: int,
+        settings: Settings,
+        prior: ImagePrior | None = None,
+    ) -> None:
+        """For features that were `found` (N, d), rightly or not; `seed` is of random starts.
+
+        `prior` is what public images tell, if there are any.
+        """
+        self._observation, self._found, self._settings = observation, found, settings
+        self._several = observation.training.steps > 1 or observation.num_clients > 1
+        self._one = as_one_gradient(observation) if self._several else observation
+        self._seen, self._stream = HeadGradient.of(self._one), generator(seed, "peeling")
+        self._staged = StagedBody(self._one, len(found), self._stream, width=settings.jump_width)
+        self._deep = len(self._staged.stages) >= _DEEP
+        self._contrast_seen = self._staged.contrast_seen
+        unrolls = self._several and not self._deep
+        self._rough = int(_ROUGH * settings.iterations) if unrolls else settings.iterations
+        """Iterations before several steps are unrolled."""
+        self._begun = 0
+        """Iterations before the present phase."""
+        self._plans: list[Plan] = [self._unrolled] if unrolls else []
+        self._prior = prior
+        self.present = self._first()
+        self.law = self._law()
+        """Of images of the present phase; None without public ones."""
+        values = observation.num_images * math.prod(observation.model.input_shape)
+        clear = max(1 - noise_share(self._one, self._seen), LEAST_CLEAR)
+        demanded = values * relative_noise_variance(self._one, self._seen) / math.sqrt(clear)
+        self.law_weight = max(_LEAST_LAW, demanded)
+        """What its energy counts: as likelihoods do, and more where noise is most of the update."""
+
+    def over(self, iteration: int) -> bool:
+        """Whether another phase is to follow at that `iteration`."""
+        return bool(self._plans) and iteration - self._begun >= self.present.iterations
+
+    def follow(self, images: Tensor) -> None:
+        """Go on to the next phase, from normalized `images` (N, C, H, W)."""
+        self._begun += self.present.iterations
+        before, self.present = self.present.features, self._plans.pop(0)(images)
+        if self.present.features is not before:
+            self.law = self._law()
+
+    def done(self, iteration: int) -> float:
+        """Share of the present phase that is over at that `iteration`."""
+        return (iteration - self._begun) / self.present.iterations
+
+    def _law(self) -> ImageLaw | None:
+        if self._prior is None:
+            return None
+        features = self.present.features
+        if features is None:
+            return self._prior.ignorant(self._observation.num_images)
+        return self._prior.law(features)
+
+    def _first(self) -> Phase:
+        if _image_features.settled(self._seen, self._found):
+            return self._factored(self._found, self._rough)
+        # Behind noise, labels are as doubtful as the features that imply them.
+        if self._seen.noisy:
+            labels = infer_labels(self._observation)
+        else:
+            labels = signals(self._observation, self._found).labels
+        drowned = not self._deep and noise_share(self._one, self._seen) > _DROWNED
+        count = self._rough if drowned else int(_FIRST * self._rough)
+        misfit = WholeGradient(self._one, labels, width=self._settings.jump_width, calls=count)
+        variation = max(_WHOLE_VARIATION, self._settings.total_variation)
+        if not drowned:
+            self._plans.insert(0, partial(self._from_images, 1))
+        contrast = 1.0 if self._contrast_seen < _FAINT else None
+        return Phase(misfit, count, self._settings.step_size, variation, labels, contrast=contrast)
+
+    def _from_images(self, goes: int, images: Tensor) -> Phase:
+        """What follows once images, after so many `goes`, may tell where features are."""
+        left = self._rough - self._begun
+        features = _image_features.fitted(
+            self._seen, _features(self._observation, images), self._found
+        )
+        if features is None:
+            return replace(self.present, iterations=left)
+        if goes == 1 and not _image_features.explained(self._seen, features):
+            self._plans.insert(0, partial(self._from_images, 2))
+            return self.present
+        return self._factored(features, left)
+
+    def _factored(self, features: Tensor, iterations: int) -> Phase:
+        """The first phase with `features` (N, d) known; it plans those that follow."""
+        known = signals(self._observation, features)
+        if not self._deep:
+            return self._whole(features, known, iterations)
+        buried = noise_share(self._one, self._seen) > _BURIED
+        steps = 0 if self._several or buried else int(_PEELED * iterations)
+        peeling = Peeling(self._one, self._staged, features, known, self._stream, steps=steps)
+        self._plans.insert(0, partial(self._from_maps, known, iterations))
+        return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+
+    def _whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+        """The whole body's share of the update."""
+        settings = self._settings
+        weight, variation = settings.feature_weight, settings.total_variation
+        values = self._observation.num_images * math.prod(self._observation.model.input_shape)
+        demanded = 2 * _PRIOR * values * relative_noise_variance(self._one, self._seen)
+        misfit = BodyGradient(
+            self._one,
+            features,
+            known,
+            weight=weight,
+            width=settings.jump_width,
+            calls=iterations,
+            later=self._later(known),
+        )
+        return Phase(
+            misfit,
+            iterations,
+            settings.step_size,
+            max(variation, demanded),
+            known.labels,
+            weight,
+            features,
+            contrast=1.0 if demanded > variation and self._contrast_seen < _FAINT else None,
+        )
+
+    def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
+        """Images from what went into the second stage, and then all that was peeled with them.
+
+        Or, where that is lost, all stages from random ones, in all the `iterations` left.
+        """
+        peeled, settings = self.present, self._settings
+        assert isinstance(peeled.misfit, Peeling)
+        left = iterations - peeled.iterations
+        single = int(_SINGLE * iterations)
+        # What is left unexplained of a stage, its maps have passed on to the one before.
+        doubt = peeled.misfit.unexplained
+        if doubt > _LOST or not single:
+            return self._relaxed(known, [], left, images)
+        self._plans.insert(0, partial(self._relaxed, known, peeled.misfit.maps, left - single))
+        weight = _MAPS / (1 + _DOUBT * doubt) * settings.feature_weight
+        return replace(
+            peeled,
+            misfit=peeled.misfit.images(weight=weight, calls=single),
+            iterations=single,
+            step_size=settings.step_size,
+            total_variation=_COARSE_VARIATION * settings.total_variation,
+            final_variation=max(_FINE_VARIATION, doubt),
+            feature_weight=weight,
+        )
+
+    def _relaxed(
+        self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
+    ) -> Phase:
+        """All stages together, from what went into those but the first, if that is known."""
+        features, variation = self.present.features, self._settings.total_variation
+        assert features is not None
+        misfit = Relaxation(
+            self._one,
+            self._staged,
+            features,
+            known,
+            images,
+            maps,
+            noise=noise_share(self._one, self._seen),
+            later=self._later(known),
+            steps=iterations,
+        )
+        return Phase(
+            misfit,
+            iterations,
+            misfit.step_size,
+            _RELAXED_VARIATION * variation if maps else variation,
+            known.labels,
+            misfit.tight,
+            features,
+            final_variation=1.0,
+            contrast=self._contrast(),
+        )
+
+    def _later(self, known: Signals) -> LaterSteps | None:
+        return LaterSteps(self._observation, known.labels) if self._several else None
+
+    def _contrast(self) -> float | None:
+        if self._contrast_seen > _UNSEEN:
+            return None
+        names = [name for name, _ in self._staged.stages[0].part.parameters]
+        return trusted(noise_share(self._one, self._seen, names))
+
+    def _unrolled(self, images: Tensor) -> Phase:
+        """All local steps, one after the other."""
+        settings, iterations = self._settings, self._settings.iterations - self._rough
+        features = self.present.features
+        if features is None:
+            features = _features(self._observation, images)
+        known, weight = signals(self._observation, features), settings.feature_weight
+        misfit = UnrolledUpdate(
+            self._observation,
+            features,
+            known,
+            weight=weight,
+            width=settings.jump_width,
+            calls=iterations,
+        )
+        step_size = _FINE_STEP * settings.step_size
+        return Phase(
+            misfit,
+            iterations,
+            step_size,
+            settings.total_variation,
+            known.labels,
+            weight,
+            features,
+        )
+
+
+def _features(observation: Observation, images: Tensor) -> Tensor:
+    """(N, d) of normalized `images`, as the client's model computes them."""
+    seen = observation
+    return features_of(rebuild(seen), seen.parameters, seen.buffers, images, seen.training)

@@ -1,0 +1,76 @@
+"""The update of several local steps or clients, for known labels and first features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor
+
+from fedsim.types import Knowledge, Observation
+from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._matching import Distance, Matching, Target
+from fedsim_attacks.images_from_features._body_gradient import Misfit, Signals
+
+
+def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
+    """Sum over body and head of |u - t|² / |t|²: the head's planted neurons outweigh all else.
+
+    `clipped` updates t have been scaled by the client: of c u, for the c that fits best.
+    """
+    body = [name.startswith("body.") for name in names]
+
+    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+        unit = {part: _energy(target.tensors, body, part) for part in (True, False)}
+        units = [unit[part] for part in body]
+        factor = update[0].new_ones(())
+        if clipped:
+            own = [u.square().sum() / unit for u, unit in zip(update, units, strict=True)]
+            across = [
+                (u * t).sum() / unit
+                for u, t, unit in zip(update, target.tensors, units, strict=True)
+            ]
+            factor = torch.stack(across).sum() / torch.stack(own).sum()
+        left = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
+        loss = sum(_energy(left, body, part) / unit[part] for part in (True, False))
+        # At the best factor the loss does not change with it.
+        direction = [each / unit for each, unit in zip(left, units, strict=True)]
+        return torch.as_tensor(loss), direction, 2 * factor
+
+    return distance
+
+
+def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tensor:
+    chosen = [each.square().sum() for each, of in zip(tensors, body, strict=True) if of == part]
+    return torch.stack(chosen).sum().clamp_min(torch.finfo(tensors[0].dtype).tiny)
+
+
+@final
+class UnrolledUpdate:
+    """The observed update, and its recomputation from candidates by the client's own steps."""
+
+    def __init__(
+        self,
+        observation: Observation,
+        features: Tensor,
+        known: Signals,
+        *,
+        weight: float,
+        width: float,
+        calls: int,
+    ) -> None:
+        """As `BodyGradient`."""
+        self._distance = distance_by_part(
+            list(observation.parameters), clipped=observation.effect.scaled
+        )
+        self._matching = Matching(observation, calls=calls, width=width)
+        self._labels, self._weight = known.labels, weight
+        self._prior = ForwardPrior(observation, Knowledge(), Features(features, "relative"))
+
+    def __call__(self, images: Tensor) -> Misfit:
+        """At normalized `images` (N, C, H, W)."""
+        candidate = self._matching.candidate(images, self._labels, None)
+        loss, (slope,) = self._matching.differentiate(candidate, self._distance)
+        away, pull = self._prior(images)
+        return Misfit(loss, away, slope + self._weight * pull)

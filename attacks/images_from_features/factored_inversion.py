@@ -1,0 +1,185 @@
+"""Images from a batch's update that is factored into features and error signals first.
+
+Where the head can be solved (`best_features`), labels, features and error signals of every image
+are known, and what is left is `body_gradient`: a least-squares problem in the images alone, each of
+them with features of its own to reproduce. It is descended with the slopes of ReLU and max pooling
+smoothed (`smooth_slopes`), without which every linear piece of the network has a local minimum of
+its own, and over images of several resolutions (`pyramid`).
+
+What else an update asks for comes before or in place of that: `phases`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._contrast import exposing
+from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.gradient_matching._pyramid import Pyramid
+from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._variation import chromatic_variation
+from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features._image_prior import ImagePrior
+from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
+
+_FINAL = 0.005
+"""Step size at the end, over that of the beginning."""
+
+
+@dataclass(kw_only=True)
+class Descent(AttackState):
+    """The candidate images and what they are compared with."""
+
+    phases: Phases
+    matching: Matching
+    images: Tensor
+    """(N, C, H, W), normalized."""
+    pyramid: Pyramid
+    best: Tensor
+    """Images of least own loss."""
+    best_loss: Tensor
+
+    @property
+    def phase(self) -> Phase:
+        """The present one."""
+        return self.phases.present
+
+    @property
+    def shown(self) -> Tensor:
+        """The images of least own loss, with the contrast that the phase asks for."""
+        return self.stretch(self.best) * self.best
+
+    def stretch(self, images: Tensor) -> Tensor:
+        """(N, 1, 1, 1): what gives each of the `images` the contrast that the phase asks for."""
+        contrast = self.phase.contrast
+        if contrast is None:
+            return images.new_ones(len(images), 1, 1, 1)
+        return exposing(images, self.matching.box, contrast)
+
+
+@final
+class FactoredInversion(Attack[Descent]):
+    """Recovers features, labels and error signals; then inverts the body with them held fixed.
+
+    It needs a two-layer head and no knowledge of labels. Several local steps are
+    taken for one of the mean gradient at first, and then, if the body is not deep, simulated from
+    the labels and the features that were recovered.
+    """
+
+    paper: ClassVar[str] = (
+        "fedsim: features and error signals by best_features, squared distance of the body's "
+        "update with smoothed slopes"
+    )
+
+    iterations: Annotated[int, Field(ge=1)] = 1500
+    """Of Adam."""
+    step_size: Annotated[float, Field(gt=0)] = 0.1
+    """In units of normalized pixels, falling as a cosine."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.02
+    """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
+    it falls to 0.4 of it. Behind noise there is more, as the noise's variance demands."""
+    feature_weight: Annotated[float, Field(ge=0)] = 1.0
+    """Of the relative squared distance of features."""
+    jump_width: Annotated[float, Field(ge=0)] = 1.0
+    """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
+
+    public: bool = True
+    """Whether public images, if the threat model grants any, are a prior."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
+        """Recover features, and start at random images.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
+        """
+        seed = int(torch.randint(2**31, (), generator=rng))
+        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+        assert found is not None
+        public = knowledge.public_images if self.public else None
+        prior = None if public is None else ImagePrior(observation, public)
+        phases = Phases(observation, found, seed, self._settings(), prior)
+        matching = Matching(observation)
+        images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
+        if phases.law is not None:
+            images = phases.law.means
+        infinite = torch.full((), torch.inf, device=images.device)
+        return Descent(
+            loss=infinite,
+            phases=phases,
+            matching=matching,
+            images=images,
+            pyramid=_pyramid(images),
+            best=images.clone(),
+            best_loss=infinite,
+        )
+
+    def step(self, state: Descent) -> Descent:
+        """One step of Adam, projected onto valid pixels."""
+        while state.phases.over(state.iteration):
+            state.best = state.shown
+            state.phases.follow(state.best)
+            state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
+            state.pyramid = _pyramid(state.images)
+        phase, images = state.phase, state.images
+        if isinstance(phase.misfit, Peeling):
+            state.loss = phase.misfit.step()
+            state.iteration += 1
+            return state
+        done = state.phases.done(state.iteration)
+        misfit = phase.misfit(images)
+        variation, slope = chromatic_variation(images)
+        final = phase.final_variation * phase.total_variation
+        state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
+        slope.mul_(phase.total_variation * phase.final_variation**done).add_(misfit.slope)
+        if (law := state.phases.law) is not None:
+            # Where the update does not see contrast, images have less than they are shown with.
+            stretch = state.stretch(images)
+            unlikely, toward = law(stretch * images)
+            state.loss = state.loss + state.phases.law_weight * unlikely
+            slope.addcmul_(toward, stretch, value=state.phases.law_weight)
+        better = (state.loss < state.best_loss) | misfit.renewed
+        state.best_loss = torch.where(better, state.loss, state.best_loss)
+        state.best = torch.where(better, images, state.best)
+        state.pyramid.step(slope, phase.step_size * half_cosine(done, _FINAL))
+        images.clamp_(*state.matching.box)
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Descent) -> bool:
+        """After `iterations`."""
+        return state.iteration >= self.iterations
+
+    def postprocess(self, state: Descent) -> Reconstruction:
+        """The iterate of least own loss, and the labels and features that it was built on."""
+        return Reconstruction(
+            images=state.matching.pixels(state.shown),
+            labels=state.phase.labels,
+            features=state.phase.features,
+            loss=float(state.best_loss),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations
+
+    def _settings(self) -> Settings:
+        return Settings(
+            iterations=self.iterations,
+            step_size=self.step_size,
+            total_variation=self.total_variation,
+            feature_weight=self.feature_weight,
+            jump_width=self.jump_width,
+        )
+
+
+def _pyramid(images: Tensor) -> Pyramid:
+    return Pyramid(images, betas=(0.9, 0.99))

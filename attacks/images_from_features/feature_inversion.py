@@ -1,0 +1,241 @@
+"""Gradient inversion with recovered features, through an untrained U-Net.
+
+Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section 4
+(equations 2 and 3) and Appendix D: reweighted gradient matching + α_TV TV + α_BN BN + α_f R, where
+the features that R holds candidates to are also fed to the U-Net.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedsim import rng as streams
+from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.models.base import normalize
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._matching import (
+    Candidate,
+    Distance,
+    Matched,
+    Matching,
+    Target,
+    cosine_distance,
+    granted_labels,
+)
+from fedsim_attacks.gradient_matching._unet import UNet
+from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features._body_gradient import signals
+
+_ROUNDING = 1e-11
+"""Share of the update's energy below which a tensor is rounding."""
+_RATES = {"pixel": 0.1, "unet": 1e-3}
+
+
+def reweighted_cosine(weights: Sequence[float]) -> Distance:
+    """Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
+
+    A tensor whose observed gradient is nothing but rounding (a bias before batch norm) has no
+    direction, and does not count.
+    """
+
+    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+        losses, direction = [], []
+        counted = [
+            weight * (t.square().sum() > _ROUNDING * target.square)
+            for weight, t in zip(weights, target.tensors, strict=True)
+        ]
+        total = torch.stack(counted).sum()
+        for weight, u, t in zip(counted, update, target.tensors, strict=True):
+            tiny = torch.finfo(u.dtype).tiny
+            lengths = (u.square().sum() * t.square().sum()).sqrt().clamp_min(tiny)
+            cosine = (u * t).sum() / lengths
+            along = cosine / u.square().sum().clamp_min(tiny)
+            losses.append(weight / total * (1 - cosine))
+            direction.append(weight / total * (u * along - t / lengths))
+        return torch.stack(losses).sum(), direction, losses[0].new_ones(())
+
+    return distance
+
+
+@dataclass(kw_only=True)
+class Inversion(AttackState):
+    """What draws the images, its optimizer, and what they are held to."""
+
+    matching: Matching
+    draw: Callable[[], Tensor]
+    """The images (N, C, H, W), normalized; differentiable in what is optimized."""
+    pixels: Tensor | None
+    """What is optimized, if it is the images themselves."""
+    labels: Tensor
+    prior: ForwardPrior
+    distance: Distance
+    optimizer: torch.optim.Adam
+    schedule: torch.optim.lr_scheduler.MultiStepLR
+    features: Tensor | None
+    best: Tensor
+    best_loss: Tensor
+
+
+@final
+class FeatureInversion(Attack[Inversion]):
+    """Matches the update's direction through a U-Net that is told the recovered features.
+
+    With `features` it needs a two-layer head, and takes labels from it; without, labels as the
+    threat model grants them. The batch-norm term is there if the threat model grants statistics.
+    """
+
+    paper: ClassVar[str] = (
+        "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section 4"
+    )
+
+    iterations: Annotated[int, Field(ge=1)] = 10_000
+    """Of Adam."""
+    prior: Literal["unet", "pixel"] = "unet"
+    """What is optimized: the weights of an untrained U-Net, or the pixels."""
+    width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
+    """Channels of the U-Net at full resolution."""
+    learning_rate: Annotated[float, Field(gt=0)] | None = None
+    """Of Adam, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net and 0.1 for pixels.
+    The paper states 0.00001, which draws next to nothing in 10,000 iterations."""
+    reweighted: bool = True
+    """Cosine by tensor, weighted by its number of non-zero parameters; else over all together."""
+    features: Literal["squared_cosine", "relative", "none"] = "squared_cosine"
+    """What holds candidates to the recovered features: 1 - cos² (equation 2, sign-free), the
+    relative squared distance (where they have sign and norm), or nothing."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.01
+    """α_TV."""
+    batch_norm: Annotated[float, Field(ge=0)] = 0.001
+    """α_BN."""
+    feature_weight: Annotated[float, Field(ge=0)] = 0.1
+    """α_f."""
+    tensors: Matched = "all"
+    """Which tensors of the update are matched: all, or those of the body, that is, all but the
+    classifier's head. The paper reweights all; the head has most of the parameters."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Inversion:
+        """Recover features; then random pixels, or a U-Net of random weights.
+
+        Raises:
+            AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
+                `body`, and nothing of the update is outside of the head.
+        """
+        seed = int(torch.randint(2**31, (), generator=rng))
+        features, labels = None, None
+        if self.features != "none":
+            features = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+            assert features is not None
+            labels = signals(observation, features).labels
+        else:
+            labels = granted_labels(observation, knowledge)
+        if labels is None:
+            labels = granted_labels(observation, Knowledge(labels="inferred"))
+            assert labels is not None
+        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
+        pixels, network = None, None
+        if self.prior == "pixel":
+            pixels = matching.random_candidate(labels, rng).images
+            variables = [pixels]
+        else:
+            with streams.global_stream(seed):
+                network = UNet(
+                    observation.num_images,
+                    observation.model.input_shape,
+                    0 if features is None else features.shape[1],
+                    self.width,
+                ).to(matching.device)
+            variables = list(network.parameters())
+        told = None if features is None else _scaled(features)
+
+        def draw() -> Tensor:
+            if network is None:
+                assert pixels is not None
+                return pixels
+            return normalize(network(told), observation.model)
+
+        rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
+        optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
+        infinite = torch.full((), torch.inf, device=matching.device)
+        wanted: Features | None = None
+        if features is not None and self.features != "none":
+            wanted = Features(features, self.features)
+        return Inversion(
+            loss=infinite,
+            matching=matching,
+            draw=draw,
+            pixels=pixels,
+            labels=labels,
+            prior=ForwardPrior(
+                observation,
+                knowledge,
+                wanted,
+                feature_weight=self.feature_weight,
+                batch_norm=self.batch_norm,
+            ),
+            distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
+            optimizer=optimizer,
+            schedule=decayed(optimizer, self.iterations),
+            features=features,
+            best=draw().detach().clone(),
+            best_loss=infinite,
+        )
+
+    def step(self, state: Inversion) -> Inversion:
+        """One step of Adam; pixels stay valid."""
+        with torch.enable_grad():
+            drawn = state.draw()
+        images = drawn.detach()
+        candidate = Candidate(images, state.labels, None)
+        loss, (slope,) = regularized(
+            state.matching, candidate, state.distance, self.total_variation
+        )
+        known, known_slope = state.prior(images)
+        state.loss, slope = loss + known, slope + known_slope
+        better = state.loss < state.best_loss
+        state.best_loss = torch.where(better, state.loss, state.best_loss)
+        state.best = torch.where(better, images, state.best)
+        state.optimizer.zero_grad()
+        if state.pixels is None:
+            drawn.backward(slope)  # type: ignore[no-untyped-call]
+        else:
+            state.pixels.grad = slope
+        state.optimizer.step()
+        state.schedule.step()
+        if state.pixels is not None:
+            state.pixels.data.clamp_(*state.matching.box)
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: Inversion) -> bool:
+        """After `iterations`."""
+        return state.iteration >= self.iterations
+
+    def postprocess(self, state: Inversion) -> Reconstruction:
+        """The iterate of least own loss."""
+        return Reconstruction(
+            images=state.matching.pixels(state.best),
+            labels=state.labels,
+            features=state.features,
+            loss=float(state.best_loss),
+            iterations=state.iteration,
+        )
+
+    def total(self) -> int:
+        """`iterations`."""
+        return self.iterations
+
+
+def _scaled(features: Tensor) -> Tensor:
+    """Entries of about 1, as a network likes its inputs."""
+    return F.normalize(features, dim=1) * features.shape[1] ** 0.5

@@ -1,0 +1,98 @@
+"""Images regressed on the features that the head's gradient gives away.
+
+What a two-layer head leaks of an image's features (`best_features`) survives noise that hides the
+image itself from gradient matching; and who has public images of the same kind reads an image off
+its features. It takes seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackState, Needs, solve
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features._body_gradient import signals
+from fedsim_attacks.images_from_features._image_prior import ImagePrior
+
+_MIXED = 0.3
+"""How much of their difference two features may have exchanged: their images are then blends, of
+which the right one is the larger part."""
+
+
+@dataclass(kw_only=True)
+class Regressed(AttackState):
+    """What features say of their images."""
+
+    matching: Matching
+    images: Tensor
+    """(N, C, H, W), normalized."""
+    labels: Tensor
+    features: Tensor
+
+
+@final
+class FeatureRegression(Attack[Regressed]):
+    """Recovers features, and guesses their images by a regression on public ones.
+
+    The guess of least squared error that is linear in the features: blurred, but with the right
+    colors in the right places; where the head's gradient leaves features in doubt, the mean of the
+    public images. Nothing is optimized.
+    """
+
+    paper: ClassVar[str] = (
+        "fedsim: features by best_features; images from features after Dosovitskiy and Brox, "
+        "Inverting Visual Representations with Convolutional Networks, CVPR 2016, by ridge "
+        "regression"
+    )
+    needs: ClassVar[Needs] = Needs(public="test")
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Regressed:
+        """Everything happens here.
+
+        Raises:
+            AttackFailed: the model has no two-layer head, nothing is left of its gradient, or the
+                public images are not the model's.
+        """
+        assert knowledge.public_images is not None
+        prior = ImagePrior(observation, knowledge.public_images)
+        seed = int(torch.randint(2**31, (), generator=rng))
+        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
+        assert found.features is not None
+        seen = HeadGradient.of(observation)
+        told = _image_features.settled(seen, found.features, _MIXED)
+        law = prior.law(found.features) if told else prior.ignorant(len(found.features))
+        return Regressed(
+            loss=torch.tensor(found.loss),
+            matching=Matching(observation),
+            images=law.means,
+            labels=signals(observation, found.features).labels,
+            features=found.features,
+        )
+
+    def step(self, state: Regressed) -> Regressed:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Regressed) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Regressed) -> Reconstruction:
+        """The images, with labels and features; the loss is that of the features."""
+        return Reconstruction(
+            images=state.matching.pixels(state.images),
+            labels=state.labels,
+            features=state.features,
+            loss=float(state.loss),
+            iterations=0,
+        )

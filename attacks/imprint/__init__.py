@@ -1,0 +1,1 @@
+"""Images out of an imprint module's gradient."""

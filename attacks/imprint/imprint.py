@@ -1,0 +1,116 @@
+"""Images out of an imprint module's gradient, by one division each.
+
+Fowl, Geiping, Czaja, Goldblum and Goldstein, Robbing the Fed: Directly Obtaining Private Data in
+Federated Learning with Modified Models, ICLR 2022, equation 5. The module is in
+`fedsim.models.imprint`, with what its gradient is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.models.base import denormalize
+from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim_attacks.imprint._segmentation import Segmentation, segment
+
+_WEIGHT, _BIAS = "imprint.hidden.weight", "imprint.hidden.bias"
+_ROUNDING = 1e-10
+"""Share of the largest row's energy below which a jump is rounding, of float32 and its sums."""
+_CLEAR = 2.0
+"""Energy of a jump, in units of what noise makes of it, from which on it is an image's."""
+
+
+@dataclass(kw_only=True)
+class Read(AttackState):
+    """The images."""
+
+    pixels: Tensor
+
+
+@final
+class ImprintAttack(Attack[Read]):
+    """Reads the images off the imprint module that the server has put in front of the model.
+
+    The paper divides the differences of adjacent rows. Rows between two images' bins are equal, but
+    for a defense's noise: here the rows are segmented into as many pieces as there are images
+    (least squares), and the differences of the pieces' means are divided. Without noise it is the
+    same. Several local steps move the module's weights, so that rows drift within a piece: there
+    the two rows where pieces meet are compared, as in the paper, and images are exact only as far
+    as these moves are small.
+
+    Exact are images that are alone in their bin, also of a clipped update, also of several clients.
+    Images that share a bin come out as their mean, weighted by their part in the gradient; how many
+    they are is not seen, so that the images of the largest gradients are repeated. Entries that
+    pruning removes count as zero.
+    """
+
+    paper: ClassVar[str] = "Fowl et al., Robbing the Fed, ICLR 2022, equation (5)"
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Read:
+        """Everything happens here.
+
+        Raises:
+            AttackFailed: the model has no imprint module, or no image stands out of its gradient.
+        """
+        if _WEIGHT not in observation.update:
+            raise AttackFailed(
+                "the model has no imprint module to read: set model.imprint, as {bins: 128}"
+            )
+        weight, bias = (observation.update[name].double() for name in (_WEIGHT, _BIAS))
+        rows = torch.cat([weight, bias[:, None]], 1)
+        if not rows.any():
+            raise AttackFailed(
+                "nothing is left of the imprint module's gradient: lower model.imprint.scale, or "
+                "remove less of the update"
+            )
+        found = segment(rows, min(observation.num_images, len(rows)))
+        jumps = _clear_jumps(rows, found, drifting=observation.training.steps > 1)
+        if not len(jumps):
+            raise AttackFailed(
+                "no image stands out of the noise in the imprint module's gradient: lower "
+                "model.imprint.scale"
+            )
+        jumps = jumps[jumps[:, -1].abs().argsort(descending=True)]
+        jumps = jumps.repeat(math.ceil(observation.num_images / len(jumps)), 1)
+        jumps = jumps[: observation.num_images]
+        images = (jumps[:, :-1] / jumps[:, -1:]).view(-1, *observation.model.input_shape)
+        pixels = denormalize(images, observation.model).clamp(0, 1).float()
+        return Read(pixels=pixels, loss=found.residual.clamp_min(0) / rows.square().sum())
+
+    def step(self, state: Read) -> Read:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Read) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Read) -> Reconstruction:
+        """The loss is the share of the module's gradient that as many images leave unexplained."""
+        return Reconstruction(images=state.pixels, loss=float(state.loss), iterations=0)
+
+    def total(self) -> int:
+        """None."""
+        return 0
+
+
+def _clear_jumps(rows: Tensor, found: Segmentation, drifting: bool) -> Tensor:
+    """Differences of consecutive pieces of `rows` (k, m) that are neither noise nor rounding."""
+    if drifting:
+        jumps = -torch.cat([rows, torch.zeros_like(rows[:1])]).diff(dim=0)
+        jumps = jumps[torch.tensor(found.ends, device=rows.device) - 1]
+        lengths = rows.new_ones(len(jumps))
+    else:
+        jumps = -found.means(rows).diff(dim=0)
+        lengths = torch.tensor([0, *found.ends], device=rows.device).diff().to(rows.dtype)
+    spread = found.residual / max(1, len(rows) - len(jumps))
+    # The variance of a mean; the zero after the last piece has none.
+    noise = 1 / lengths + torch.cat([1 / lengths[1:], lengths.new_zeros(1)])
+    least = (_CLEAR * spread * noise).clamp_min(_ROUNDING * rows.square().sum(1).max())
+    return jumps[(jumps.square().sum(1) > least) & (jumps[:, -1] != 0)]

@@ -1,0 +1,1 @@
+"""Images out of the update of a Kolmogorov-Arnold network."""

@@ -1,0 +1,1 @@
+"""Labels from the gradient of the last layer."""

@@ -1,0 +1,202 @@
+"""Labels from the gradient of the last layer.
+
+With logits A h + b and cross-entropy, ∂L/∂b_k is the batch's mean of p_k minus the share of class
+k, so the counts are n_k = N (E[p_k] - ∂L/∂b_k), exactly. For one image only its own entry is
+negative (Zhao, Mopuri and Bilen, iDLG: Improved Deep Leakage from Gradients, 2020). For more, E[p]
+has to be estimated: row k of ∂L/∂A, divided by ∂L/∂b_k, is close to the mean feature of class k,
+and p at these features gives linear equations for the counts (Ma et al., Instance-wise Batch Label
+Restoration via Gradients in Federated Learning, ICLR 2023). Without a bias, ∂L/∂b_k is read off
+the leading direction of ∂L/∂A, at the features of dummy images (Geng et al., Towards General Deep
+Leakage in Federated Learning, 2021).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim import rng as streams
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs, rebuild
+from fedsim.models.base import Classifier
+from fedsim.models.local import mean_gradient_factor
+from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
+
+_DUMMIES = 32
+_ROUNDS = 20
+_SLACK = 0.1
+
+
+@dataclass(kw_only=True)
+class Inferred(AttackState):
+    """The labels."""
+
+    labels: Tensor
+
+
+@final
+class LabelInference(Attack[Inferred]):
+    """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
+
+    paper: ClassVar[str] = (
+        "Zhao et al., iDLG, 2020 (one image); Ma et al., Instance-wise Batch Label Restoration, "
+        "ICLR 2023, and Geng et al., 2021 (batches)"
+    )
+    needs: ClassVar[Needs] = Needs(labels="inferred")
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Inferred:
+        """Everything happens here."""
+        labels, residual = _infer(observation)
+        return Inferred(labels=labels, loss=residual)
+
+    def step(self, state: Inferred) -> Inferred:
+        """Nothing is left to do."""
+        return state
+
+    def terminate(self, state: Inferred) -> bool:
+        """At once."""
+        return True
+
+    def postprocess(self, state: Inferred) -> Reconstruction:
+        """Labels alone. The loss is the mean distance of the estimated counts from integers."""
+        return Reconstruction(labels=state.labels, loss=float(state.loss), iterations=0)
+
+    def total(self) -> int:
+        """None."""
+        return 0
+
+
+def infer_labels(observation: Observation) -> Tensor:
+    """(N,) int64 labels of the observed batch, on its device.
+
+    The order in a batch cannot be seen. Equal labels are dealt out over the clients and local
+    steps, in which batches of different composition would be less likely.
+
+    Raises:
+        AttackFailed: the model's head has no linear layer.
+    """
+    return _infer(observation)[0]
+
+
+def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
+    """(labels (N,) int64, mean distance of the estimated counts from the integers chosen)."""
+    model = rebuild(observation)
+    name = _last_linear(model)
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    step = mean_gradient_factor(observation.training)
+    rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
+    images = observation.num_images
+    features, chances = _dummy_response(model, layer, observation)
+    slopes = torch.zeros_like(chances)
+    if layer.bias is not None:
+        slopes = torch.nan_to_num(observation.update[f"{name}.bias"].double() * step)
+    if not slopes.any():  # there is no bias, or a defense removed its gradient
+        slopes = _bias_slopes(rows, features, chances, images)
+    if images == 1:
+        counts = torch.zeros_like(slopes)
+        counts[slopes.argmin()] = 1
+        return _as_labels(counts, observation.training), counts.new_zeros(())
+
+    def head(at: Tensor) -> Tensor:
+        logits = at @ layer.weight.detach().double().T
+        return logits if layer.bias is None else logits + layer.bias.detach().double()
+
+    estimates = _estimate_counts(slopes, rows, features, images, head)
+    counts = _round_counts(estimates, slopes, images)
+    return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
+
+
+def _last_linear(model: Classifier) -> str:
+    names = [name for name, part in model.head.named_modules() if isinstance(part, nn.Linear)]
+    if not names:
+        raise AttackFailed(
+            "labels are read off the last linear layer, and the model's head has none: grant "
+            "known labels"
+        )
+    return f"head.{names[-1]}".rstrip(".")
+
+
+def _dummy_response(
+    model: Classifier, layer: nn.Linear, observation: Observation
+) -> tuple[Tensor, Tensor]:
+    """Mean input of the last layer (d,) and mean probabilities (K,) on Gaussian images."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    stream = streams.generator(observation.seed, "label_inference")
+    device = next(iter(observation.parameters.values())).device
+    images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
+    model.train(observation.training.mode == "train")
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    with torch.no_grad():
+        logits = functional_call(model, buffers, (images,))
+    hook.remove()
+    return seen[0].double().mean(0), logits.double().softmax(1).mean(0)
+
+
+def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -> Tensor:
+    """(K,) estimate of what the gradient of a bias would be, from that of the weights (K, d)."""
+    *_, directions = torch.linalg.svd(rows, full_matrices=False)
+    along: Tensor = rows @ directions[0]
+    if images == 1 and len(along) > 2:  # then |p_y - 1| is the largest entry, whatever the features
+        return -along * along[along.abs().argmax()].sign()
+    scale = 1 / (features @ directions[0])
+    # A class that does not occur has slope E[p_k]: this corrects the scale of the dummy features.
+    for _ in range(3):
+        absent = images * (chances - scale * along) < 0.5
+        if bool(absent.any()) and bool(along[absent].sum() * scale > 0):
+            scale = chances[absent].sum() / along[absent].sum()
+    return torch.nan_to_num(scale * along, posinf=0, neginf=0)
+
+
+def _estimate_counts(
+    slopes: Tensor,
+    rows: Tensor,
+    features: Tensor,
+    images: int,
+    head: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """(K,) counts n_k >= 0 that sum to N = `images`, not rounded.
+
+    With w_k = n_k / N and all images of class k at the feature h_k, where p is P_k,
+
+        slope_k = Σ_j w_j P_jk - w_k    and    row_k = Σ_j w_j P_jk h_j - w_k h_k,
+
+    solved by fixed-point iteration from one feature for all classes.
+    """
+    if bool(slopes.any()):  # at one common feature, row_k = slope_k h
+        features = slopes @ rows / slopes.square().sum()
+    means = features.expand_as(rows)
+    shares = torch.full_like(slopes, 1 / len(slopes))
+    for _ in range(_ROUNDS):
+        joint = shares[:, None] * head(means).softmax(1)  # w_j P_jk
+        shares = torch.nan_to_num(joint.sum(0) - slopes).clamp_min(0)
+        total = shares.sum()
+        shares = torch.where(total > 0, shares / total, 1 / len(shares))
+        present = shares > 0.5 / images
+        solved = (joint.T @ means - rows) / shares[:, None]
+        means = torch.where(present[:, None], solved, features)
+    return shares * images
+
+
+def _round_counts(estimates: Tensor, slopes: Tensor, images: int) -> Tensor:
+    """Integers that sum to `images`, nearest to the estimates."""
+    # slope_k = E[p_k] - n_k / N > -n_k / N bounds the counts from below, but for noise.
+    counts = (-images * slopes - _SLACK).ceil().clamp_min(0)
+    if int(counts.sum()) > images:
+        counts = torch.zeros_like(counts)
+    for _ in range(images - int(counts.sum())):
+        counts[(estimates - counts).argmax()] += 1
+    return counts
+
+
+def _as_labels(counts: Tensor, training: LocalTraining) -> Tensor:
+    classes = torch.arange(len(counts), device=counts.device)
+    labels = classes.repeat_interleave(counts.long())
+    return labels.view(training.batch_size, -1).T.flatten()

@@ -1,0 +1,1 @@
+"""The attack stage: recordings, the threat model and attacks; neither Flower nor any data set."""

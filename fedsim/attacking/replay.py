@@ -1,0 +1,129 @@
+"""Attack one recording, anywhere: needs neither Flower nor the data that it was made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedsim import scoring
+from fedsim.attacking import jobs
+from fedsim.attacking.knowledge import from_truth
+from fedsim.attacking.targets import Granted, question
+from fedsim.contracts.attack import create
+from fedsim.recording import files
+from fedsim.results.record import Row
+from fedsim.system.device import resolve_device
+from fedsim.system.threads import fixed
+from fedsim.types import (
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    FedsimError,
+    Labels,
+    Observation,
+    PublicKnowledge,
+    Reconstruction,
+    RowKnowledge,
+    RowTruth,
+    Truth,
+)
+
+
+def attack(
+    observation: Observation | str | Path,
+    name: str,
+    parameters: Mapping[str, object] | None = None,
+    *,
+    restarts: int = 1,
+    labels: Labels = "inferred",
+    bn: BatchNormKnowledge = "none",
+    features: FeatureKnowledge = "none",
+    rows: RowKnowledge = "none",
+    public: PublicKnowledge = "none",
+    seed: int | None = None,
+    device: str = "cpu",
+    threads: int = 1,
+    truth: str | Path | None = None,
+    on_progress: jobs.OnProgress | None = None,
+) -> tuple[Reconstruction, Row]:
+    """Attack one recording.
+
+    Args:
+        observation: A recording, or the path of its JSON file.
+        name: The attack; `parameters` are its hyper-parameters (others at their defaults).
+        restarts: Starting points; the one with the least own loss is kept.
+        labels, bn, features, rows, public: What the threat model grants.
+        seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
+        device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
+        threads: That compute, at least 1; the recorded run's (`threads` of its scenario) give the
+            same bytes.
+        truth: The run's folder that holds `truth/`, and the public images. For a recording given
+            by path it is found by itself. Without truth nothing is scored.
+        on_progress: Told of the attack's loss now and then.
+
+    Returns:
+        The reconstruction, and a row with the observation's id, the resolved attack, the kind of
+        server, knowledge, metrics (null without truth) and cost.
+
+    Raises:
+        FedsimError: the recording or the attack cannot be used, or the attack failed.
+    """
+    root = Path(truth) if truth else None
+    if not isinstance(observation, Observation):
+        path = Path(observation)
+        observation = files.load_observation(path, resolve_device(device))
+        root = root or files.root_of(path)
+    known = root is not None and files.has_truth(root, observation.id)
+    victim = files.load_truth(root, observation.id) if root and known else None
+    if victim is None and from_truth(labels, bn, features, rows):
+        raise FedsimError(
+            "known labels or features, exact statistics and other rows come from the ground truth, "
+            "and none was found: name the run's folder (--truth), or grant less"
+        )
+    if threads < 1:
+        raise FedsimError(f"threads: expected at least 1, got {threads}")
+    chosen = create(name, parameters)
+    if unmet := chosen.required().unmet(labels, bn, features, rows, public):
+        raise FedsimError(f"attack {name} {unmet}")
+    if public != "none" and root is None:
+        raise FedsimError(
+            "public images lie in a run's folder, and none was found: name it (--truth)"
+        )
+    with fixed(threads):
+        solution = question(
+            chosen,
+            observation,
+            victim,
+            Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
+            jobs.seed_of(observation, name) if seed is None else seed,
+            public_images=files.load_public(root) if root and public != "none" else None,
+            restarts=restarts,
+            progress=on_progress,
+        )
+        found = jobs.on_cpu(solution.reconstruction)
+        metrics = _metrics(found, victim)
+    return found, {
+        "observation": observation.id,
+        "attack": {
+            "name": name,
+            "restarts": restarts,
+            "parameters": chosen.model_dump(mode="json"),
+        },
+        "server": observation.server,
+        "knowledge": {
+            "labels": labels,
+            "bn": bn,
+            "features": features,
+            "rows": rows,
+            "public": public,
+        },
+        "metrics": metrics,
+        "cost": jobs.cost(solution),
+    }
+
+
+def _metrics(found: Reconstruction, truth: Truth | None) -> dict[str, float | None] | None:
+    if truth is None:
+        return None
+    if isinstance(truth, RowTruth):
+        return scoring.score_rows(found, truth).metrics()
+    return scoring.score(found, truth).metrics()

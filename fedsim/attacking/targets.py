@@ -1,0 +1,133 @@
+"""Attacks put to the question: of a batch of images at once, of rows one target at a time.
+
+An attack on rows knows the others and answers for one row. Were it handed several questions at
+once, one of them would give away the answer to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from fedsim import rng
+from fedsim.attacking.knowledge import grant, grant_of_row
+from fedsim.contracts.attack import (
+    Attack,
+    AttackFailed,
+    AttackState,
+    Progress,
+    Solution,
+    solve,
+    unreadable,
+)
+from fedsim.types import (
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    Labels,
+    Observation,
+    PublicKnowledge,
+    Reconstruction,
+    RowKnowledge,
+    RowTruth,
+    Truth,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Granted:
+    """What the threat model grants every attack of a run."""
+
+    labels: Labels = "none"
+    bn: BatchNormKnowledge = "none"
+    features: FeatureKnowledge = "none"
+    rows: RowKnowledge = "none"
+    public: PublicKnowledge = "none"
+
+
+def question(
+    attack: Attack[AttackState],
+    observation: Observation,
+    truth: Truth | None,
+    granted: Granted,
+    seed: int,
+    *,
+    public_images: torch.Tensor | None = None,
+    restarts: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """Run `attack` on `observation` with what is granted of `truth`, and any `public_images`.
+
+    Of rows the answers are put together: for every row that took part, in order, or, from an attack
+    that is asked of candidates, for every row that could have. What an attack draws from
+    torch's global stream follows from `seed`, whatever was computed before in this process.
+
+    Raises:
+        AttackFailed: it cannot read such an observation, or `solve` raises it; of rows also if
+            there is no truth to ask about or nothing to ask.
+    """
+    if reason := unreadable(type(attack).__name__, attack.reads, observation.released):
+        raise AttackFailed(reason)
+    if isinstance(truth, RowTruth):
+        return _of_rows(attack, observation, truth, granted, seed, restarts, progress)
+    if observation.released != "update":
+        raise AttackFailed("rows are asked for one at a time, which takes the run's truth/ folder")
+    seen, known = grant(
+        observation, truth, granted.labels, granted.bn, granted.features, public_images
+    )
+    with rng.global_stream(seed):
+        return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
+
+
+def targets(attack: Attack[AttackState], truth: RowTruth) -> list[int]:
+    """The rows that `attack` is asked about: those that took part, or could have."""
+    if attack.asked_of_candidates:
+        return list(range(len(truth.rows)))
+    return truth.members.nonzero().flatten().tolist()
+
+
+def _of_rows(
+    attack: Attack[AttackState],
+    observation: Observation,
+    truth: RowTruth,
+    granted: Granted,
+    seed: int,
+    restarts: int,
+    progress: Callable[[Progress], None] | None,
+) -> Solution:
+    asked = attack.asked_of_candidates
+    # Of the truth, so that nothing that an attack is handed tells which row is withheld.
+    secret = rng.of_bytes(truth.rows.numpy().tobytes() + truth.members.numpy().tobytes())
+    found = []
+    for target in targets(attack, truth):
+        own = rng.derive(seed, "target", target)
+        exchanged = (
+            rng.generator(secret, "exchanged", target) if observation.release.counted else None
+        )
+        known = grant_of_row(truth, target, granted.rows, asked, exchanged)
+        with rng.global_stream(own):
+            answer = solve(attack, observation, known, own, restarts=restarts, progress=progress)
+        found.append(answer)
+    if not found:
+        raise AttackFailed("no row took part in this release, so that there is none to recover")
+    answers = [solution.reconstruction for solution in found]
+    return Solution(
+        reconstruction=Reconstruction(
+            rows=_joined([answer.rows for answer in answers]),
+            membership=_joined([answer.membership for answer in answers]),
+            loss=math.fsum(answer.loss for answer in answers) / len(answers),
+            iterations=sum(answer.iterations for answer in answers),
+        ),
+        restart=found[0].restart,
+        losses=found[0].losses,
+        seconds=math.fsum(solution.seconds for solution in found),
+        iterations=sum(solution.iterations for solution in found),
+        peak_memory_bytes=max(solution.peak_memory_bytes for solution in found),
+    )
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None

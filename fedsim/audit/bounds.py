@@ -1,0 +1,206 @@
+"""Lower bounds of ε from what an attacker makes of releases under two neighbouring worlds.
+
+Each world is a sample of scores, the higher the likelier that the row, example or client is
+present. A bound fails with at most the probability 1 - confidence, whatever the scores' law: the
+threshold is fixed on one half of each sample and only the other half is counted (Jagielski, Ullman
+and Oprea, Auditing Differentially Private Machine Learning, NeurIPS 2020; Nasr et al., Tight
+Auditing of Differentially Private Machine Learning, USENIX Security 2023).
+
+A bound above a claim refutes it. A bound below proves nothing: the attack may have been weak.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.types import FedsimError
+
+Method = Literal["threshold", "gaussian_dp", "one_run"]
+
+LEAST_DRAWS = 100
+"""Scores of each world that a bound needs; with fewer, hardly anything can be bounded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowerBound:
+    """With probability of at least `confidence`, the release is not (ε', δ)-private for ε' < ε."""
+
+    epsilon: float
+    """At least 0; 0 says nothing."""
+    delta: float
+    confidence: float
+    method: Method
+
+
+def threshold_bound(
+    absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
+) -> LowerBound:
+    """The bound from one threshold on the score, in whichever direction shows more.
+
+    (ε, δ)-privacy says P(S) <= exp(ε) Q(S) + δ of every set S, both ways; S is a tail of the
+    scores, and Clopper-Pearson bounds P(S) from below and Q(S) from above. Both directions' four
+    bounds share 1 - confidence. It presumes nothing of the release.
+
+    Args:
+        absent: (n,) scores of independent releases without the row; infinite ones are fine.
+        present: (m,) scores with it.
+        delta: in (0, 1).
+        confidence: in (0, 1).
+
+    Raises:
+        FedsimError: an argument is out of its range, a score is NaN, or a world has fewer than
+            `LEAST_DRAWS` scores.
+
+    >>> rng = np.random.default_rng(0)
+    >>> absent, present = rng.normal(0, 1, 10**5), rng.normal(2, 1, 10**5)
+    >>> round(threshold_bound(absent, present, delta=1e-3).epsilon, 1)  # the truth is 7.6
+    4.8
+    """
+    error = error_probability(delta, confidence) / 4
+    fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
+    epsilon = 0.0
+    # Present over absent in the upper tail; negated scores make it absent over present.
+    for sign, likelier, other in ((1, 1, 0), (-1, 0, 1)):
+        at = _threshold(sign * fitted[likelier], sign * fitted[other], delta, error)
+        low = _low(*_tail(sign * counted[likelier], at), error)
+        high = _high(*_tail(sign * counted[other], at), error)
+        epsilon = max(epsilon, float(_ratio(low, high, delta)[0]))
+    return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="threshold")
+
+
+def gaussian_bound(
+    absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
+) -> LowerBound:
+    """The bound that one threshold gives if the release's trade-off curve is a Gaussian one.
+
+    A test with false positive rate α and false negative rate β shows that the release is not μ-GDP
+    for μ < Φ⁻¹(1 - α) - Φ⁻¹(β) (Dong, Roth and Su, Gaussian Differential Privacy, JRSS-B 2022,
+    Definition 2.6). What follows at δ is a bound of ε only where the curve is Gaussian; elsewhere
+    it refutes a claim of μ-GDP, never one of (ε, δ). Far tighter than `threshold_bound` where δ is
+    small, since no rare event has to be counted.
+
+    Arguments and errors as for `threshold_bound`.
+    """
+    error = error_probability(delta, confidence) / 2
+    mu = mu_bound(absent, present, error=error)
+    epsilon = float(gaussian.epsilon(1 / mu, delta)) if mu > 0 else 0.0
+    return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="gaussian_dp")
+
+
+def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
+    """The μ >= 0 below which the release is not μ-GDP; each of two rates errs with `error`."""
+    from scipy.special import ndtri
+
+    fitted, counted = zip(*map(_halves, _worlds(absent, present)), strict=True)
+
+    def mu(at: NDArray[np.float64], worlds: tuple[NDArray[np.float64], ...]) -> NDArray[np.float64]:
+        positives, n = _tail(worlds[0], at)
+        detected, m = _tail(worlds[1], at)
+        return np.asarray(
+            ndtri(1 - _high(positives, n, error)) - ndtri(_high(m - detected, m, error))
+        )
+
+    candidates = _candidates(*fitted)
+    best = candidates[int(np.argmax(mu(candidates, fitted)))]
+    return max(0.0, float(mu(np.asarray([best]), counted)[0]))
+
+
+def clopper_pearson(
+    successes: ArrayLike, trials: int, error: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(lower, upper) bounds of a probability, each of which fails with at most `error`.
+
+    >>> low, high = clopper_pearson(0, 100, 0.05)
+    >>> float(low), round(float(high), 4)
+    (0.0, 0.0295)
+    """
+    counts = np.asarray(successes, dtype=np.int64)
+    return _low(counts, trials, error), _high(counts, trials, error)
+
+
+def _low(successes: NDArray[np.int64], trials: int, error: float) -> NDArray[np.float64]:
+    from scipy.special import betaincinv
+
+    bound = betaincinv(np.maximum(successes, 1), trials - successes + 1, error)
+    return np.where(successes == 0, 0.0, bound)
+
+
+def _high(successes: NDArray[np.int64], trials: int, error: float) -> NDArray[np.float64]:
+    return 1 - _low(trials - successes, trials, error)
+
+
+def _ratio(
+    low: NDArray[np.float64], high: NDArray[np.float64], delta: float
+) -> NDArray[np.float64]:
+    """ln((low - δ) / high), -inf where nothing is left of `low`."""
+    left = low - delta
+    return np.where(left > 0, np.log(np.maximum(left, np.finfo(float).tiny) / high), -math.inf)
+
+
+def _threshold(
+    likelier: NDArray[np.float64], other: NDArray[np.float64], delta: float, error: float
+) -> NDArray[np.float64]:
+    """(1,) the threshold with the best bound on these (sorted or not) scores."""
+    candidates = _candidates(other, likelier)
+    low = _low(*_tail(likelier, candidates), error)
+    high = _high(*_tail(other, candidates), error)
+    return candidates[[int(np.argmax(_ratio(low, high, delta)))]]
+
+
+def _candidates(*worlds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scores to try as thresholds: every world's ranks, dense towards both tails."""
+    chosen = []
+    for scores in worlds:
+        ordered = np.sort(scores)
+        ranks = np.unique(np.geomspace(1, len(ordered), 400).astype(np.int64)) - 1
+        chosen += [ordered[ranks], ordered[::-1][ranks]]
+    return np.unique(np.concatenate(chosen))
+
+
+def _tail(
+    scores: NDArray[np.float64], thresholds: NDArray[np.float64]
+) -> tuple[NDArray[np.int64], int]:
+    """(how many scores reach each threshold, how many there are)."""
+    reached = len(scores) - np.searchsorted(np.sort(scores), thresholds, side="left")
+    return reached.astype(np.int64), len(scores)
+
+
+def _halves(scores: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    return scores[: len(scores) // 2], scores[len(scores) // 2 :]
+
+
+def _worlds(
+    absent: ArrayLike, present: ArrayLike
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    worlds = np.asarray(absent, dtype=np.float64), np.asarray(present, dtype=np.float64)
+    for name, scores in zip(("absent", "present"), worlds, strict=True):
+        if scores.ndim != 1:
+            raise FedsimError(
+                f"{name}: scores of shape {scores.shape}; expected one axis, (draws,)"
+            )
+        if len(scores) < LEAST_DRAWS:
+            raise FedsimError(
+                f"{name}: {len(scores)} scores are too few for a bound; draw {LEAST_DRAWS} or more"
+            )
+        if np.isnan(scores).any():
+            raise FedsimError(f"{name}: a score is NaN; the score has to order every release")
+    return worlds
+
+
+def error_probability(delta: float, confidence: float) -> float:
+    """1 - confidence, where both are probabilities above 0 and below 1.
+
+    Raises:
+        FedsimError: one of them is not.
+    """
+    if not 0 < delta < 1:
+        raise FedsimError(f"delta: {delta} is not a probability above 0 and below 1")
+    if not 0 < confidence < 1:
+        raise FedsimError(f"confidence: {confidence} is not a probability above 0 and below 1")
+    return 1 - confidence

@@ -1,0 +1,84 @@
+"""What one canary contributes to a release, and what the server sees of it.
+
+The global model stays at its start, as of a server that sends it again: a claim is one against any
+server.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.defense import global_norm
+from fedsim.learners.sgd import as_pixels
+from fedsim.models.base import normalize
+from fedsim.models.local import LossFn, gradient, loss_function
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, Tensors
+
+
+class Contributions:
+    """What the canaries of one workload contribute at the model's start."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.start = workload.initial()
+        """(parameters, buffers)."""
+
+    def client_update(self, *path: int) -> Tensors:
+        """An update of twice the stack's bound on a client's, in a random direction of its own."""
+        proven = self._workload.stack.guarantees(self._workload.declared)
+        bound = [held.sensitivity for held in proven if held.mechanism is None][-1]
+        stream = rng.generator(self._workload.scenario.seed, "canary", *path)
+        toward = {
+            name: torch.randn(value.shape, generator=stream)
+            for name, value in self.start[0].items()
+        }
+        size = 2 * bound / float(global_norm(toward))
+        return {name: size * value for name, value in toward.items()}
+
+    def unit_gradient(self, image: Tensor, label: Tensor) -> Tensors:
+        """The gradient of one example's loss, scaled to a norm of 1.
+
+        Args:
+            image: (1, C, H, W), as the dataset holds it.
+            label: 0-d.
+        """
+        assert self._workload.spec is not None
+        device = self._workload.device
+        inputs = normalize(as_pixels(image).to(device), self._workload.spec)
+        found = gradient(self._loss, self._parameters, inputs, label.reshape(1).to(device))
+        norm = float(global_norm(found))
+        return {name: (value / norm).cpu() for name, value in found.items()}
+
+    @cached_property
+    def _parameters(self) -> Tensors:
+        return {name: value.to(self._workload.device) for name, value in self.start[0].items()}
+
+    @cached_property
+    def _loss(self) -> LossFn:
+        assert self._workload.model is not None
+        state = {name: value.to(self._workload.device) for name, value in self.start[1].items()}
+        return loss_function(self._workload.model, state, self._workload.training)
+
+
+def images(workload: Workload) -> Dataset:
+    """The workload's data, which are images: no closed-form learner claims what canaries try."""
+    assert isinstance(workload.dataset, Dataset), "closed-form learners make no such claim"
+    return workload.dataset
+
+
+def other_label(data: Dataset, label: Tensor) -> Tensor:
+    """The label that a canary has in the other world."""
+    return (label + 1) % len(data.classes)
+
+
+def along(update: Tensors, toward: Tensors) -> float:
+    """Their inner product, all tensors together."""
+    return sum(
+        float(torch.dot(update[name].flatten().double(), value.flatten().double()))
+        for name, value in toward.items()
+    )

@@ -1,0 +1,266 @@
+"""One run of a federation whose data are canaries, each by a coin of its own.
+
+A canary's coin decides between the two worlds that the claim tells apart: which of two labels an
+example has, whether it is there, or whether a client sends an update of twice the bound. The run
+goes through the code that clients run, as scheduled. An attacker who knows all but coins and noise
+then says of each canary how much of it the server saw (Steinke, Nasr and Jagielski, Privacy
+Auditing with One (1) Training Run, NeurIPS 2023).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.audit.contribution import Contributions, images, other_label
+from fedsim.models.local import mean_gradient_factor
+from fedsim.training.workload import Workload
+from fedsim.types import Relation, Tensors, Unit, Update
+
+_SKETCHED = 1 << 15
+"""Longer contributions are compared by so many sums of their entries with random signs."""
+_NEGLIGIBLE = 1e-6
+"""A direction of rows with less of the strongest one's energy is none: rows are float32."""
+_ROUNDING = 1e-12
+"""Of a vector's energy: noise below that is the rounding of its entries (float32)."""
+
+
+def scores(
+    workload: Workload,
+    unit: Unit,
+    relation: Relation,
+    canaries: int,
+    on_progress: Callable[[int, int], None],
+) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """(m,) scores of the canaries and (m,) coins, for `fedsim.audit.one_run_bound.one_run_bound`.
+
+    Where whole clients are hidden each client is a canary; where examples are, up to `canaries` of
+    them, as many of one client as of another. `on_progress` is told (rounds done, of how many).
+
+    Raises:
+        FedsimError: training is impossible.
+    """
+    cast: _Cast
+    cast = _Clients(workload) if unit == "client" else _Examples(workload, relation, canaries)
+    seen: dict[int, Tensor] = {}
+    states: dict[int, Tensors] = {}
+    rounds = workload.scenario.training.rounds
+    for round in range(1, rounds + 1):
+        sent: dict[int, Tensors] = {}
+        for client in workload.schedule.participants(round):
+            sent[client], states[client] = cast.release(client, round, states.get(client, {}))
+        if workload.stack.aggregation is not None:
+            updates = [Update(tensors=sent[client], num_examples=1) for client in sorted(sent)]
+            sent = {_ALL: workload.combined(updates, round).tensors}
+        for viewed, update in sent.items():
+            seen[viewed] = seen.get(viewed, 0) + cast.sign * cast.flat(update)
+        on_progress(round, rounds)
+    return cast.told(seen), cast.coins.numpy()
+
+
+_ALL = -1
+"""Whose the aggregate is."""
+
+
+class _Cast(ABC):
+    """The canaries of a run, client by client."""
+
+    sign = 1.0
+    """By which what a client sends points the way of what its canaries contribute."""
+
+    def __init__(self, workload: Workload, owners: list[int]) -> None:
+        self.workload = workload
+        self.seed = rng.derive(workload.scenario.seed, "canary", "run")
+        self.owners = torch.tensor(owners)
+        """(m,) clients, ascending."""
+        stream = rng.generator(self.seed, "coins")
+        self.coins = torch.rand(len(owners), generator=stream) < 0.5
+        """(m,) whether each canary is in the world that is called present."""
+        self.contributions = Contributions(workload)
+        self.start = self.contributions.start
+        entries = sum(value.numel() for value in self.start[0].values())
+        stream = rng.generator(self.seed, "sketch")
+        self._sums = torch.randint(_SKETCHED, (entries,), generator=stream)
+        self._signs = 2.0 * torch.randint(2, (entries,), generator=stream) - 1
+
+    @abstractmethod
+    def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
+        """What `client` sends, and its state afterwards."""
+
+    @abstractmethod
+    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """What some canaries contribute: (what their coins decide on, what is there in any case).
+
+        Args:
+            canaries: (c,) indices.
+            vector: (entries,) that each contribution is compared with.
+
+        Returns:
+            (c, k + 1) present less absent, and (any, k + 1) whose sum, times an unknown factor, is
+            in the vector; both as `row`.
+        """
+
+    def row(self, update: Tensors, vector: Tensor) -> Tensor:
+        """(k + 1,): a sketch of all entries, which keeps inner products, and that with `vector`.
+
+        Only rows are compared by sketches: noise on `vector` would weigh more in one.
+        """
+        entries = self.flat(update)
+        sketch = entries
+        if len(entries) > _SKETCHED:
+            sketch = torch.zeros(_SKETCHED).index_add_(0, self._sums, self._signs * entries)
+        inner = torch.dot(entries.double(), vector.double())
+        return torch.cat([sketch.double(), inner[None]])
+
+    def flat(self, update: Tensors) -> Tensor:
+        """(entries,)."""
+        return torch.cat([update[name].flatten() for name in self.start[0]]).float()
+
+    def told(self, seen: dict[int, Tensor]) -> NDArray[np.float64]:
+        """(m,) how much of each canary was seen, given the sum of what was seen of each client."""
+        found = torch.zeros(len(self.owners), dtype=torch.float64)
+        parts = []
+        for client, vector in seen.items():
+            canaries = torch.nonzero((self.owners == client) | (client == _ALL))[:, 0]
+            if len(canaries):
+                parts.append((canaries, _Regression(vector, *self.contributed(canaries, vector))))
+        scale = _likeliest([part for _, part in parts])
+        for canaries, part in parts:
+            found[canaries] = part.weights(scale)[: len(canaries)]
+        return found.numpy()
+
+
+class _Clients(_Cast):
+    """Each client is a canary: it sends an update of twice the bound, or of zeros."""
+
+    def __init__(self, workload: Workload) -> None:
+        super().__init__(workload, list(range(len(workload.parts))))
+
+    def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
+        stack = self.workload.stack
+        own = self.contributions.client_update(client)
+        update = {name: int(self.coins[client]) * value for name, value in own.items()}
+        state = state or stack.init(update, self.workload.declared)
+        return stack.apply(update, state, rng.generator(self.seed, "noise", round, client))
+
+    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        rows = [self.row(self.contributions.client_update(c), vector) for c in canaries.tolist()]
+        return torch.stack(rows), torch.zeros(0, len(rows[0]))
+
+
+class _Examples(_Cast):
+    """A share of each client's examples are canaries; the others are alike, or not there at all.
+
+    A canary has its label or another one (`replace_one`), or is there or not (`zero_out`).
+    """
+
+    def __init__(self, workload: Workload, relation: Relation, canaries: int) -> None:
+        share = max(1, canaries // len(workload.parts))
+        chosen = [part[:share] for part in workload.parts][:canaries]
+        super().__init__(workload, [c for c, own in enumerate(chosen) for _ in own])
+        self.sign = mean_gradient_factor(workload.training)
+        self.examples = torch.cat(chosen)
+        self.replaced = relation == "replace_one"
+        self.others = [part[share:] for part in workload.parts]
+        data = images(workload)
+        shown, labels = data.train_images.clone(), data.train_labels.clone()
+        self.labels = labels[self.examples]
+        """(m,) in the one world; the other has `other_label`s."""
+        exchanged = other_label(data, self.labels)
+        withheld = None
+        if self.replaced:
+            labels[self.examples] = torch.where(self.coins, exchanged, self.labels)
+            for others in self.others:
+                shown[others] = shown[others[:1]]
+                labels[others] = labels[others[:1]]
+        else:
+            labels[self.examples] = exchanged
+            withheld = torch.ones(len(labels), dtype=torch.bool)
+            withheld[self.examples] = ~self.coins
+        self.data = replace(data, train_images=shown, train_labels=labels)
+        self.run = workload.of_neighbours(self.data)
+        self.run.scenario = workload.scenario.model_copy(update={"seed": self.seed})
+        self.run.withheld = withheld
+
+    def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
+        result = self.run.client_update(client, round, *self.start, state)
+        return result.update.tensors, result.state
+
+    def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        examples, labels = self.examples[canaries], self.labels[canaries]
+        present = self._gradients(examples, other_label(self.data, labels), vector)
+        if not self.replaced:
+            return present, present[:0]
+        absent = self._gradients(examples, labels, vector)
+        others = [self.others[c] for c in sorted(set(self.owners[canaries].tolist()))]
+        copies = [
+            len(own) * self._gradients(own[:1], self.data.train_labels[own[:1]], vector)
+            for own in others
+            if len(own)
+        ]
+        return present - absent, torch.cat([(present + absent) / 2, *copies])
+
+    def _gradients(self, examples: Tensor, labels: Tensor, vector: Tensor) -> Tensor:
+        """(n, k + 1), as `row`."""
+        pixels = self.data.train_images
+        rows = [
+            self.row(self.contributions.unit_gradient(pixels[[example]], label), vector)
+            for example, label in zip(examples.tolist(), labels, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+class _Regression:
+    """A vector as a sum of rows with normal weights, and of noise, by sufficient statistics."""
+
+    def __init__(self, vector: Tensor, decided: Tensor, certain: Tensor) -> None:
+        """Rows are `decided` (c, k + 1) and `certain` (any, k + 1), as of `_Cast.contributed`.
+
+        The sum of `certain` is in `vector` (entries,) whatever the coins, and is taken out of all;
+        its rows have weights all the same, since what is sampled is there more often or less.
+        """
+        rows = torch.cat([decided, certain]).double()
+        self.energy = float(vector.double().square().sum())
+        self.rounding = _ROUNDING * self.energy
+        self.entries = len(vector)
+        mean = certain.double().sum(0)
+        length = float(torch.linalg.vector_norm(mean[:-1]))
+        if length > 0:
+            mean = mean / length
+            rows = rows - torch.outer(rows[:, :-1] @ mean[:-1], mean)
+            self.energy -= float(mean[-1]) ** 2
+        # The mean itself is left without length, and what is along it is rounding.
+        spectrum, vectors = torch.linalg.eigh(rows[:, :-1] @ rows[:, :-1].T)
+        told = spectrum > _NEGLIGIBLE * spectrum.max()
+        self.spectrum, self._vectors = spectrum[told], vectors[:, told]
+        self.projected = self._vectors.T @ rows[:, -1]
+
+    def weights(self, scale: float) -> Tensor:
+        """Means a posteriori, of prior variances `scale` times that of the noise on an entry."""
+        shrunk = scale / (scale * self.spectrum + 1)
+        return torch.mv(self._vectors, shrunk * self.projected)
+
+
+def _likeliest(parts: list[_Regression]) -> float:
+    """The scale of weights at which all vectors together are likeliest (empirical Bayes)."""
+    spectrum = torch.cat([part.spectrum for part in parts])
+    projected = torch.cat([part.projected for part in parts])
+    energy, entries = sum(part.energy for part in parts), sum(part.entries for part in parts)
+    rounding = sum(part.rounding for part in parts)
+    if not len(spectrum):
+        return 0.0
+    scales = torch.logspace(-6, 12, 181, dtype=torch.float64) / spectrum.max()
+
+    def cost(scale: Tensor) -> float:
+        shrunk = scale / (scale * spectrum + 1)
+        noise = (energy - (shrunk * projected.square()).sum()).clamp(min=rounding) / entries
+        return float(torch.log1p(scale * spectrum).sum() + entries * torch.log(noise))
+
+    return float(min(scales, key=cost))

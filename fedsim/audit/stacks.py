@@ -1,0 +1,117 @@
+"""Auditing a defense stack inside its federation: canaries take part, or they do not.
+
+The claim of a stack holds of any data, so the auditor chooses the worst that it can make: an update
+of twice the bound where a whole client is hidden; where one example is, an example whose label is
+exchanged, or one that is there or not. Either goes through the code that clients run, noise
+included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+from fedsim.audit import one_run, two_worlds
+from fedsim.audit.bounds import gaussian_bound, threshold_bound
+from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.privacy import ledger
+from fedsim.scenario.model import Audit
+from fedsim.training.workload import Workload
+from fedsim.types import FedsimError, PrivacyClaim, Relation, Unit
+
+AUDITED: tuple[tuple[Unit, Relation], ...] = (
+    ("client", "zero_out"),
+    ("example", "replace_one"),
+    ("example", "zero_out"),
+)
+"""(unit, relation) of the claims that there is a canary for."""
+
+
+def check(audit: Audit, claims: Mapping[str, PrivacyClaim], clients: int) -> None:
+    """Refuse an audit of stacks, by name, that nothing could come of.
+
+    Raises:
+        FedsimError: no stack claims anything, one does that there is no canary for, or one run has
+            too few canaries or too many.
+    """
+    proven = {name: claim for name, claim in claims.items() if claim.unit is not None}
+    if not proven:
+        raise FedsimError(
+            "audit: no stack of defenses has a privacy claim that an audit could refute; add one "
+            "that has, or leave audit out"
+        )
+    if audit.method == "one_run" and audit.canaries > _MOST:
+        raise FedsimError(
+            f"audit.canaries: {audit.canaries} in one run compare more contributions than memory "
+            f"holds; use at most {_MOST}, which show an ε of up to 7.7"
+        )
+    for name, claim in proven.items():
+        if (claim.unit, claim.relation) not in AUDITED:
+            raise FedsimError(
+                f"audit: there is no canary for the claim of {name}, per {claim.unit} under "
+                f"{claim.relation}; leave audit out"
+            )
+        if audit.method == "one_run" and claim.unit == "client" and clients < _LEAST_CLIENTS:
+            raise FedsimError(
+                f"audit.method: the claim of {name} is one of whole clients, of which {clients} in "
+                f"one run show too little; use two_worlds, or data.clients of {_LEAST_CLIENTS} or "
+                "more"
+            )
+
+
+_MOST = 10_000
+"""Canaries in one run: twice as many rows are compared, each with each."""
+
+_LEAST_CLIENTS = 20
+"""Of which one run with all coins guessed refutes an ε of 1.5 at 99%."""
+
+
+Step = Callable[[int, int], None]
+"""Is told how many of how many steps are done."""
+
+
+def quiet(done: int, total: int) -> None:
+    """Tell nothing."""
+
+
+def audited_epsilon(
+    workload: Workload,
+    claim: PrivacyClaim,
+    audit: Audit,
+    *,
+    taken: Collection[tuple[int, ...]],
+    on_progress: Step = quiet,
+) -> float:
+    """A lower bound of the stack's ε at the claim's δ.
+
+    Of two worlds, where the claim is one of Gaussian noise without sampling, it is the ε of the
+    strongest Gaussian claim (μ-GDP) that is not refuted; else that of any (ε, δ) claim. Above the
+    claim's ε it refutes the claim with the audit's confidence; below, it proves nothing.
+
+    Args:
+        workload: of the stack.
+        claim: what the ledger says of it; it has passed `check`.
+        audit: how to try it.
+        taken: rounds that a client takes part in, of every client.
+        on_progress: counts trainings of the canary, or the rounds of one run.
+
+    Raises:
+        FedsimError: too few draws, or training is impossible.
+    """
+    assert claim.unit is not None
+    assert claim.relation is not None
+    assert claim.delta is not None
+    if audit.method == "one_run":
+        told, coins = one_run.scores(
+            workload, claim.unit, claim.relation, audit.canaries, on_progress
+        )
+        return one_run_bound(told, coins, delta=claim.delta, confidence=audit.confidence).epsilon
+    absent, present = two_worlds.scores(
+        workload, claim.unit, claim.relation, taken, audit.canaries, on_progress
+    )
+    gaussian = claim.accountant in (ledger.EXACT, ledger.OF_SERVER)
+    each = 1 - (1 - audit.confidence) / (2 if gaussian else 1)
+    found = threshold_bound(absent, present, delta=claim.delta, confidence=each).epsilon
+    if gaussian:
+        fitted = gaussian_bound(absent, present, delta=claim.delta, confidence=each).epsilon
+        found = max(found, fitted)
+    return found

@@ -1,0 +1,227 @@
+"""One canary in many trainings of one client, and in as many it does not take part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from copy import copy
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.audit.contribution import Contributions, along, images, other_label
+from fedsim.contracts.defense import NoisyAggregation, global_norm
+from fedsim.models.local import mean_gradient_factor
+from fedsim.privacy.composition import participation
+from fedsim.training.workload import Workload
+from fedsim.types import Relation, Tensors, Unit, Update
+
+
+def scores(
+    workload: Workload,
+    unit: Unit,
+    relation: Relation,
+    taken: Collection[tuple[int, ...]],
+    canaries: int,
+    on_progress: Callable[[int, int], None],
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """((canaries,) without the canary, (canaries,) with it): what is seen along its direction.
+
+    It takes part as the client that is worst off among those whose rounds are `taken`: the one with
+    the most, or, where the server's own noise goes on while it is away, the one that is farthest
+    from not taking part at all. `on_progress` is told (trainings done, of how many).
+
+    Raises:
+        FedsimError: training is impossible.
+    """
+
+    def draw(present: bool) -> NDArray[np.float64]:
+        def on_trial(done: int) -> None:
+            on_progress(int(present) * canaries + done, 2 * canaries)
+
+        if unit == "client":
+            return _of_client(workload, present, taken, canaries, on_trial)
+        rounds = max(map(len, taken))
+        return _of_example(workload, relation, present, rounds, canaries, on_trial)
+
+    return draw(False), draw(True)
+
+
+def _of_client(
+    workload: Workload,
+    present: bool,
+    taken: Collection[tuple[int, ...]],
+    canaries: int,
+    on_trial: Callable[[int], None],
+) -> NDArray[np.float64]:
+    """(canaries,) of a client that sends the same update whenever asked, or noise alone."""
+    stack, declared = workload.stack, workload.declared
+    seed = workload.scenario.seed
+    toward = Contributions(workload).client_update()
+    away = {name: torch.zeros_like(value) for name, value in toward.items()}
+    update = dict(toward if present else away)
+    rounds, weights = _asked(workload, taken)
+    scores = np.zeros(canaries)
+    canary = copy(workload)
+    for trial in range(canaries):
+        server = rng.derive(seed, "canary", int(present), trial)
+        canary.scenario = workload.scenario.model_copy(update={"seed": server})
+        state = stack.init(update, declared)
+        for round, weight in enumerate(weights, 1):
+            released: Tensors = away
+            if round in rounds:
+                noise = rng.generator(seed, "canary", int(present), trial, round)
+                released, state = stack.apply(update, state, noise)
+            if weight:
+                scores[trial] += weight * along(_seen(canary, released, round), toward)
+        on_trial(trial + 1)
+    return scores
+
+
+def _asked(
+    workload: Workload, taken: Collection[tuple[int, ...]]
+) -> tuple[frozenset[int], NDArray[np.float64]]:
+    """The worst client's rounds, and what each counts: as it is most likely to be noticed.
+
+    Against noise C^-1 Z, who takes part as z says is told best by <C z, C y> of what is seen, y.
+    """
+    if not isinstance(workload.stack.aggregation, NoisyAggregation):
+        most = max(map(len, taken))
+        return frozenset(range(1, most + 1)), np.ones(most)
+    mechanism = workload.stack.guarantees(workload.declared)[-1].mechanism
+    correlation = getattr(mechanism, "correlation", 0.0)
+    ordered, past = sorted(taken), range(1, workload.scenario.training.rounds + 1)
+    present = np.array([[round in each for round in past] for each in ordered])
+    moved = participation.seen(present, correlation)  # C z of each
+    farthest = int(np.linalg.norm(moved, axis=1).argmax())
+    weights = participation.seen(moved[farthest, None, ::-1], correlation)[0, ::-1]  # C'C z
+    return frozenset(ordered[farthest]), weights
+
+
+def _of_example(
+    workload: Workload,
+    relation: Relation,
+    present: bool,
+    rounds: int,
+    canaries: int,
+    on_trial: Callable[[int], None],
+) -> NDArray[np.float64]:
+    """(canaries,) of a client with one example that matters.
+
+    Under `replace_one` all of its examples are alike, but for one or not even that; under
+    `zero_out` none is there, but for one or not even that. The client is the one with the least
+    data: sampling hides its examples least. The worlds are two data sets, and each computes from
+    its own whatever it computes.
+    """
+    client = min(range(len(workload.parts)), key=lambda c: len(workload.parts[c]))
+    base = _farthest_labels(workload, client)
+    absent = _world(workload, relation, client, base, None)
+    without = _contributed(absent, client)
+
+    def shift(canary: Workload) -> Tensors:
+        moved = _contributed(canary, client)
+        return {name: value - without[name] for name, value in moved.items()}
+
+    tried = [_world(workload, relation, client, base, how) for how in _CANARIES]
+    shifts = [(canary, shift(canary)) for canary in tried]
+    there, toward = shifts[0]
+    farthest = max(shifts, key=lambda pair: float(global_norm(pair[1])))
+    if float(global_norm(farthest[1])) > _MOST_OF_ONE:
+        there, toward = farthest
+    start = workload.initial()
+    canary = there if present else absent
+    sign = mean_gradient_factor(workload.training)
+    scores = np.zeros(canaries)
+    for trial in range(canaries):
+        seed = rng.derive(workload.scenario.seed, "canary", int(present), trial)
+        canary.scenario = workload.scenario.model_copy(update={"seed": seed})
+        state: Tensors = {}
+        for round in range(1, rounds + 1):
+            result = canary.client_update(client, round, *start, state)
+            state = result.state
+            scores[trial] += sign * along(_seen(canary, result.update.tensors, round), toward)
+        on_trial(trial + 1)
+    return scores
+
+
+_CANARIES: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda image: image,
+    lambda image: 255 - image,
+    torch.zeros_like,
+    lambda image: torch.full_like(image, 255),
+)
+"""What an image may become as a canary, beside having another label. What is computed from images
+moves with all but the first, which the auditor takes unless another moves others' contributions."""
+_MOST_OF_ONE = 2 + 1e-3
+"""What one example moves by itself: a contribution of norm 1 is exchanged for another."""
+
+
+def _farthest_labels(workload: Workload, client: int) -> int:
+    """Which of the client's first images contributes what differs most between two labels."""
+    data, contributions = images(workload), Contributions(workload)
+
+    def apart(index: int) -> float:
+        image, label = data.train_images[[index]], data.train_labels[index]
+        here = contributions.unit_gradient(image, label)
+        there = contributions.unit_gradient(image, other_label(data, label))
+        return float(global_norm({name: here[name] - there[name] for name in here}))
+
+    tried: list[int] = workload.parts[client][:_TRIED].tolist()
+    return max(tried, key=apart)
+
+
+_TRIED = 8
+
+
+def _world(
+    workload: Workload,
+    relation: Relation,
+    client: int,
+    base: int,
+    canary: Callable[[Tensor], Tensor] | None,
+) -> Workload:
+    """The federation on data with the canary, or on the neighbouring data without it (None).
+
+    All images of the client are the one at `base`, and the first of them is the canary.
+    In its place there is then an image like all others (`replace_one`), or none that is computed
+    with (`zero_out`).
+    """
+    data, part = images(workload), workload.parts[client]
+    image, label = data.train_images[base], data.train_labels[base]
+    pixels, labels = data.train_images.clone(), data.train_labels.clone()
+    pixels[part], labels[part] = image, label
+    if canary:
+        pixels[part[0]], labels[part[0]] = canary(image), other_label(data, label)
+    world = workload.of_neighbours(replace(data, train_images=pixels, train_labels=labels))
+    if relation == "zero_out":
+        world.withheld = torch.zeros(len(labels), dtype=torch.bool)
+        world.withheld[part[1:] if canary else part] = True
+    return world
+
+
+def _contributed(world: Workload, client: int) -> Tensors:
+    """The sum of what the client's examples contribute, each at a norm of 1."""
+    data, part = images(world), world.parts[client]
+    contributions = Contributions(world)
+    total = {name: torch.zeros_like(value) for name, value in contributions.start[0].items()}
+    rest = part[1:]
+    for members in (part[:1], rest):
+        there = members if world.withheld is None else members[~world.withheld[members]]
+        if len(there):
+            one = there[0]  # all others of the client are alike
+            found = contributions.unit_gradient(
+                data.train_images[one][None], data.train_labels[one]
+            )
+            for name, value in found.items():
+                total[name] += len(there) * value
+    return total
+
+
+def _seen(workload: Workload, released: Tensors, round: int) -> Tensors:
+    """What the server sees of it, if it knows what all others sent."""
+    if workload.stack.aggregation is None:
+        return released
+    return workload.combined([Update(tensors=released, num_examples=1)], round).tensors

@@ -1,0 +1,120 @@
+"""A mechanism's claim beside what an attacker can show of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from fedsim.audit.bounds import LowerBound, error_probability, gaussian_bound, threshold_bound
+from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.privacy.contract import Experiment
+from fedsim.types import AuditMethod, FedsimError
+
+DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
+"""By default. Of one run, more than about 0.1 / δ canaries would show less."""
+
+
+_MOST_DRAWS = 100_000_000
+_MOST_WORK = 2_000_000_000
+"""Numbers that are drawn or gone through in one world: minutes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What was claimed, and what releases drawn under two neighbours say to it."""
+
+    claim: float
+    """ε at δ; infinite if nothing is claimed."""
+    lower_bound: float
+    """The best of the bounds below; all hold at once with `confidence`."""
+    bounds: Mapping[str, float]
+    """ε by method: `threshold`, and `gaussian_dp` where the trade-off curve is a Gaussian one; or
+    `one_run`."""
+    delta: float
+    confidence: float
+    draws: int
+    """Of each of the two worlds; of one run, of both together."""
+    seed: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether the claim survived; that is no proof of it."""
+        return self.lower_bound <= self.claim
+
+    @property
+    def text(self) -> str:
+        """The verdict in words."""
+        return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
+
+
+def try_claim(
+    experiment: Experiment,
+    *,
+    delta: float,
+    draws: int | None = None,
+    confidence: float = 0.99,
+    seed: int = 0,
+    method: AuditMethod = "two_worlds",
+) -> Verdict:
+    """Draw releases of `experiment` under either neighbour and bound its ε from below.
+
+    Args:
+        experiment: the mechanism.
+        delta: in (0, 1), at which ε is claimed.
+        draws: releases of each world; of one run, canaries. By default as `DRAWS` says.
+        confidence: in (0, 1), that a true claim is not refuted.
+        seed: of the draws; the same seed, the same verdict.
+        method: two worlds, or one run of the mechanism on so many independent rows.
+
+    Raises:
+        FedsimError: an argument is out of its range, or too few draws.
+    """
+    error_probability(delta, confidence)
+    if draws is None:
+        draws = DRAWS[method]
+    if draws < 1:
+        raise FedsimError(f"draws: {draws} is too few; use {DRAWS[method]} for a useful bound")
+    most = min(_MOST_DRAWS, _MOST_WORK // experiment.work())
+    if draws > most:
+        raise FedsimError(f"draws: {draws} is too many to draw; use at most {most}")
+    bound = _one_run if method == "one_run" else _two_worlds
+    found = bound(experiment, delta, draws, confidence, seed)
+    return Verdict(
+        claim=experiment.claim(delta),
+        lower_bound=max(0.0, *(one.epsilon for one in found)),
+        bounds={one.method: one.epsilon for one in found},
+        delta=delta,
+        confidence=confidence,
+        draws=draws,
+        seed=seed,
+    )
+
+
+def _two_worlds(
+    experiment: Experiment, delta: float, draws: int, confidence: float, seed: int
+) -> list[LowerBound]:
+    absent, present = (
+        experiment.scores(world, draws, _stream(seed, int(world))) for world in (False, True)
+    )
+    methods = [threshold_bound, gaussian_bound] if experiment.gaussian_dp else [threshold_bound]
+    each = 1 - (1 - confidence) / len(methods)
+    return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
+
+
+def _one_run(
+    experiment: Experiment, delta: float, draws: int, confidence: float, seed: int
+) -> list[LowerBound]:
+    included = _stream(seed, "coins").random(draws) < 0.5
+    scores = np.empty(draws)
+    for world in (False, True):
+        chosen = included == world
+        scores[chosen] = experiment.scores(world, int(chosen.sum()), _stream(seed, int(world)))
+    return [one_run_bound(scores, included, delta=delta, confidence=confidence)]
+
+
+def _stream(seed: int, *path: str | int) -> np.random.Generator:
+    from fedsim import rng
+
+    return np.random.default_rng(rng.derive(seed, "audit", *path))

@@ -1,5 +1,0 @@
-"""A stack's privacy claim tried inside its federation, with the code that clients run."""
-
-from fedsim.canaries.audit import Step, audited_epsilon, check, quiet
-
-__all__ = ["Step", "audited_epsilon", "check", "quiet"]

@@ -1,0 +1,341 @@
+"""The command line: each command calls the Python function of the same name.
+
+Exit status: 0 done, 1 the work failed, 2 the input was refused before any work, 130 interrupted.
+Everything heavy is imported inside the commands, so that `fedsim --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from enum import StrEnum
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedsim.cli.exits import exits
+from fedsim.cli.privacy import app as privacy_app
+
+if TYPE_CHECKING:
+    from fedsim.types import Reconstruction
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="What a federated-learning deployment leaks, and which defense is worth its price.",
+)
+app.add_typer(privacy_app, name="privacy")
+
+
+class Kind(StrEnum):
+    """What can be listed."""
+
+    attacks = "attacks"
+    defenses = "defenses"
+    learners = "learners"
+    models = "models"
+    data = "data"
+
+
+class ListFormat(StrEnum):
+    """How a list is written."""
+
+    table = "table"
+    json = "json"
+
+
+class TableFormat(StrEnum):
+    """How a leaderboard is written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+class LabelGrant(StrEnum):
+    """`knowledge.labels`."""
+
+    none = "none"
+    inferred = "inferred"
+    known = "known"
+
+
+class BatchNormGrant(StrEnum):
+    """`knowledge.bn`."""
+
+    none = "none"
+    running = "running"
+    inferred = "inferred"
+    exact = "exact"
+
+
+class FeatureGrant(StrEnum):
+    """`knowledge.features`."""
+
+    none = "none"
+    known = "known"
+
+
+class RowGrant(StrEnum):
+    """`knowledge.rows`."""
+
+    none = "none"
+    others = "others"
+
+
+class PublicGrant(StrEnum):
+    """`knowledge.public`."""
+
+    none = "none"
+    test = "test"
+
+
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
+]
+
+
+@app.command()
+def run(
+    scenario: ScenarioFile,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder to fill; default runs/<name of the scenario>.")
+    ] = None,
+    settings: Settings = None,
+    seed: Annotated[int | None, typer.Option(help="Short for --set seed=...")] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:N or auto; short for --set device=...")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Processes that attack; default: cores / threads of the scenario."
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+) -> None:
+    """Train the federations of a scenario, attack what was seen, score, and report."""
+    short = {"seed": seed, "device": device}
+    overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
+    with exits():
+        from fedsim.pipeline import run as run_scenario
+
+        finished = run_scenario(
+            scenario, out=out, overrides=overrides, resume=resume, workers=workers, quiet=quiet
+        )
+        if not quiet:
+            typer.echo(_outcome(finished.out))
+            typer.echo(f"report: {finished.report}")
+
+
+@app.command()
+def attack(
+    observation: Annotated[Path, typer.Argument(help="A recording: a .json below observations/.")],
+    name: Annotated[str, typer.Option("--attack", metavar="NAME", help="See fedsim list attacks.")],
+    settings: Settings = None,
+    restarts: Annotated[int, typer.Option(min=1, max=1000, help="Starting points.")] = 1,
+    labels: Annotated[
+        LabelGrant, typer.Option(help="What the attacker knows of the labels.")
+    ] = LabelGrant.inferred,
+    bn: Annotated[
+        BatchNormGrant, typer.Option(help="What the attacker knows of batch-norm statistics.")
+    ] = BatchNormGrant.none,
+    features: Annotated[
+        FeatureGrant, typer.Option(help="What the attacker knows of the features; for oracles.")
+    ] = FeatureGrant.none,
+    rows: Annotated[
+        RowGrant, typer.Option(help="Which rows the attacker of a closed-form release knows.")
+    ] = RowGrant.none,
+    public: Annotated[
+        PublicGrant, typer.Option(help="Which images of no client the attacker has.")
+    ] = PublicGrant.none,
+    truth: Annotated[
+        Path | None,
+        typer.Option(help="Run folder with truth/; found by itself beside the recording."),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: that of the recorded run.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:N or auto.")] = "cpu",
+    threads: Annotated[
+        int, typer.Option(min=1, help="That compute; those of the recorded run give its bytes.")
+    ] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for reconstruction.safetensors and result.json.")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
+) -> None:
+    """Attack one recording again, anywhere; print the result as JSON."""
+    with exits():
+        from rich.console import Console
+
+        from fedsim.attacking.replay import attack as attack_recording
+        from fedsim.progress import Live
+        from fedsim.scenario import parameters_of
+        from fedsim.system.paths import writable_folder
+
+        parameters = parameters_of("fedsim.attacks", name, settings or [])
+        if out:
+            writable_folder(out, "--out")
+        with Live(Console(stderr=True, quiet=quiet)) as display:
+            display.stage(name, restarts)
+            found, row = attack_recording(
+                observation,
+                name,
+                parameters,
+                restarts=restarts,
+                labels=labels.value,
+                bn=bn.value,
+                features=features.value,
+                rows=rows.value,
+                public=public.value,
+                seed=seed,
+                device=device,
+                threads=threads,
+                truth=truth,
+                on_progress=lambda at: display.detail(
+                    name, f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
+                ),
+            )
+        typer.echo(json.dumps(row, indent=2))
+        if out:
+            _save(found, row, out)
+
+
+@app.command()
+def leaderboard(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
+) -> None:
+    """Rank attacks against defenses over one or several runs."""
+    with exits():
+        from fedsim.report import load_runs, unfinished
+
+        typer.echo(_leaderboard(folders, format), nl=False)
+        for line in unfinished(load_runs(folders)):
+            typer.echo(line, err=True)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write; default report.html in the folder.")
+    ] = None,
+) -> None:
+    """Write the report of a run again: one HTML file that opens offline."""
+    with exits():
+        from fedsim.report import write_report
+        from fedsim.system.paths import writable_file
+
+        if out:
+            writable_file(out, "--out")
+        typer.echo(write_report(folder, out))
+
+
+@app.command("list")
+def list_plugins(
+    kind: Annotated[Kind | None, typer.Argument(help="Only these.")] = None,
+    format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
+) -> None:
+    """Show the attacks, defenses, learners, models and data sources that are installed."""
+    with exits():
+        from fedsim.contracts import listing
+
+        rows = listing.rows([kind.value] if kind else [each.value for each in Kind])
+        as_json = format is ListFormat.json
+        typer.echo(json.dumps(rows, indent=2) if as_json else listing.render(rows))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of scenario files, for completion in editors."""
+    with exits():
+        from fedsim.scenario import json_schema
+
+        typer.echo(json.dumps(json_schema(), indent=2))
+
+
+@app.command()
+def validate(
+    scenario: ScenarioFile,
+    settings: Settings = None,
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="Print it with every default written out.")
+    ] = False,
+) -> None:
+    """Check a scenario without loading its data or running anything."""
+    with exits():
+        from fedsim.scenario import dump, expand, open_document
+
+        variants = expand(open_document(scenario, settings or []))
+        if resolved:
+            typer.echo("---\n".join(dump(variant.scenario) for variant in variants), nl=False)
+            return
+        typer.echo(f"{scenario}: valid")
+        for variant in variants if variants[0].label else []:
+            typer.echo(f"  {variant.label}")
+
+
+@app.callback(invoke_without_command=True)
+def _version(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        from fedsim import __version__
+
+        typer.echo(f"fedsim {__version__}")
+        raise typer.Exit
+
+
+def make_printable() -> None:
+    """Write to a terminal of few characters what it has, and to a closed one nothing."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _outcome(folder: Path) -> str:
+    """The leaderboard of a run, or what its defenses cost if nothing is attacked."""
+    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
+
+    runs = load_runs([folder])
+    shown = (
+        describe(utility(runs))
+        if attacks_nothing(runs)
+        else _leaderboard([folder], TableFormat.table)
+    )
+    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
+
+
+def _leaderboard(folders: list[Path], format: TableFormat) -> str:
+    from shutil import get_terminal_size
+
+    from fedsim.report import leaderboard_rows, render
+
+    width = get_terminal_size((120, 24)).columns
+    rows = leaderboard_rows(folders)
+    return render(rows, format.value, width=width, color=sys.stdout.isatty())
+
+
+def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:
+    from fedsim.recording.files import write_json, write_tensors
+
+    recovered = {
+        "images": found.images,
+        "labels": found.labels,
+        "features": found.features,
+        "rows": found.rows,
+        "membership": found.membership,
+    }
+    tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
+    write_tensors(out / "reconstruction.safetensors", tensors)
+    write_json(out / "result.json", row)

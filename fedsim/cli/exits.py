@@ -1,0 +1,45 @@
+"""How a command ends: the message and the exit status of what went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from fedsim.system import interrupts
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Turn what a user can act on into a message and an exit status."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        interrupts.say(lambda text: typer.secho(text, err=True, fg="red"))
+        raise typer.Exit(interrupts.STATUS) from error
+    except BrokenPipeError:
+        raise  # whoever read the output has left: typer ends in silence
+    except Exception as error:
+        status = _status(error)
+        if status is None:
+            raise
+        typer.secho(f"{error}{_remedy(error)}", err=True, fg="red")
+        raise typer.Exit(status) from error
+
+
+def _remedy(error: Exception) -> str:
+    """What to do about an error of the system, which does not say it itself."""
+    if not isinstance(error, OSError):
+        return ""
+    return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
+
+
+def _status(error: Exception) -> int | None:
+    """The exit status that `error` stands for; None if it is not the user's to act on."""
+    from fedsim.contracts.attack import AttackFailed
+    from fedsim.types import FedsimError, RunFailed
+
+    if isinstance(error, RunFailed | AttackFailed | OSError):
+        return 1
+    return 2 if isinstance(error, FedsimError) else None

@@ -1,0 +1,14 @@
+"""The `fedsim` command: interrupts are provided for before anything that takes time is imported."""
+
+from __future__ import annotations
+
+from fedsim.system import interrupts
+
+
+def main() -> None:
+    """The entry point of the `fedsim` command."""
+    with interrupts.command():
+        from fedsim.cli.commands import app, make_printable
+
+        make_printable()
+        app()

@@ -1,0 +1,239 @@
+"""`fedsim privacy`: the privacy calculator on the command line.
+
+Each command calls the function of the same name in `fedsim.privacy.calculator`.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedsim.cli.exits import exits
+from fedsim.progress import told_of_work
+
+if TYPE_CHECKING:
+    from fedsim.privacy.contract import Answer
+
+
+class Method(StrEnum):
+    """`fedsim.types.AuditMethod`, as typer takes choices."""
+
+    TWO_WORLDS = "two_worlds"
+    ONE_RUN = "one_run"
+
+
+app = typer.Typer(
+    no_args_is_help=False,
+    help="How private a release is, and how much noise makes it so.",
+)
+
+Mechanism = Annotated[
+    str | None, typer.Argument(metavar="MECHANISM", help="See fedsim privacy, which lists them.")
+]
+Keys = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="What the mechanism asks for.")
+]
+Epsilon = Annotated[float | None, typer.Option(help="ε, at least 0.")]
+Delta = Annotated[float | None, typer.Option(help="δ, above 0 and below 1.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; null is what does not apply.")]
+Plot = Annotated[
+    Path | None, typer.Option(metavar="FILE.png", help="Also draw the whole curve, log δ over ε.")
+]
+
+
+@app.callback(invoke_without_command=True)
+def privacy(
+    context: typer.Context,
+    as_json: AsJson = False,
+) -> None:
+    """Without a command: list the mechanisms with their keys, units and ranges."""
+    if context.invoked_subcommand is None:
+        with exits():
+            _list(as_json)
+
+
+@app.command()
+def delta(
+    mechanism: Mechanism = None,
+    keys: Keys = None,
+    epsilon: Epsilon = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """The least δ at an ε; where the two directions differ, the larger."""
+    with exits():
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        parsed = calculator.parse(keys)
+        _refuse_unwritable(plot)
+        with told_of_work(mechanism):
+            answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
+        _draw(plot, mechanism, parsed, answer)
+        _show(answer, as_json)
+
+
+@app.command()
+def epsilon(
+    mechanism: Mechanism = None,
+    keys: Keys = None,
+    delta: Delta = None,
+    as_json: AsJson = False,
+    plot: Plot = None,
+) -> None:
+    """The least ε at a δ; inf if there is none."""
+    with exits():
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        parsed = calculator.parse(keys)
+        _refuse_unwritable(plot)
+        with told_of_work(mechanism):
+            answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
+        _draw(plot, mechanism, parsed, answer)
+        _show(answer, as_json)
+
+
+@app.command()
+def calibrate(
+    mechanism: Mechanism = None,
+    keys: Keys = None,
+    epsilon: Epsilon = None,
+    delta: Delta = None,
+    as_json: AsJson = False,
+) -> None:
+    """The least noise that makes a mechanism (ε, δ)-private."""
+    with exits():
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        with told_of_work(mechanism):
+            answer = calculator.calibrate(
+                mechanism,
+                calculator.parse(keys),
+                epsilon=_given("epsilon", epsilon),
+                delta=_given("delta", delta),
+            )
+        _show(answer, as_json)
+
+
+@app.command()
+def audit(
+    mechanism: Mechanism = None,
+    keys: Keys = None,
+    delta: Delta = None,
+    method: Annotated[
+        Method, typer.Option(help="One row in many releases, or many rows in one, by coins.")
+    ] = Method.TWO_WORLDS,
+    draws: Annotated[
+        int | None,
+        typer.Option(
+            help="Releases to draw under each of the two neighbours, by default 1000000; rows of "
+            "one run, by default 10000."
+        ),
+    ] = None,
+    confidence: Annotated[
+        float, typer.Option(help="With which a true claim is not refuted, above 0 and below 1.")
+    ] = 0.99,
+    seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Try to refute what a mechanism claims; exit status 1 if that succeeds."""
+    with exits():
+        from dataclasses import asdict
+
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        with told_of_work(mechanism):
+            found = calculator.audit(
+                mechanism,
+                calculator.parse(keys),
+                delta=_given("delta", delta),
+                draws=draws,
+                confidence=confidence,
+                seed=seed,
+                method=method.value,
+            )
+        _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
+        if not found.holds:
+            raise typer.Exit(1)
+
+
+def _given(name: str, value: float | None) -> float:
+    from fedsim.types import FedsimError
+
+    if value is None:
+        raise FedsimError(f"--{name} is missing; add for instance --{name} {_EXAMPLES[name]}")
+    return value
+
+
+_EXAMPLES = {"epsilon": "1", "delta": "1e-5"}
+
+
+def _show(answer: Answer, as_json: bool) -> None:
+    from dataclasses import asdict
+
+    _print(asdict(answer), as_json)
+
+
+def _print(fields: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        # Strict JSON has no infinity: what is infinite is written as text.
+        typer.echo(json.dumps({name: _strict(value) for name, value in fields.items()}, indent=2))
+        return
+    told = {name: value for name, value in fields.items() if value is not None}
+    width = max(map(len, told))
+    for name, value in told.items():
+        typer.echo(f"{name.ljust(width)}  {_text(value)}")
+
+
+def _strict(value: Any) -> Any:
+    infinite = isinstance(value, float) and value in (float("inf"), float("-inf"))
+    return str(value) if infinite else value
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{_text(each)} ({name})" for name, each in value.items())
+    if isinstance(value, tuple):
+        return " to ".join(map(_text, value))
+    return str(value)
+
+
+def _draw(plot: Path | None, mechanism: str, keys: dict[str, Any], answer: Answer) -> None:
+    if plot is not None:
+        from fedsim.privacy.plot import draw
+
+        draw(plot, mechanism, keys, answer)
+
+
+def _refuse_unwritable(plot: Path | None) -> None:
+    from fedsim.system.paths import writable_file
+    from fedsim.types import FedsimError
+
+    if plot is not None:
+        writable_file(plot, "--plot")
+        if not plot.parent.is_dir():
+            raise FedsimError(f"--plot {plot}: there is no folder {plot.parent}; make it first")
+
+
+def _list(as_json: bool) -> None:
+    from fedsim.privacy import calculator
+
+    rows = calculator.listing()
+    typer.echo(json.dumps(rows, indent=2) if as_json else calculator.render(rows), nl=as_json)

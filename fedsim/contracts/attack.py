@@ -1,0 +1,264 @@
+"""The attack contract, and the loop that runs any attack on any observation.
+
+An attack is a frozen plugin with four pure-ish steps: `init`, `step`, `terminate`, `postprocess`.
+Everything that moves lives in its state. Restarts and the choice among them (by the attack's own
+loss, never by the truth) are `solve`'s business, not an attack's.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts import plugins
+from fedsim.contracts.plugins import Plugin
+from fedsim.models.base import Classifier, build
+from fedsim.system import memory
+from fedsim.types import (
+    BatchNormKnowledge,
+    FeatureKnowledge,
+    FedsimError,
+    Knowledge,
+    Labels,
+    Observation,
+    PublicKnowledge,
+    Reconstruction,
+    Released,
+    RowKnowledge,
+)
+
+
+class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
+    """An attack cannot say anything about this observation; the row carries the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """The least knowledge that an attack can work with."""
+
+    labels: Labels = "none"
+    bn: BatchNormKnowledge = "none"
+    features: FeatureKnowledge = "none"
+    rows: RowKnowledge = "none"
+    public: PublicKnowledge = "none"
+
+    def unmet(
+        self,
+        labels: Labels,
+        bn: BatchNormKnowledge,
+        features: FeatureKnowledge = "none",
+        rows: RowKnowledge = "none",
+        public: PublicKnowledge = "none",
+    ) -> str | None:
+        """What is missing from such a grant, as advice; None if nothing is."""
+        label_order: Sequence[Labels] = ("none", "inferred", "known")
+        bn_order: Sequence[BatchNormKnowledge] = ("none", "running", "inferred", "exact")
+        if label_order.index(labels) < label_order.index(self.labels):
+            return _advice("labels", self.labels, labels)
+        if bn_order.index(bn) < bn_order.index(self.bn):
+            return _advice("bn", self.bn, bn)
+        if self.features == "known" and features == "none":
+            return _advice("features", "known", "none")
+        if self.rows == "others" and rows == "none":
+            return _advice("rows", "others", "none")
+        if self.public == "test" and public == "none":
+            return _advice("public", "test", "none")
+        return None
+
+
+def _advice(what: str, needed: str, granted: str) -> str:
+    return (
+        f"needs knowledge.{what}: {needed} (of `fedsim attack`: --{what} {needed}), and what is "
+        f"granted is {granted}"
+    )
+
+
+@dataclass(kw_only=True)
+class AttackState:
+    """What every attack's state has. Attacks derive from it."""
+
+    iteration: int = 0
+    loss: Tensor
+    """The attack's own objective now, 0-d, on the attack's device (reading it synchronizes)."""
+
+
+S = TypeVar("S", bound=AttackState)
+
+
+class Attack(Plugin, Generic[S]):
+    """Recovers a client's data from an observation. Fields are hyper-parameters."""
+
+    needs: ClassVar[Needs] = Needs()
+    reads: ClassVar[tuple[Released, ...]] = ("update",)
+    """What of clients it can read. Of rows it is asked about one at a time, on its own."""
+    asked_of_candidates: ClassVar[bool] = False
+    """Whether it says, of a given row, if that took part. Else it recovers one that did."""
+    follows_tensor_rate: ClassVar[bool] = False
+    """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
+
+    def required(self) -> Needs:
+        """What it needs with these parameters: `needs`, unless one of them asks for more."""
+        return self.needs
+
+    @abstractmethod
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
+        """The state before the first step. Tensors live on the observation's device.
+
+        Raises:
+            AttackFailed: nothing can be recovered from this observation, with the reason.
+        """
+
+    @abstractmethod
+    def step(self, state: S) -> S:
+        """One iteration. May update tensors of `state` in place; returns the next state."""
+
+    @abstractmethod
+    def terminate(self, state: S) -> bool:
+        """Whether the attack is done."""
+
+    @abstractmethod
+    def postprocess(self, state: S) -> Reconstruction:
+        """What was recovered, in pixels."""
+
+    def total(self) -> int | None:
+        """Iterations until `terminate`, for progress; None if unknown."""
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a progress display gets to know while an attack runs."""
+
+    restart: int
+    restarts: int
+    iteration: int
+    total: int | None
+    loss: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """The best restart's reconstruction and what all restarts cost."""
+
+    reconstruction: Reconstruction
+    restart: int
+    losses: tuple[float, ...]
+    """Own loss of every restart, in order; non-finite ones lose but keep their place."""
+    seconds: float
+    iterations: int
+    """Over all restarts."""
+    peak_memory_bytes: int
+
+
+def solve(
+    attack: Attack[S],
+    observation: Observation,
+    knowledge: Knowledge,
+    seed: int,
+    *,
+    restarts: int = 1,
+    progress: Callable[[Progress], None] | None = None,
+    every: float = 0.25,
+) -> Solution:
+    """Run `attack` from `restarts` starting points and keep the one with the least own loss.
+
+    `progress` is called at most once per `every` seconds. Same arguments, same result.
+
+    Raises:
+        AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss.
+    """
+    _refuse_unusable(observation)
+    memory.keep_freed()
+    start = time.perf_counter()
+    found: list[Reconstruction] = []
+    for restart in range(restarts):
+        state = attack.init(observation, knowledge, rng.generator(seed, "attack", restart))
+        told = 0.0
+        while not attack.terminate(state):
+            state = attack.step(state)
+            now = time.perf_counter()
+            if progress and now - told >= every:
+                told = now
+                progress(
+                    Progress(
+                        restart=restart,
+                        restarts=restarts,
+                        iteration=state.iteration,
+                        total=attack.total(),
+                        loss=float(state.loss),
+                    )
+                )
+        found.append(attack.postprocess(state))
+    losses = tuple(result.loss for result in found)
+    best = min(range(restarts), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
+    if not math.isfinite(losses[best]):
+        raise AttackFailed(f"no restart ended at a finite loss (losses: {losses})")
+    return Solution(
+        reconstruction=found[best],
+        restart=best,
+        losses=losses,
+        seconds=time.perf_counter() - start,
+        iterations=sum(result.iterations for result in found),
+        peak_memory_bytes=memory.peak(_device(observation)),
+    )
+
+
+def rebuild(observation: Observation) -> Classifier:
+    """The victim's model with the global weights of the observed round, on their device.
+
+    Raises:
+        PluginError: the model is not installed here.
+        FedsimError: the weights are those of another model.
+    """
+    try:
+        model = build(observation.model, seed=0)
+        state = {**observation.parameters, **observation.buffers}
+        lost, extra = model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValidationError) as error:
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {error}") from error
+    for name in (*lost, *extra):
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
+    return model.to(_device(observation))
+
+
+def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:
+    """The attack registered as `name`, with `parameters` (others at their defaults).
+
+    Raises:
+        PluginError: it is not installed, cannot be imported, or is no attack.
+    """
+    cls = plugins.load("fedsim.attacks", name)
+    if not issubclass(cls, Attack):
+        raise plugins.PluginError(f"attack plugin {name!r} does not derive from Attack")
+    return cls.model_validate(dict(parameters or {}))
+
+
+def unreadable(attack: str, reads: Sequence[Released], released: Released | None) -> str | None:
+    """Why an attack that `reads` so cannot be run on what is `released`; None if it can."""
+    if released in reads:
+        return None
+    what = {"update": "updates of a model", None: "what no attack reads"}
+    here = what.get(released) or f"releases of kind {released}"
+    readable = " and ".join(what.get(kind) or kind for kind in reads)
+    return f"{attack} reads {readable}, and clients send {here}"
+
+
+def _refuse_unusable(observation: Observation) -> None:
+    tensors = observation.update.values()
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors):
+        raise AttackFailed("the observed update holds non-finite values")
+    if not any(bool(tensor.any()) for tensor in tensors):
+        raise AttackFailed("the observed update is zero everywhere: it carries no information")
+
+
+def _device(observation: Observation) -> torch.device:
+    return next(iter(observation.parameters.values())).device

@@ -1,0 +1,28 @@
+"""The data-source contract."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+from fedsim.contracts.plugins import Plugin
+from fedsim.types import Dataset, Table
+
+
+class DataSource(Plugin):
+    """Loads a labelled image set, or a table. Fields say where it lies and how it is prepared."""
+
+    @abstractmethod
+    def load(self) -> Dataset | Table:
+        """The whole set in memory, train and test split, in an order that never varies.
+
+        Raises:
+            FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
+        """
+
+    def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
+        """`dataset` with all that this source computes from training data computed anew.
+
+        An audit exchanges an image and calls this, so that its two worlds differ in everything
+        that the image has a say in. By default nothing is computed: as it is.
+        """
+        return dataset

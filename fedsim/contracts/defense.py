@@ -1,0 +1,295 @@
+"""The kinds of defense, told apart by type.
+
+A defense is a frozen plugin; what it remembers between rounds is a value that the caller keeps.
+Each states what it does to the *guarantee* proven so far (`fedsim.contracts.guarantee`);
+`fedsim.contracts.stack.chain` composes them.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.guarantee import CurveMechanism, Guarantee, Release, Statistic
+from fedsim.contracts.plugins import Plugin
+from fedsim.rng import normal as normal
+from fedsim.rng import uniform as uniform
+from fedsim.types import UNKNOWN, Effect, LocalTraining, Tensors, Update
+
+LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
+"""(parameters, normalized images (B, C, H, W), labels (B,)) -> mean loss, 0-d. Pure."""
+
+GradientFn = Callable[[Tensors, Tensor, Tensor, torch.Generator], Tensors]
+"""(parameters, images, labels, rng) -> the direction of one local step, named like parameters."""
+
+
+class DataDefense(Plugin):
+    """Regularizes the rows D that a closed-form learner computes from: appends σ I below them.
+
+    To a sketch D'G that adds σ times a matrix of standard normal entries.
+    """
+
+    @abstractmethod
+    def sigma(self, release: Release) -> float:
+        """σ >= 0 of one client, in the units of the rows.
+
+        Raises:
+            FedsimError: the defense does not fit what is released, or no σ is enough.
+        """
+
+    @abstractmethod
+    def guarantee(self, release: Release) -> Guarantee:
+        """What holds of a client's release from the regularized rows.
+
+        Raises:
+            FedsimError: as `sigma`.
+        """
+
+    @property
+    def least_clients(self) -> int:
+        """How many clients' releases have to be combined for what `pooled` claims."""
+        return 1
+
+    @property
+    def assumes(self) -> bool:
+        """Whether its claim holds only of data that pass `check`; by default it holds of any."""
+        return False
+
+    def check(self, clients: Mapping[int, Tensor]) -> None:
+        """Refuse data that contradict what the claim assumes of them; by default none do.
+
+        `clients` has the rows (n, d + 1) of each client that takes part in one release, by its
+        number, before σ I is appended. The refusal is itself a function of the data, and nothing
+        hides it.
+
+        Raises:
+            FedsimError: they do, with the parameter, its value and that of the data.
+        """
+
+
+class StatisticDefense(Plugin):
+    """Privatizes a statistic from which a closed-form learner computes its release.
+
+    The release is then post-processing: it is private if every statistic that it is computed from
+    is. Shape and type are kept, and of a kernel matrix that it is positive semidefinite.
+    """
+
+    statistic: ClassVar[Statistic]
+    """The one that it acts on."""
+
+    @abstractmethod
+    def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
+        """The private version of a client's `value`, which is not mutated.
+
+        Raises:
+            FedsimError: the defense cannot do what it is asked for.
+        """
+
+    @abstractmethod
+    def guarantee(self, release: Release) -> CurveMechanism:
+        """What holds of the private statistic, if its rows keep to what `release` says.
+
+        Raises:
+            FedsimError: as `apply`.
+        """
+
+    @property
+    def assumes(self) -> bool:
+        """Whether its claim holds only of data that pass `check`; by default it holds of any."""
+        return False
+
+    def check(self, client: int, value: Tensor) -> None:
+        """Refuse a `client`'s `value` that contradicts what the claim assumes; by default none.
+
+        The refusal is itself a function of the data, and nothing hides it.
+
+        Raises:
+            FedsimError: it does, with the parameter, its value and that of the data.
+        """
+
+    @abstractmethod
+    def law(self, release: Release) -> Mapping[str, float]:
+        """The parameters in use of the private statistic's distribution, which are public.
+
+        An attack that knows the defense reads them; one that finds other names does not know it.
+        Known are, of features, `scale` b and `bound` B of truncated Laplace noise on each entry;
+        of a kernel matrix `samples` k and `lift` γ of the covariance of k draws of N(0, K + γ I).
+
+        Raises:
+            FedsimError: as `apply`.
+        """
+
+
+class UpdateDefense(Plugin):
+    """Changes the update before it leaves the client: a pair of pure functions.
+
+    Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
+    """
+
+    @abstractmethod
+    def init(self, update: Tensors, sensitivity: float) -> Tensors:
+        """The state before the first round, for updates shaped like `update`.
+
+        `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
+        """
+
+    @abstractmethod
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """(defended update, next state). Mutates neither argument; names and shapes are kept."""
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """What holds after this defense, given what held before it.
+
+        Raises:
+            FedsimError: the defense cannot follow what comes before it.
+        """
+
+    def effect(self, before: Guarantee) -> Effect:
+        """What the defense does to an update of which `before` holds, for attacks to allow for.
+
+        A defense that does not say is attacked as if it added noise of a size that nobody knows:
+        it looks safer than it is.
+        """
+        return UNKNOWN
+
+    def law(self, before: Guarantee) -> Mapping[str, float]:
+        """Parameters in use that follow from the declared ones and what held `before`.
+
+        They are as public as those, and observations hold them in the declared ones' place.
+        """
+        return {}
+
+
+class TrainingDefense(Plugin):
+    """Changes how the client trains."""
+
+    @abstractmethod
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The local training that this defense makes of `declared`."""
+
+    @abstractmethod
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
+        """The direction of a local step, given the loss and the direction so far.
+
+        `batch_size` is what sums over a batch are divided by: the number of its examples, or its
+        mean where that varies with the step. A batch may then be empty.
+        """
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
+        """What holds of the update after training that is described by `training`."""
+
+    def effect(self, training: LocalTraining) -> Effect:
+        """What the defense does to the update beyond what `training` (its own) says of it.
+
+        As that of an update defense, if it does not say.
+        """
+        return UNKNOWN
+
+
+class RememberingDefense(TrainingDefense):
+    """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
+
+    @abstractmethod
+    def recalling(
+        self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
+    ) -> GradientFn:
+        """As `gradient`, going on from `memory`, which each step replaces with its own.
+
+        It is empty before a client's first step, and is kept between rounds as it was left.
+        """
+
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
+        """The direction of the first step and of those that follow it."""
+        return self.recalling(loss, gradient, batch_size, {})
+
+
+class AggregationDefense(Plugin):
+    """Changes what the server sees of a round: one combined update instead of each client's."""
+
+    @abstractmethod
+    def combine(self, updates: Iterable[Update]) -> Update:
+        """The only update the server gets to see. Consumes `updates` one by one."""
+
+    @abstractmethod
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """What holds of the combined update, given what holds of each client's."""
+
+    def effect(self, before: Guarantee) -> Effect:
+        """What it adds to the mere sum or mean of clients' updates, of each of which `before`
+        holds.
+
+        As that of an update defense, if it does not say.
+        """
+        return UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerRound:
+    """What a round's noise of the server depends on; nothing of it depends on who answers."""
+
+    clients: int
+    """How many are asked in a round."""
+    sensitivity: float
+    """The L2 bound on one client's update."""
+    stream: torch.Generator
+    """This round's randomness."""
+    before: torch.Generator | None
+    """The round before's, from its start again; None in the first."""
+
+
+class NoisyAggregation(AggregationDefense):
+    """An aggregation by a trusted server that adds noise of its own to what it shows."""
+
+    @abstractmethod
+    def noised(self, combined: Update, round: ServerRound) -> Update:
+        """What the server shows of what `combine` made. Does not mutate `combined`."""
+
+
+Defense = DataDefense | StatisticDefense | UpdateDefense | TrainingDefense | AggregationDefense
+
+
+def global_norm(update: Tensors) -> Tensor:
+    """L2 norm of all tensors together, 0-d float64; 0 if there are none."""
+    norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
+    return (
+        torch.linalg.vector_norm(torch.stack(norms))
+        if norms
+        else torch.zeros((), dtype=torch.float64)
+    )
+
+
+def all_finite(update: Tensors) -> bool:
+    """Whether no entry is infinite or NaN."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in update.values())
+
+
+def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
+    """`update` plus independent N(0, std^2) on every entry; `std` 0 is the identity, bit for bit.
+
+    Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`) and, for
+    half-precision tensors, rounded after the addition. It is ordinary floating-point noise: the
+    attack of Mironov (CCS 2012) on its low bits is not met.
+    """
+    return {name: _plus_gaussian(tensor, std, rng) for name, tensor in update.items()}
+
+
+def shapes(update: Tensors) -> Mapping[str, torch.Size]:
+    """Name -> shape."""
+    return {name: tensor.shape for name, tensor in update.items()}
+
+
+def _plus_gaussian(tensor: Tensor, std: float, rng: torch.Generator) -> Tensor:
+    if std == 0:
+        return tensor
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    noise = normal(tensor.shape, rng, wide)
+    return (tensor.to(wide) + std * noise.to(tensor.device)).to(tensor.dtype)

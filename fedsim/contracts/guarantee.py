@@ -1,0 +1,171 @@
+"""What is proven of a defense stack, as far as it can be: the mechanisms that an accountant knows.
+
+A `Guarantee` is handed along a stack; each member states what it does to what was proven before
+it, and only the whole stack's is ever accounted (`fedsim.privacy.ledger`).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Literal, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedsim.types import FedsimError, Relation, ReleaseKind, Sampling, Unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mechanism:
+    """A release that an accountant knows: Gaussian noise on a quantity of bounded contributions.
+
+    `noise_multiplier` is s / C: the noise's standard deviation over the L2 bound of what one `unit`
+    contributes. `relation` says what neighbouring data are: under `zero_out` that contribution is
+    exchanged for zero and the sensitivity is C; under `replace_one` it is exchanged for any other
+    and the sensitivity is 2C. `releases` counts how often one round makes the release; `sampling`
+    says how each drew its own batch from the client's data (None: an example may be in every one).
+    `correlation` is λ where a client's t-th release has the noise
+    z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t. `shared` says that
+    the noise is the server's: t counts the federation's rounds, whoever takes part in them.
+    """
+
+    noise_multiplier: float
+    unit: Unit
+    relation: Relation
+    releases: int = 1
+    sampling: Sampling | None = None
+    correlation: float = 0.0
+    shared: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactMechanism(ABC):
+    """A release that is no Gaussian mechanism, but whose ε is known in its own right.
+
+    `accountant` says in a few words how ε is found.
+    """
+
+    unit: Unit
+    relation: Relation
+    accountant: str
+
+    @abstractmethod
+    def epsilon(self, delta: float, releases: int) -> float:
+        """The least proven ε of so many independent releases of the same data; inf if there is
+        none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurveMechanism(ExactMechanism):
+    """An exact mechanism whose whole curve is known, so that it composes with others.
+
+    `beta` is how far neighbours' examples are apart at most, under relation `close`.
+    """
+
+    beta: float
+
+    @abstractmethod
+    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
+        """log δ at each ε >= 0: the largest over neighbours, in both directions."""
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """The releases' composition."""
+        return Composed.of((self,)).epsilon(delta, releases)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Composed(ExactMechanism):
+    """Independent releases of the same data, each by a mechanism of which the curve is known."""
+
+    parts: tuple[CurveMechanism, ...]
+
+    @classmethod
+    def of(cls, parts: tuple[CurveMechanism, ...]) -> Composed:
+        """Of one mechanism or more.
+
+        Raises:
+            FedsimError: they hide different things.
+        """
+        if len({(part.unit, part.beta) for part in parts}) > 1:
+            raise FedsimError(
+                f"mechanisms that hide different things do not compose: {_listed(parts)}; give "
+                "them the same beta"
+            )
+        relative = any(part.relation == "relative" for part in parts)
+        return cls(
+            unit=parts[0].unit,
+            relation="relative" if relative else parts[0].relation,
+            accountant=f"{_listed(parts)}, β = {parts[0].beta:g}",
+            parts=parts,
+        )
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """By the composition of the parts' curves (`fedsim.privacy.composition.curves`)."""
+        return _composed_epsilon(self.parts * releases, delta)
+
+
+@lru_cache(maxsize=256)
+def _composed_epsilon(parts: tuple[CurveMechanism, ...], delta: float) -> float:
+    from fedsim.privacy.composition.curves import epsilon
+
+    return epsilon([part.log_delta for part in parts], delta)
+
+
+def _listed(parts: tuple[CurveMechanism, ...]) -> str:
+    return " and ".join(part.accountant for part in parts)
+
+
+Statistic = Literal["features", "kernel"]
+"""What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Release:
+    """What a closed-form learner releases of a client's rows D, as far as privacy depends on it.
+
+    `sketch`: D'G, G of standard normal entries. `coefficients`: those of least squares.
+    `sketched_coefficients`: those of least squares on a sketch. `normal_coefficients`: a draw of
+    the normal distribution that the latter tends to. `kernel_regression`: the predictor of a kernel
+    regression, a function of `statistics`, and of labels that nothing protects. `kernel_model`: its
+    features and coefficients.
+    """
+
+    kind: ReleaseKind
+    row_norm: float
+    """l, the public bound on the L2 norm of a row of D (features and target)."""
+    columns: int
+    """r, the columns of G (0 for `coefficients`)."""
+    features: int
+    """d, the number of features."""
+    statistics: tuple[Statistic, ...] = ()
+    """All that the release is computed from; empty where it is computed from the rows at once."""
+    gain: float = 1.0
+    """s, the largest eigenvalue of S in the kernel (x'z)(x'Sz), which is public."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What is proven of an update on its way through a stack.
+
+    `sensitivity` bounds the L2 norm of the whole update (all tensors together) whatever the data;
+    `mechanism` is the release it has been through; `reason` says why there is none. `pooled` is
+    what the plain mean of all clients' updates is, where they share the noise among them.
+    """
+
+    sensitivity: float = math.inf
+    mechanism: Mechanism | ExactMechanism | None = None
+    reason: str = "no noise is added"
+    pooled: ExactMechanism | None = None
+
+    def bounded(self, norm: float) -> Guarantee:
+        """After a step that leaves no update longer than `norm` (nor than it was)."""
+        return replace(self, sensitivity=min(self.sensitivity, norm))
+
+    def unproven(self, reason: str) -> Guarantee:
+        """After a step that may enlarge the update. Post-processing keeps a mechanism."""
+        reason = self.reason if self.mechanism else reason
+        return replace(self, sensitivity=math.inf, reason=reason)

@@ -1,0 +1,186 @@
+"""The learner contract: what a client computes from its data, and what the server makes of it.
+
+A learner is a frozen plugin; `start` binds it to one stack's federation. Everything that moves is
+handed in and returned, so that a computation is a pure function of its arguments.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.stack import Stack
+from fedsim.types import (
+    Dataset,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Released,
+    ReleaseSpec,
+    RowTruth,
+    Table,
+    Tensors,
+)
+
+if TYPE_CHECKING:
+    from fedsim.models.base import Classifier
+    from fedsim.scenario import Scenario
+
+Batches = Sequence[tuple[Tensor, Tensor]]
+"""What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a learner
+that releases once one batch of all that the client holds, of a table (rows (n, d + 1), labels)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a learner works on: one defense stack's federation."""
+
+    scenario: Scenario
+    stack: Stack
+    dataset: Dataset | Table
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a client is asked in a round."""
+
+    batches: Batches
+    parameters: Tensors
+    buffers: Tensors
+    training: LocalTraining
+    """After the stack's training defenses; of no meaning where nothing is trained."""
+    stream: torch.Generator
+    """Of randomness that is the learner's own and not the defense's; `fedsim.rng.normal` draws from
+    it what has to stay secret."""
+    recorded: bool
+    """Whether the round is observed, so that the truth will be asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Computed:
+    """What a client computed, before the update defenses."""
+
+    update: Tensors
+    """On any device, named and shaped like the parameters."""
+    buffers: Tensors
+    """New floating-point buffers (batch-norm statistics)."""
+    num_examples: int
+    """The weight in the mean over the clients. The server gets to see it."""
+    truth: GroundTruth | None
+    """What was used of images, for scores; None where nothing is recorded, and of rows."""
+    loss: float | None
+    """Under the global model, before this round's work; None where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The global model on the test split; a learner says what its loss is."""
+
+    loss: float
+    accuracy: float | None
+
+
+class Computation(ABC):
+    """A learner at work on one stack's federation."""
+
+    spec: ModelSpec | None = None
+    """Of the model, of a learner that trains one."""
+    model: Classifier | None = None
+    """The network, of a learner that trains one."""
+    release: Release | None = None
+    """What a closed-form learner releases of its rows, as far as privacy depends on it."""
+    releases_statistics: bool = False
+    """Whether clients also release batch-norm statistics of their data."""
+
+    def describe(self) -> ModelSpec | ReleaseSpec | None:
+        """What an observation declares of what clients release; None of what is never observed."""
+        return self.spec
+
+    def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
+        """What of a client a release may be of, a row for each of `inputs`, all of them members.
+
+        None of a learner whose releases are never observed.
+        """
+        return None
+
+    def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
+        """Refuse data that contradict what a defense's claim assumes of them; by default none do.
+
+        `clients` has (inputs, labels) of each client that takes part in one release.
+
+        Raises:
+            FedsimError: they do (`DataDefense.check`, `StatisticDefense.check`).
+        """
+        return
+
+    @abstractmethod
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(parameters, buffers) before the first round; the same for every stack."""
+
+    @abstractmethod
+    def compute(self, request: Request, rng: torch.Generator) -> Computed:
+        """One client's work in one round; `rng` is the defenses' stream."""
+
+    @abstractmethod
+    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+        """One parameter of the global model `before` as a client's `update` would have it."""
+
+    @abstractmethod
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The new global parameters, given the strategy's `mean` over so many clients."""
+
+    @abstractmethod
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        """The global model on the test split."""
+
+    @abstractmethod
+    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+        """The weights that the server sends with probes, where it plants."""
+
+
+def model_spec(problem: Problem) -> ModelSpec:
+    """The scenario's model, of which there has to be one, for the images of its data source."""
+    model, dataset = problem.scenario.model, problem.dataset
+    assert model is not None
+    assert isinstance(dataset, Dataset)
+    return ModelSpec(
+        name=model.name,
+        parameters=model.parameters,
+        input_shape=dataset.input_shape,
+        num_classes=len(dataset.classes),
+        mean=dataset.mean,
+        std=dataset.std,
+    )
+
+
+class Learner(Plugin):
+    """What a client computes from its data, and what the server makes of the clients' mean."""
+
+    data: ClassVar[type[Dataset] | type[Table]]
+    """The kind of data source that it computes from."""
+    trains: ClassVar[bool]
+    """Whether it trains a model over rounds, as `training` says. One that does not releases once
+    (`training.rounds: 1`), from all of a client's data, and its server takes the plain mean."""
+    reads_features: ClassVar[bool] = False
+    """Of one that trains nothing: whether it computes from the features of a frozen model, if the
+    scenario names one (`model`, `training.weights`)."""
+
+    def released(self) -> Released | None:
+        """What an attack has to be able to read; None if no attack reads what clients send."""
+        return "update" if self.trains else None
+
+    @abstractmethod
+    def start(self, problem: Problem) -> Computation:
+        """Bind the learner to a federation.
+
+        Raises:
+            FedsimError: it does not fit the data or the model.
+        """

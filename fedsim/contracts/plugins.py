@@ -1,0 +1,224 @@
+"""The one place that reads entry points: what is installed, and how a name becomes an object.
+
+A plugin is a class that derives from `Plugin`: a frozen pydantic model whose fields are its
+hyper-parameters. It is registered under one of the groups below, by the name users write in a
+scenario. A plugin that fails to import stops only the scenario that names it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from fedsim.types import FedsimError
+
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+GROUPS = (
+    "fedsim.attacks",
+    "fedsim.defenses",
+    "fedsim.learners",
+    "fedsim.models",
+    "fedsim.data",
+)
+
+
+class PluginError(FedsimError):
+    """A plugin does not exist or cannot be loaded."""
+
+
+class Plugin(BaseModel, ABC):
+    """Base of everything that a scenario names: frozen, unknown parameters refused, finite.
+
+    The docstring below a field describes the parameter wherever it is listed.
+    """
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    paper: ClassVar[str] = ""
+    """The source: authors, title, venue and year, equation. Shown by `fedsim list`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A plugin's parameter as `fedsim list` shows it."""
+
+    name: str
+    type: str
+    """In the words of JSON Schema, such as `number or null`."""
+    default: Any
+    """None for a required one, too."""
+    required: bool
+    range: str
+    """The values allowed, such as `> 0, <= 1`; empty if the type says it all."""
+    description: str
+
+
+@dataclass(frozen=True)
+class Installed:
+    """A plugin as `fedsim list` shows it. `error` says why it cannot be loaded, if it cannot."""
+
+    group: str
+    name: str
+    package: str
+    version: str
+    cls: type[Plugin] | None
+    parameters: tuple[Parameter, ...]
+    error: str | None
+
+    @property
+    def summary(self) -> str:
+        """The first line of the class's docstring."""
+        return (inspect.getdoc(self.cls) or "").partition("\n")[0] if self.cls else ""
+
+
+@cache
+def _entry_points(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
+    found: dict[str, dict[tuple[str, str], EntryPoint]] = {}
+    for point in entry_points(group=group):
+        # An editable installation may be found twice; that is one plugin, not a conflict.
+        found.setdefault(point.name, {})[_package(point), point.value] = point
+    return {name: tuple(points.values()) for name, points in found.items()}
+
+
+def names(group: str) -> tuple[str, ...]:
+    """Names registered in `group`, sorted; loads nothing."""
+    return tuple(sorted(_entry_points(group)))
+
+
+def load(group: str, name: str) -> type[Plugin]:
+    """The class registered as `name` in `group`.
+
+    Raises:
+        PluginError: no such name (with the nearest one), two packages claim it, or importing it
+            failed (with the cause).
+    """
+    kind = group.removeprefix("fedsim.")
+    points = _entry_points(group).get(name, ())
+    if not points:
+        close = difflib.get_close_matches(name, names(group), n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise PluginError(
+            f"no plugin named {name!r} in {kind}{hint} (installed: {', '.join(names(group))})"
+        )
+    if len(points) > 1:
+        packages = " and ".join(f"{_package(point)} ({point.value})" for point in points)
+        raise PluginError(
+            f"plugin {name!r} in {kind} is registered twice, by {packages}; uninstall one"
+        )
+    (point,) = points
+    try:
+        cls = point.load()
+    except (Exception, SystemExit) as error:  # a third party's import may raise anything
+        raise PluginError(
+            f"plugin {name!r} of {_package(point)} cannot be imported: "
+            f"{type(error).__name__}: {error}; repair or uninstall that package"
+        ) from error
+    if not (inspect.isclass(cls) and issubclass(cls, Plugin)):
+        raise PluginError(
+            f"plugin {name!r} of {_package(point)} is {cls!r}; expected a class derived from "
+            "fedsim.contracts.plugins.Plugin"
+        )
+    if inspect.isabstract(cls):
+        missing = ", ".join(sorted(cls.__abstractmethods__))
+        raise PluginError(
+            f"plugin {name!r} of {_package(point)} is abstract; its author has to implement "
+            f"{missing}"
+        )
+    return cls
+
+
+def installed(group: str) -> list[Installed]:
+    """Every plugin of `group`, also those that cannot be loaded."""
+    rows = []
+    for name in names(group):
+        point = _entry_points(group)[name][0]
+        version = point.dist.version if point.dist else "?"
+        try:
+            cls = load(group, name)
+            row = Installed(group, name, _package(point), version, cls, parameters(cls), None)
+        except PluginError as error:
+            row = Installed(group, name, _package(point), version, None, (), str(error))
+        rows.append(row)
+    return rows
+
+
+def schema(cls: type[BaseModel], ref_template: str = "#/$defs/{model}") -> dict[str, Any]:
+    """JSON Schema of a plugin's parameters.
+
+    Raises:
+        PluginError: a field's type has no JSON Schema, so no scenario can set it.
+    """
+    try:
+        return cls.model_json_schema(ref_template=ref_template)
+    except Exception as error:  # pydantic has no common base for what may go wrong here
+        raise PluginError(
+            f"the parameters of {cls.__module__}.{cls.__qualname__} cannot be written in a "
+            f"scenario: {error}; its author has to give them types that JSON has"
+        ) from error
+
+
+def parameters(cls: type[BaseModel]) -> tuple[Parameter, ...]:
+    """The parameters of a plugin, in the order of its class.
+
+    Raises:
+        PluginError: a field's type has no JSON Schema.
+    """
+    whole = schema(cls)
+    definitions = whole.get("$defs", {})
+    required = whole.get("required", [])
+    return tuple(
+        Parameter(
+            name=name,
+            type=_type(item, definitions),
+            default=item.get("default"),
+            required=name in required,
+            range=_range(item, definitions),
+            description=" ".join(item.get("description", "").split()),
+        )
+        for name, item in whole.get("properties", {}).items()
+    )
+
+
+def _type(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    item = _resolved(item, definitions)
+    if "anyOf" in item:
+        return " or ".join(dict.fromkeys(_type(one, definitions) for one in item["anyOf"]))
+    if "type" in item:
+        kind = str(item["type"])
+        if kind == "array" and "items" in item:
+            return f"array of {_type(item['items'], definitions)}"
+        if kind == "object" and "properties" in item:
+            keys = ", ".join(item["properties"])
+            return f"object {{{keys}}}"
+        return kind
+    return "any"
+
+
+def _range(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
+    item = _resolved(item, definitions)
+    if "anyOf" in item:
+        return " or ".join(filter(None, (_range(one, definitions) for one in item["anyOf"])))
+    if "enum" in item or "const" in item:
+        return ", ".join(str(value) for value in item.get("enum", [item.get("const")]))
+    return ", ".join(f"{sign} {item[key]:g}" for key, sign in _BOUNDS.items() if key in item)
+
+
+def _resolved(item: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
+    name = str(item.get("$ref", "")).rpartition("/")[2]
+    resolved: Mapping[str, Any] = definitions.get(name, item)
+    return resolved
+
+
+def _package(point: EntryPoint) -> str:
+    return point.dist.name if point.dist else point.module

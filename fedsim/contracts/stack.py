@@ -1,0 +1,294 @@
+"""A defense stack, and `chain`, which composes it.
+
+`chain(a, b, c)` applies in written order and the empty chain is the identity, bit for bit. Only the
+whole stack's guarantee is ever accounted: a stack that is not a known mechanism has ε = ∞, never a
+guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.defense import (
+    AggregationDefense,
+    DataDefense,
+    Defense,
+    GradientFn,
+    LossFn,
+    RememberingDefense,
+    StatisticDefense,
+    TrainingDefense,
+    UpdateDefense,
+)
+from fedsim.contracts.guarantee import Composed, Guarantee, Release, Statistic
+from fedsim.types import Effect, FedsimError, LocalTraining, Tensors, Vantage
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A chain of defenses: those of data, training and statistics act first, then update ones, then
+    the aggregation."""
+
+    training_defenses: tuple[TrainingDefense, ...] = ()
+    update_defenses: tuple[UpdateDefense, ...] = ()
+    aggregation: AggregationDefense | None = None
+    data_defense: DataDefense | None = None
+    statistic_defenses: tuple[StatisticDefense, ...] = ()
+
+    _memories: dict[int, dict[str, Tensor]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    _directed: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @property
+    def directed(self) -> bool:
+        """Whether a direction has been asked for: training defenses act on nothing else."""
+        return bool(self._directed)
+
+    @property
+    def least_clients(self) -> int:
+        """With fewer clients' updates nothing may be combined: their shared noise is too little."""
+        return self.data_defense.least_clients if self.data_defense and self.aggregation else 1
+
+    def sigma(self, release: Release) -> float:
+        """σ of the σ I that a client appends to its rows; 0 without a data defense."""
+        return self.data_defense.sigma(release) if self.data_defense else 0.0
+
+    def private(
+        self, statistic: Statistic, value: Tensor, release: Release, rng: torch.Generator
+    ) -> Tensor:
+        """A client's `statistic` as its release may use it: `value` itself without a defense."""
+        for defense in self.statistic_defenses:
+            if defense.statistic == statistic:
+                return defense.apply(value, release, rng)
+        return value
+
+    def assumed_of(self, statistic: Statistic) -> list[StatisticDefense]:
+        """The defenses of `statistic` whose claims hold of some data only."""
+        return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
+
+    def laws(self, release: Release) -> dict[str, Mapping[str, float]]:
+        """Of each statistic that is private, how its law is in use (`StatisticDefense.law`)."""
+        return {defense.statistic: defense.law(release) for defense in self.statistic_defenses}
+
+    def update_laws(
+        self, declared: LocalTraining, release: Release | None = None
+    ) -> list[Mapping[str, float]]:
+        """Of each update defense, the parameters in use (`UpdateDefense.law`).
+
+        Raises:
+            FedsimError: as `guarantees`.
+        """
+        proven = self.guarantees(declared, release)
+        return [d.law(held) for d, held in zip(self.update_defenses, proven, strict=False)]
+
+    def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
+        """What the whole stack does to the update.
+
+        Data and statistic defenses act on what a release is computed from; how, it says itself.
+
+        Raises:
+            FedsimError: as `guarantees`.
+        """
+        proven = self.guarantees(declared, release)
+        training = self.training(declared)
+        whole = Effect()
+        for defense in self.training_defenses:
+            whole = whole.then(defense.effect(training))
+        for member, held in zip(self.update_defenses, proven, strict=False):
+            whole = whole.then(member.effect(held))
+        if self.aggregation:
+            whole = whole.then(self.aggregation.effect(proven[-2]))
+        return whole
+
+    @property
+    def vantage(self) -> Vantage:
+        """What the server sees: each client's update, or only their combination."""
+        return "aggregate" if self.aggregation else "server"
+
+    def training(self, declared: LocalTraining) -> LocalTraining:
+        """The local training after every training defense."""
+        for defense in self.training_defenses:
+            declared = defense.training(declared)
+        return declared
+
+    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
+        """The direction of a local step after every training defense."""
+        for index, defense in enumerate(self.training_defenses):
+            self._directed.add(index)
+            if isinstance(defense, RememberingDefense):
+                memory = self._memories.get(index, {})
+                gradient = defense.recalling(loss, gradient, batch_size, memory)
+            else:
+                gradient = defense.gradient(loss, gradient, batch_size)
+        return gradient
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a client has to keep a state between its rounds."""
+        training = any(isinstance(d, RememberingDefense) for d in self.training_defenses)
+        return training or bool(self.update_defenses)
+
+    @contextmanager
+    def recalling(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
+        """Let the steps of `gradient` inside go on from where the client's `state` says it was.
+
+        `state` is the client's after its round before (empty before its first). The value is filled
+        on exit with what the steps leave, to be kept with the state of the update defenses. Outside
+        of it, every direction begins as in a client's first round.
+        """
+        self._memories.update({index: {} for index in range(len(self.training_defenses))})
+        for name, tensor in state.items():
+            if name.startswith(_TRAINING):
+                index, _, own = name.removeprefix(_TRAINING).partition(".")
+                self._memories[int(index)][own] = tensor
+        left: dict[str, Tensor] = {}
+        try:
+            yield left
+            for number, memory in self._memories.items():
+                left |= {f"{_TRAINING}{number}.{name}": t.cpu() for name, t in memory.items()}
+        finally:
+            self._memories.clear()
+
+    def guarantees(
+        self, declared: LocalTraining, release: Release | None = None
+    ) -> list[Guarantee]:
+        """What holds before the first update defense, and after each stage behind it.
+
+        `release` is what a closed-form learner releases; None of one that trains as `declared`.
+
+        Raises:
+            FedsimError: a defense does not fit the learner, or cannot follow what comes before it.
+        """
+        held = Guarantee()
+        training = self.training(declared)
+        if self.training_defenses and release:
+            raise FedsimError(
+                f"{_name(self.training_defenses[0])} changes local training, and this learner does "
+                "not train; drop it, or choose learner sgd"
+            )
+        for defense in self.training_defenses:
+            held = defense.guarantee(held, training)
+        if self.data_defense:
+            if release is None:
+                raise FedsimError(
+                    f"{_name(self.data_defense)} acts on the rows of a closed-form learner; choose "
+                    "learner sketch or least_squares, or drop it"
+                )
+            held = self.data_defense.guarantee(release)
+        if self.statistic_defenses:
+            held = self._of_statistics(release)
+        proven = [held]
+        for member in self.update_defenses:
+            # The mean of releases that were changed further is not what is pooled.
+            proven.append(member.guarantee(replace(proven[-1], pooled=None)))
+        if self.aggregation:
+            proven.append(self.aggregation.guarantee(proven[-1]))
+        return proven
+
+    def _of_statistics(self, release: Release | None) -> Guarantee:
+        known = release.statistics if release else ()
+        for defense in self.statistic_defenses:
+            if release is None or defense.statistic not in known:
+                raise FedsimError(
+                    f"{_name(defense)} acts on the {defense.statistic} that a learner computes its "
+                    "release from, and this one releases nothing of the kind; choose learner ntk, "
+                    "or drop it"
+                )
+        assert release is not None
+        parts = {d.statistic: d.guarantee(release) for d in self.statistic_defenses}
+        bare = [statistic for statistic in known if statistic not in parts]
+        if bare:
+            return Guarantee(reason=f"no defense protects the {bare[0]} that the release tells of")
+        return Guarantee(mechanism=Composed.of(tuple(parts.values())), reason="")
+
+    def shows_losses(self, declared: LocalTraining) -> bool:
+        """Whether clients that train may report their loss.
+
+        Not if their update is hidden or privatized. `declared` is the training before the stack's
+        own training defenses.
+        """
+        proven = self.guarantees(declared)
+        return self.aggregation is None and not any(held.mechanism for held in proven)
+
+    def init(
+        self, update: Tensors, declared: LocalTraining, release: Release | None = None
+    ) -> Tensors:
+        """The state of all update defenses before the first round, as one flat mapping."""
+        proven = self.guarantees(declared, release)
+        return {
+            f"{index}.{name}": tensor
+            for index, defense in enumerate(self.update_defenses)
+            for name, tensor in defense.init(_floating(update), proven[index].sensitivity).items()
+        }
+
+    def apply(
+        self, update: Tensors, state: Tensors, rng: torch.Generator
+    ) -> tuple[Tensors, Tensors]:
+        """(defended update, next state) after every update defense. Integer tensors pass by."""
+        defended = _floating(update)
+        after: dict[str, Tensor] = {}
+        for index, defense in enumerate(self.update_defenses):
+            prefix = f"{index}."
+            own = {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+            defended, own_after = defense.apply(defended, own, rng)
+            after |= {prefix + name: tensor for name, tensor in own_after.items()}
+        return {name: defended.get(name, tensor) for name, tensor in update.items()}, after
+
+
+_TRAINING = "training."
+"""How the names of what training defenses remember begin; others begin with a number."""
+
+
+def chain(*defenses: Defense) -> Stack:
+    """Compose `defenses` in written order; `chain()` is the identity.
+
+    Raises:
+        FedsimError: more than one aggregation defense, or one that is not the last; more than one
+            data defense, or one that is not the first; or more than one defense of a statistic, or
+            one behind an update defense.
+    """
+    acted: set[Statistic] = set()
+    changed = False
+    for position, defense in enumerate(defenses):
+        if isinstance(defense, AggregationDefense) and position != len(defenses) - 1:
+            raise FedsimError(
+                f"an aggregation defense acts on the server, after every client's: put it last "
+                f"(found at position {position} of {len(defenses)})"
+            )
+        if isinstance(defense, DataDefense) and position != 0:
+            raise FedsimError(
+                f"{_name(defense)} acts on the rows, before anything is computed from them: put it "
+                f"first, and alone of its kind (found at position {position} of {len(defenses)})"
+            )
+        changed = changed or isinstance(defense, UpdateDefense)
+        if isinstance(defense, StatisticDefense):
+            if changed or defense.statistic in acted:
+                raise FedsimError(
+                    f"{_name(defense)} acts on the {defense.statistic}, before anything is "
+                    "computed from them: put it before all defenses of updates, alone of its kind "
+                    f"(found at position {position} of {len(defenses)})"
+                )
+            acted.add(defense.statistic)
+    first, last = (defenses[0], defenses[-1]) if defenses else (None, None)
+    return Stack(
+        tuple(d for d in defenses if isinstance(d, TrainingDefense)),
+        tuple(d for d in defenses if isinstance(d, UpdateDefense)),
+        last if isinstance(last, AggregationDefense) else None,
+        first if isinstance(first, DataDefense) else None,
+        tuple(d for d in defenses if isinstance(d, StatisticDefense)),
+    )
+
+
+def _name(defense: Defense) -> str:
+    return type(defense).__name__
+
+
+def _floating(update: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in update.items() if tensor.is_floating_point()}

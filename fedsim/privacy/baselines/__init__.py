@@ -1,0 +1,1 @@
+"""Formulas of earlier papers, to compare with and not to rely on."""

@@ -1,0 +1,1 @@
+"""What several releases of the same data guarantee together."""

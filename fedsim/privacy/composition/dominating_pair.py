@@ -1,0 +1,381 @@
+"""Monte-Carlo of δ(ε) between P = Σ_z p(z) N(C z, σ² I) and Q = N(0, σ² I), C_ij = λ^(i-j).
+
+The pair dominates Gaussian noise correlated by C^-1 whenever an example's participations z are
+independent of the other examples' (Choquette-Choo et al., Near Exact Privacy Amplification for
+Matrix Mechanisms, ICLR 2025): Poisson sampling, where the steps are independent, and balls-in-bins,
+where an example draws one of B bins and takes part in every B-th step. Removal of the example is
+(P, Q), its addition (Q, P).
+
+Draws come from a mixture of tilted pairs that reach the tails, and are weighted back by the ratio
+of the densities (importance sampling with the balance heuristic; one part of the mixture is the
+pair itself, so that no weight exceeds the number of parts). Intervals are normal approximations:
+they hold at their confidence as the number of draws grows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedsim.privacy.composition.participation import Array, Grid, Rounding, grid, grid_size, seen
+from fedsim.privacy.contract import Direction
+from fedsim.privacy.numerics import work
+from fedsim.types import FedsimError
+
+CONFIDENCE = 0.99
+
+_CHUNK = 2048
+_CACHED = 1 << 15
+"""Entries of an array of (levels, draws)."""
+_TOLERANCE = 0.03
+_FEWEST = 100
+"""Draws in the tail below which no interval is stated."""
+_WORST = 0.1
+"""Relative standard error of δ above which the normal approximation is not trusted."""
+_TILTS = (1.5, 3.0, 5.0)
+"""Of the parts of the mixture, in standard deviations."""
+
+
+class TooFewDraws(FedsimError):  # noqa: N818 - reads as what happened
+    """The draws do not reach far enough into the tail for an interval."""
+
+
+class Participations(Protocol):
+    """Laws of an example's participations: the true one first, then such as have more of them."""
+
+    @property
+    def laws(self) -> int:
+        """How many laws there are."""
+
+    @property
+    def rounded(self) -> bool:
+        """Whether means depend on the rounding."""
+
+    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+        """(count, T) draws of C z, each by its own law."""
+
+    def mean(self) -> Array:
+        """(T,) C E[z] under the true law."""
+
+    def log_ratios(
+        self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
+    ) -> Array:
+        """(laws, count): log of the mixture of N(stretch C z, σ² I) over N(0, σ² I), at each x."""
+
+    def work(self, draws: int) -> int:
+        """About how many numbers are computed for so many draws in both directions."""
+
+
+@dataclass(frozen=True)
+class Poisson:
+    """In each step's batch with probability `sampling_rate`, independently."""
+
+    steps: int
+    sampling_rate: float
+    correlation: float
+
+    rounded = True
+
+    @property
+    def laws(self) -> int:
+        """See Participations."""
+        return len(self._rates)
+
+    @cached_property
+    def _rates(self) -> Array:
+        q = self.sampling_rate
+        larger = q + np.array(_TILTS) * math.sqrt(q * (1 - q) / self.steps)
+        return np.append(q, np.minimum(larger, (1 + q) / 2))
+
+    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+        """See Participations."""
+        z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
+        along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
+        y = np.empty(z.shape)
+        for t in range(self.steps):
+            at = np.where(z[:, t], along.present[at], along.absent[at])
+            y[:, t] = along.levels[at]
+        return y
+
+    def mean(self) -> Array:
+        """See Participations."""
+        return self.sampling_rate * _of_ones(self.steps, self.correlation)
+
+    def log_ratios(
+        self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
+    ) -> Array:
+        """See Participations: the forward algorithm over the grid of y."""
+        along = self._grid(rounding)
+        moves = [along.moves(1 - q, q) for q in self._rates[:laws]]
+        levels = stretch * along.levels[:, None] / sigma
+        # Arrays that stay in the processor's cache take a third of the time.
+        block = max(16, _CACHED // len(levels))
+        return np.concatenate(
+            [_forward(x[i : i + block] / sigma, levels, moves) for i in range(0, len(x), block)],
+            axis=1,
+        )
+
+    def work(self, draws: int) -> int:
+        """See Participations."""
+        levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
+        return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
+
+    def _grid(self, rounding: Rounding) -> Grid:
+        return grid(self.correlation, self._least, _TOLERANCE, rounding)
+
+    @property
+    def _least(self) -> float:
+        # What stays at the least level would stand out against the mean q / (1 - λ).
+        return min(_TOLERANCE * self.sampling_rate / (1 - self.correlation), 0.5)
+
+
+def _forward(x: Array, levels: Array, moves: list[Any]) -> Array:
+    """(laws, count): log ratios at each x (count, T), both in units of the noise."""
+    found = np.zeros((len(moves), len(x)))
+    states = np.zeros((len(moves), len(levels), len(x)))
+    states[:, 0] = 1.0
+    squares = levels**2 / 2
+    for t in range(x.shape[1]):
+        exponent = levels * x[:, t]
+        exponent -= squares
+        top = exponent.max(axis=0)
+        exponent -= top
+        likelihood = np.exp(exponent, out=exponent)
+        for law, move in enumerate(moves):
+            state = move @ states[law]
+            state *= likelihood
+            total = state.sum(axis=0)
+            np.divide(state, total, out=states[law])
+            found[law] += np.log(total) + top
+    return found
+
+
+@dataclass(frozen=True)
+class BallsInBins:
+    """In every `bins`-th step's batch, the first of them being uniform among the first `bins`."""
+
+    steps: int
+    bins: int
+    correlation: float
+
+    laws = 1
+    rounded = False
+
+    def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
+        """See Participations. Nothing is rounded."""
+        means: Array = self._modes[rng.integers(self.bins, size=len(law))]
+        return means
+
+    def mean(self) -> Array:
+        """See Participations."""
+        mean: Array = self._modes.mean(axis=0)
+        return mean
+
+    def log_ratios(
+        self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
+    ) -> Array:
+        """See Participations: the mean over the bins."""
+        from scipy.special import logsumexp
+
+        modes = stretch * self._modes / sigma
+        exponent = (x / sigma) @ modes.T - (modes**2).sum(axis=1) / 2
+        found: Array = logsumexp(exponent, axis=1)[None] - math.log(self.bins)
+        return found
+
+    def work(self, draws: int) -> int:
+        """See Participations."""
+        return draws * self.bins * min(self.bins, self.steps) * 8
+
+    @cached_property
+    def _modes(self) -> Array:
+        """(bins, at most `bins`): y of each bin, in coordinates of the space that they span.
+
+        All that is asked of them is invariant under rotation, and the noise across that space tells
+        nothing.
+        """
+        present = np.arange(self.steps) % self.bins == np.arange(self.bins)[:, None]
+        triangle: Array = np.linalg.qr(seen(present, self.correlation).T)[1]
+        return triangle.T
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """δ at an ε, with the interval that holds at `CONFIDENCE`."""
+
+    delta: float
+    low: float
+    high: float
+    direction: Direction
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Log ratios of one direction, and what weights them to the first of the pair."""
+
+    weights: Array
+    losses: Array
+
+    def delta(self, epsilon: float) -> tuple[float, float, int]:
+        """(estimate, standard error, draws in the tail)."""
+        tail = self.losses > epsilon
+        part = np.zeros(len(tail))
+        part[tail] = self.weights[tail] * -np.expm1(epsilon - self.losses[tail])
+        return float(part.mean()), float(part.std() / math.sqrt(len(part))), int(tail.sum())
+
+
+class PairCurve:
+    """δ(ε) of a pair at one σ, all ε from the same draws.
+
+    Where participations are rounded, estimates and upper ends are of the pair rounded up, lower
+    ends of the one rounded down.
+    """
+
+    def __init__(
+        self,
+        participations: Participations,
+        sigma: float,
+        draws: int,
+        seed: int,
+        most: int = work.MOST,
+    ) -> None:
+        """`draws` are made for each direction.
+
+        Raises:
+            TooMuchWork: they would take too long.
+        """
+        work.check(
+            participations.work(draws),
+            "use fewer steps or draws, less correlation, or sampling: fixed_size, whose bound "
+            "needs no draws",
+            most,
+        )
+        self._of, self._sigma, self._count, self._seed = participations, sigma, draws, seed
+        self._draws_of = cache(self._drawn)
+
+    def _cached(self, direction: Direction, rounding: Rounding) -> _Draws:
+        return self._draws_of(direction, rounding if self._of.rounded else "up")
+
+    def at(self, epsilon: float) -> Estimate:
+        """The larger of the two directions.
+
+        Raises:
+            TooFewDraws: too few draws reach so far into the tail.
+        """
+        forward = self._cached("forward", "down").delta(epsilon)
+        reverse = self._cached("reverse", "down").delta(epsilon)
+        lows = [delta - _QUANTILE * error for delta, error, _ in (forward, reverse)]
+        delta, high, direction = self._upper(epsilon)
+        return Estimate(delta=delta, low=max(0.0, *lows), high=high, direction=direction)
+
+    def estimate(self, epsilon: float) -> float:
+        """δ of removal, however few draws reach there: for a search, not for a claim."""
+        return self._cached("forward", "up").delta(epsilon)[0]
+
+    def upper(self, epsilon: float) -> float:
+        """The upper end alone, which is what a claim may use.
+
+        Raises:
+            TooFewDraws: too few draws reach so far into the tail.
+        """
+        return self._upper(epsilon)[1]
+
+    def claimed(self, epsilon: float) -> tuple[float, Direction]:
+        """As `upper`, with the direction that it is of."""
+        return self._upper(epsilon)[1:]
+
+    def _upper(self, epsilon: float) -> tuple[float, float, Direction]:
+        delta, error, tail = self._cached("forward", "up").delta(epsilon)
+        if tail < _FEWEST or error > _WORST * delta:
+            raise TooFewDraws(
+                f"only {tail} of {self._count} draws reach ε = {epsilon:g}, too few for an "
+                "interval: raise draws, or ask for a smaller ε (a larger δ)"
+            )
+        high = delta + _QUANTILE * error
+        reverse, reverse_error, tail = self._cached("reverse", "up").delta(epsilon)
+        # Where hardly any draw gets there, although some are tilted that way by five standard
+        # deviations, addition is far below removal.
+        reverse_high = reverse + _QUANTILE * reverse_error if tail >= _FEWEST else 0.0
+        direction: Direction = "reverse" if reverse_high > high else "forward"
+        return max(delta, reverse), min(1.0, max(high, reverse_high)), direction
+
+    def _drawn(self, direction: Direction, rounding: Rounding) -> _Draws:
+        rng = np.random.default_rng([self._seed, direction == "forward"])
+        draw = _removal if direction == "forward" else _addition
+        parts = []
+        for start in range(0, self._count, _CHUNK):
+            work.tell(self._of.work(start), self._of.work(self._count))
+            parts.append(
+                draw(self._of, self._sigma, rounding, min(_CHUNK, self._count - start), rng)
+            )
+        weights, losses = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return _Draws(weights, losses)
+
+
+_QUANTILE = 2.807
+"""Of the standard normal at 1 - (1 - `CONFIDENCE`) / 4: two sides, two directions."""
+
+
+def _removal(
+    of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """(weights, log P/Q) of draws weighted to P.
+
+    A part is (law, stretch s, shift a): N(s C z + a, σ² I) with z of that law, the shift being
+    along the mean of P. Parts that take the same densities of x are listed together.
+    """
+    mean = of.mean()
+    length = math.sqrt(float((mean**2).sum()))
+    own = of.means(np.zeros(count, dtype=np.int64), rounding, rng)
+    typical = max(1.0, math.sqrt(float((own**2).sum() / count)))
+    laws = range(of.laws)
+    groups: list[tuple[range, float, float]] = [
+        (laws, 1.0, 0.0),
+        *((laws, 1 + tilt * sigma / typical, 0.0) for tilt in _TILTS),
+        *((range(1), 1.0, tilt * sigma) for tilt in _TILTS),
+    ]
+    parts = np.array([(law, s, a) for several, s, a in groups for law in several])
+    law, stretch, shift = parts[rng.integers(len(parts), size=count)].T
+    y = of.means(law.astype(np.int64), rounding, rng)
+    unit = mean / length
+    x = sigma * rng.standard_normal(y.shape) + stretch[:, None] * y + shift[:, None] * unit
+    along = x @ unit
+    logs = np.concatenate(
+        [
+            # N(x - a; ...) over N(x; 0), by way of N(x - a; 0)
+            of.log_ratios(x - a * unit, sigma, s, len(several), rounding)
+            + (2 * a * along - a**2) / (2 * sigma**2)
+            for several, s, a in groups
+        ]
+    )
+    return np.exp(logs[0] - _log_mean(logs)), logs[0]
+
+
+def _addition(
+    of: Participations, sigma: float, rounding: Rounding, count: int, rng: np.random.Generator
+) -> tuple[Array, Array]:
+    """(weights, log Q/P) of draws weighted to Q; the parts are shifted against the mean of P."""
+    mean = of.mean()
+    unit = -mean / math.sqrt(float((mean**2).sum()))
+    shifts = np.append(0.0, _TILTS)
+    x = rng.standard_normal((count, len(unit)))
+    x += shifts[rng.integers(len(shifts), size=count)][:, None] * unit
+    logs = shifts[:, None] * (x @ unit) - shifts[:, None] ** 2 / 2
+    return np.exp(-_log_mean(logs)), -of.log_ratios(sigma * x, sigma, 1.0, 1, rounding)[0]
+
+
+def _log_mean(logs: Array) -> Array:
+    from scipy.special import logsumexp
+
+    mean: Array = logsumexp(logs, axis=0) - math.log(len(logs))
+    return mean
+
+
+def _of_ones(steps: int, correlation: float) -> Array:
+    """(T,) C applied to ones."""
+    seen: NDArray[np.float64] = np.cumsum(correlation ** np.arange(steps))
+    return seen

@@ -1,0 +1,159 @@
+"""What one example's participations become under correlated noise: y = C z, C_ij = λ^(i-j).
+
+z_t says whether the example is in the batch of step t, independently with probability q, and
+y_t = λ y_(t-1) + z_t. There are 2^T such vectors; here y lives on a grid, always rounded up or
+always down, so that what is computed bounds the truth from that side. The grid is geometric with
+ratio λ^(1/m): decay moves along it exactly, and only a participation is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedsim.privacy.numerics import work
+
+Array = NDArray[np.float64]
+Rounding = Literal["up", "down"]
+
+_ROUNDING = 1e-12
+_LEAST, _TOLERANCE, _CELLS, _TAIL = 0.02, 0.01, 2048, 1e-12
+
+
+def seen(present: Array | NDArray[np.bool_], correlation: float) -> Array:
+    """(k, T) y of each row of participations."""
+    y = present.astype(np.float64)
+    for t in range(1, y.shape[1]):
+        y[:, t] += correlation * y[:, t - 1]
+    return y
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Levels of y in rising order, the first being 0, and where each goes in a step."""
+
+    levels: Array
+    """(M,)."""
+    absent: NDArray[np.int64]
+    """(M,) next level of an example that is not in the batch."""
+    present: NDArray[np.int64]
+    """(M,) next level of one that is."""
+
+    def moves(self, absent: float | Array, present: float | Array) -> Any:
+        """(M, M) sparse matrix: what a column of weights becomes, by the weight of each move."""
+        from scipy.sparse import coo_array
+
+        count = len(self.levels)
+        rows = np.concatenate([self.absent, self.present])
+        weights = np.concatenate([np.broadcast_to(w, count) for w in (absent, present)])
+        columns = np.tile(np.arange(count), 2)
+        return coo_array((weights, (rows, columns)), shape=(count, count)).tocsr()
+
+
+def grid(correlation: float, least: float, tolerance: float, rounding: Rounding) -> Grid:
+    """Levels at most a factor 1 + `tolerance` apart, from `least` up; λ in [0, 1).
+
+    Exact for λ = 0, and for an example's first participation whatever λ. A level that decays below
+    `least` stays there (rounded up) or becomes 0 (down).
+    """
+    if correlation == 0:
+        one = np.array([0, 0]), np.array([1, 1])
+        return Grid(np.array([0.0, 1.0]), *one)
+    rate = -math.log(correlation)
+    fine = math.ceil(rate / math.log1p(tolerance))
+    above = math.ceil(-math.log1p(-correlation) / rate * fine)
+    below = math.ceil(-math.log(least) / rate * fine)
+    powers = np.arange(-below, above + 1)
+    levels = np.concatenate([[0.0], np.exp(powers * (rate / fine))])
+    exact = correlation * levels + 1
+    # 1 is a level, whatever exp makes of it
+    if rounding == "up":
+        present = np.searchsorted(levels, exact * (1 - _ROUNDING), side="left")
+    else:
+        present = np.searchsorted(levels, exact * (1 + _ROUNDING), side="right") - 1
+    absent = np.arange(len(levels)) - fine
+    absent[absent < 1] = 1 if rounding == "up" else 0
+    absent[0] = 0
+    return Grid(levels, absent, present)
+
+
+def grid_size(correlation: float, least: float = _LEAST, tolerance: float = _TOLERANCE) -> float:
+    """About how many levels `grid` has, without making it; λ close to 1 takes one per step of λ."""
+    if correlation == 0:
+        return 2.0
+    rate = -math.log(correlation)
+    fine = math.ceil(rate / math.log1p(tolerance))
+    return 2 - (math.log1p(-correlation) + math.log(least)) / rate * fine
+
+
+@lru_cache(maxsize=64)
+def squared_norms(
+    steps: int, sampling_rate: float, correlation: float
+) -> tuple[Array, Array, float]:
+    """(values, probabilities, rest): the distribution of ||C z||² over z, rounded up.
+
+    `rest` is the probability (at most 1e-12) of what lies above the largest value. Exact for λ = 0.
+
+    The sum of y_t² grows only where the example participates: with y before it, by
+    (1 + 2 λ y) / (1 - λ²), which counts the whole decay to come; what of that lies behind the last
+    step is taken off at the end.
+    """
+    if correlation == 0:
+        from scipy.stats import binom
+
+        count = np.arange(steps + 1)
+        return count.astype(float), binom.pmf(count, steps, sampling_rate), 0.0
+    along = grid(correlation, _LEAST, _TOLERANCE, "up")
+    gain = (1 + 2 * correlation * along.levels) / (1 - correlation**2)
+    cell = _largest(along, gain, steps, sampling_rate) / _CELLS
+    shift = np.ceil(gain / cell).astype(int)
+    stay = along.moves(1 - sampling_rate, 0.0)
+    mass = np.zeros((len(along.levels), _CELLS + 1))
+    mass[0, 0] = 1.0
+    rest = 0.0
+    for step in range(steps):
+        work.tell(step, steps)
+        after = stay @ mass
+        for level in np.flatnonzero(mass.any(axis=1)):
+            kept = max(0, _CELLS + 1 - shift[level])
+            row = sampling_rate * mass[level]
+            after[along.present[level], _CELLS + 1 - kept :] += row[:kept]
+            rest += float(row[kept:].sum())
+        mass = after
+    behind = _decay_to_come(along.levels, correlation)
+    values = np.maximum(np.arange(_CELLS + 1) * cell - behind[:, None], 0.0)
+    held = mass > 0
+    return values[held], mass[held], rest
+
+
+def _largest(along: Grid, gain: Array, steps: int, rate: float) -> float:
+    """What the sum of gains exceeds with probability at most 1e-12, by Chernoff's bound."""
+    best = math.inf
+    for tilt in np.geomspace(1e-4, 30, 40) / gain[0]:
+        step = along.moves(1 - rate, rate * np.exp(np.minimum(tilt * gain, 600.0)))
+        log_moment, weight = 0.0, np.zeros(len(along.levels))
+        weight[0] = 1.0
+        for _ in range(steps):
+            weight = step @ weight
+            total = float(weight.sum())
+            log_moment += math.log(total)
+            weight /= total
+        if tilt * gain[-1] < 600:
+            best = min(best, (log_moment - math.log(_TAIL)) / tilt)
+    return min(best, steps * float(gain[-1]))
+
+
+def _decay_to_come(levels: Array, correlation: float) -> Array:
+    """(M,) at most λ² y² / (1 - λ²) of the y that was rounded up to each level."""
+    # A participation enlarges y by at most this factor, counting what stays at the least level.
+    factor = (1 + _TOLERANCE) * (1 + _LEAST)
+    if correlation * factor >= 1:
+        return np.zeros_like(levels)
+    spread = 1 + (factor - 1) / (1 - correlation * factor)
+    whole = (correlation * levels / spread) ** 2 / (1 - correlation**2)
+    return np.where(levels > levels[min(1, len(levels) - 1)], whole, 0.0)

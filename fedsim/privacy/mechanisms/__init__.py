@@ -1,0 +1,1 @@
+"""One file a mechanism: its exact privacy curve, calibration and experiment."""

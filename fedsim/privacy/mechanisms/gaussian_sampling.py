@@ -1,0 +1,134 @@
+"""The calculator's Gaussian sampling: what is known of neighbours, and the keys that say it.
+
+Of kernel matrices one row of which moves more is known than how far apart they are
+(`kernel_distance`), and their curve is exact.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from pydantic import model_validator
+
+from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Keys, Size
+from fedsim.privacy.mechanisms import kernel_distance, wishart
+from fedsim.privacy.numerics.special import Array
+from fedsim.types import FedsimError
+
+Variant = Literal["exact", "paper"]
+
+
+class Neighbours(Keys):
+    """How neighbours' matrices K and K' differ: by `distance`, or by `beta` and `lift`."""
+
+    distance: Size | None = None
+    """Frobenius norm of K^(1/2) K'^-1 K^(1/2) - I, the largest over neighbours."""
+    beta: Size | None = None
+    """In place of distance, of quadratic kernels: how far one row moves at most, in L2 norm."""
+    lift: Size | None = None
+    """With beta: γ of the γ I that is added to the kernel matrix."""
+    gain: Size = 1.0
+    """With beta: the largest eigenvalue of S in the kernel (x'z)(x'Sz)."""
+    row_norm: Size = 1.0
+    """With beta: the bound on a row's L2 norm."""
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Neighbours:
+        if (self.beta is None) != (self.lift is None) or (self.distance is None) == (
+            self.beta is None
+        ):
+            raise ValueError("gaussian_sampling takes distance, or else both beta and lift")
+        return self
+
+    def eigenvalues(self) -> Array | None:
+        """(n, 2) as of `wishart.log_delta_of`; None if the distance alone is known."""
+        if self.beta is None or self.lift is None:
+            return None
+        return kernel_distance.lifted_eigenvalues(
+            self.beta, self.lift, gain=self.gain, row_norm=self.row_norm
+        )
+
+    def apart(self) -> float:
+        """The distance."""
+        if self.distance is not None:
+            return self.distance
+        assert self.beta is not None and self.lift is not None
+        return kernel_distance.lifted(self.beta, self.lift, gain=self.gain, row_norm=self.row_norm)
+
+    @property
+    def method(self) -> str:
+        """How δ is found, in words."""
+        worst = "worst eigenvalues" + (" at this distance" if self.beta is None else ", proven")
+        return f"contour integral, {worst}"
+
+
+class GaussianSamplingCurve(Neighbours, Curve):
+    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
+
+    k: Count
+    """Draws."""
+    variant: Variant = "exact"
+    """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        if self.variant == "paper":
+            raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
+        return self._answer(epsilon, float(self._log_delta(epsilon)))
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        known = self.eigenvalues()
+        if self.variant == "paper":
+            found = wishart.paper_epsilon(self.k, self.apart(), delta)
+        elif known is not None:
+            found = wishart.epsilon_of(self.k, known, delta)
+        else:
+            found = wishart.epsilon(self.k, self.apart(), delta)
+        return self._answer(found, math.log(delta))
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        return {"both": self._log_delta(epsilons)}
+
+    def _log_delta(self, epsilons: float | Array) -> Array:
+        known = self.eigenvalues()
+        if known is not None:
+            return wishart.log_delta_of(self.k, known, epsilons)
+        return wishart.log_delta(self.k, self.apart(), epsilons)
+
+    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+        paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
+        return Answer(
+            epsilon=epsilon,
+            delta=math.exp(log_delta),
+            log_delta=log_delta,
+            method=paper if self.variant == "paper" else self.method,
+            direction="both",
+        )
+
+
+class GaussianSamplingCalibration(Neighbours, Calibration):
+    """The most draws of Gaussian sampling that are private: its noise falls with k."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        known = self.eigenvalues()
+        if known is not None:
+            draws = wishart.max_draws_of(known, epsilon, delta)
+        else:
+            draws = wishart.max_draws(self.apart(), epsilon, delta)
+        if draws == 0:
+            raise FedsimError(
+                f"distance: not even one draw is ({epsilon:g}, {delta:g})-private at "
+                f"{self.apart():g}; allow a larger epsilon or bring neighbours closer"
+            )
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=math.log(delta),
+            method=self.method,
+            direction="both",
+            draws=draws,
+        )

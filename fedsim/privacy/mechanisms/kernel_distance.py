@@ -1,0 +1,166 @@
+"""How far apart the kernel matrices of neighbours are, for Gaussian sampling of them.
+
+The distance is M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1 of Differential Privacy Mechanisms in
+Neural Tangent Kernel Regression). The paper bounds it by |K - K'|_F over the least eigenvalue, and
+gets a bound that grows with the number n of rows. The one here does not know n, and is attained.
+
+K = FF' for the quadratic tangent kernel (x'z)(x'Sz), the rows of F being φ(x) = x ⊗ S^½ x. Let one
+row move by β, both ends of norm at most B. Then φ moves by at most r = 2 sqrt(s) B β, s being the
+largest eigenvalue of S, for its slope along v is v ⊗ S^½ x + x ⊗ S^½ v. F be the neighbour's and N
+its matrix, FF' or FF' + γ I; d is the difference of φ and e the row's unit vector. The other
+matrix is N - (Fd)e' - e(Fd)' + |d|² ee', and with u = N^-½ F d and w = N^-½ e
+M = |-uw' - wu' + |d|² ww'|_F. The square of the first two terms is 2 |u|² |w|² + 2 (u'w)², the last
+is |d|² |w|², and |u| <= |d| <= r in either case, since F'N⁻¹F has no eigenvalue above 1.
+
+K^½ K'⁻¹ K^½ - I has rank two, with one eigenvalue λ+ >= 0 and one -λ- <= 0: with τ = |d|² |w|²
+their sum is T = τ - 2 u'w and their product -D, D = |u|² |w|² - (u'w)². The farther from zero they
+are, the better draws are told apart: noise of N(0, c) added to a draw of N(0, 1) or N(0, 1 ± λ)
+makes λ smaller.
+
+*No eigenvalue of N = FF' is below η.* |w|² <= 1/η, so that with a = r / sqrt(η): M <= 2a + a². For
+each T it is enough to look at the largest D, which is a² - (u'w)², |u'w| <= a.
+
+*N = FF' + γ I.* Let S = N^-½ F and C = sqrt(γ) N^-½, so that SS' + CC' = I. For any unit vector z,
+x = z'Sd / r and y = z'Ce have x² + y² <= 1, and z'(-uw' - wu' + |d|² ww')z is -2axy + a²y² where
+|d| = r, with a = r / sqrt(γ): on that disc between exp(-s) - 1 and exp(s) - 1, s = 2 arsinh(a / 2).
+So whatever F is, all eigenvalues of K^½ K'⁻¹ K^½ are in [exp(-s), exp(s)], and all but two are 1.
+Both ends are attained together, in the limit of another row so long that it fixes d.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from fedsim.privacy.numerics.special import Array
+from fedsim.types import FedsimError
+
+_PIECES = 128
+"""Into which each part of the curve of assumed eigenvalues is cut."""
+
+
+def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """r = 2 sqrt(s) B β, how far φ moves at most.
+
+    `beta` is how far the row moves in L2 norm, `gain` s > 0 (σ² for the continuous kernel),
+    `row_norm` B > 0, the bound on the L2 norm of a row.
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
+        _positive(name, value)
+    return 2 * math.sqrt(gain) * row_norm * min(beta, 2 * row_norm)
+
+
+def lifted(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """The largest M for K + γ I, γ being `lift`, whatever the rows are.
+
+    >>> round(lifted(0.01, 4.0), 6)
+    0.014142
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    ((up, down),) = lifted_eigenvalues(beta, lift, gain=gain, row_norm=row_norm)
+    return math.hypot(up, down)
+
+
+def lifted_eigenvalues(
+    beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(1, 2) the largest λ+ = exp(s) - 1 and λ- = 1 - exp(-s) for K + γ I, whatever the rows are.
+
+    >>> lifted_eigenvalues(0.1, 4.0).round(5)  # a = 0.1
+    array([[0.10512, 0.09512]])
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
+    s = 2 * math.asinh(a / 2)
+    return np.array([[math.expm1(s), -math.expm1(-s)]])
+
+
+def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """The bound of M if the neighbour's kernel matrix has no eigenvalue below `least`.
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    return 2 * a + a * a
+
+
+def assumed_eigenvalues(
+    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(n, 2) bounds of (λ+, λ-) if the neighbour's matrix has no eigenvalue below `least`.
+
+    Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
+    of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
+    q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
+    low, high = q[:-1], q[1:]
+    product = a**2 - low**2
+    straight: Array = np.linspace(0, a**2, _PIECES // 8 + 1)
+    return np.concatenate(
+        [
+            _corners(-2 * high, -2 * low, product),
+            _corners(straight[:-1], straight[1:], np.full(_PIECES // 8, a**2)),
+            _corners(2 * low + a**2, 2 * high + a**2, product),
+        ]
+    )
+
+
+def of_data_eigenvalues(
+    beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0
+) -> Array:
+    """(n, 2) bounds of (λ+, λ-) between these data, of least eigenvalue `least`, and any neighbour.
+
+    In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
+    computed from the data, and so reveal something of them.
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    forth = assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
+    up, down = forth.T
+    with np.errstate(divide="ignore"):
+        back = np.stack([np.where(down < 1, down / (1 - down), np.inf), up / (1 + up)], axis=-1)
+    return np.concatenate([forth, back])
+
+
+def _corners(least: Array, most: Array, product: Array) -> Array:
+    """(n, 2) the largest λ+ and the largest λ- where T is between `least` and `most` and D so."""
+    return np.stack(
+        [
+            most / 2 + np.sqrt(most**2 / 4 + product),
+            -least / 2 + np.sqrt(least**2 / 4 + product),
+        ],
+        axis=-1,
+    )
+
+
+def of_data(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
+    """The bound of M between these data, of least eigenvalue `least`, and any neighbour.
+
+    Infinite where the neighbour's matrix may be singular. It is computed from the data, and so
+    reveals something of them.
+
+    Raises:
+        FedsimError: an argument is not a finite number above 0.
+    """
+    back = assumed(beta, least, gain=gain, row_norm=row_norm)
+    return back / (1 - back) if back < 1 else math.inf
+
+
+def _positive(name: str, value: float) -> float:
+    if not 0 < value < math.inf:
+        raise FedsimError(f"{name}: got {value:g}; expected a finite number above 0")
+    return value

@@ -1,0 +1,175 @@
+"""The exact privacy curve of truncated Laplace noise.
+
+Source: Geng, Ding, Guo and Kumar, Tight Analysis of Privacy and Utility Tradeoff in Approximate
+Differential Privacy, AISTATS 2020, as used in DP-NTK regression, Lemma 3.2: noise of density
+proportional to exp(-|x| / b) on [-B, B], with b = Δ / ε and B = b log1p(expm1(ε) / (2 δ)), makes a
+number of sensitivity Δ (ε, δ)-private. The claim is exact: less than that δ is impossible.
+
+For a vector with noise in every entry, Δ has to be its L1 sensitivity, and δ grows with the number
+of entries in which neighbours differ; the curve here is that of one number.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedsim.privacy.contract import Answer, Calibration, Curve, Direction, Size
+from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.types import FedsimError
+
+_MOST = np.finfo(float).max
+
+
+def bound(sensitivity: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
+    """B, the largest magnitude of the noise at scale sensitivity / ε, in units of the sensitivity.
+
+    Raises:
+        FedsimError: an argument is out of range, or ε = 0.
+
+    >>> float(bound(1.0, 1.0, 1e-5).round(4))
+    11.3611
+    """
+    tiny = np.finfo(float).tiny
+    eps = checked("epsilon", epsilon, tiny, _MOST, "a number above 0")
+    with np.errstate(over="ignore"):
+        # log1p(expm1(ε) / 2δ) = ε + log(exp(-ε) + (1 - exp(-ε)) / 2δ), finite for any ε
+        parts = np.log(np.exp(-eps) - np.expm1(-eps) / (2 * checked_delta(delta)))
+        small = np.log1p(np.expm1(np.minimum(eps, 1.0)) / (2 * checked_delta(delta)))
+    return _positive("sensitivity", sensitivity) / eps * np.where(eps < 1, small, eps + parts)
+
+
+def log_delta(
+    sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike
+) -> Array:
+    """log δ of a number of that sensitivity behind noise of that scale within ± bound.
+
+    The same in both directions; 0 where the sensitivity is at least twice the bound.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    gap, b, most, eps = np.broadcast_arrays(
+        _positive("sensitivity", sensitivity),
+        _positive("scale", scale),
+        _positive("bound", bound),
+        checked_epsilon(epsilon),
+    )
+    ratio, reach = gap / b, most / b
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        mass = -np.expm1(-reach)
+        # Below the point where the densities' ratio is exp(ε), between 0 and the shift ...
+        middle = -2 * np.expm1((eps - ratio) / 2) + np.exp(-reach) * np.expm1(eps)
+        # ... or only where the shifted noise cannot fall, below the shift less B.
+        edge = np.where(
+            ratio <= reach,
+            np.log(np.exp(-reach) * np.expm1(ratio)),
+            np.log(mass - np.expm1(reach - ratio)),
+        )
+        edge = np.where(ratio <= reach, np.where(ratio > 30, ratio - reach, edge), edge)
+        inner = (eps < ratio) & ((ratio - eps) / 2 > ratio - reach)
+        result = np.where(inner, np.log(middle), edge) - np.log(2 * mass)
+    return np.where(gap >= 2 * most, 0.0, np.minimum(result, 0.0))[()]
+
+
+def delta(sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike) -> Array:
+    """δ itself; see `log_delta`."""
+    return np.exp(log_delta(sensitivity, scale, bound, epsilon))
+
+
+def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
+    """The least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
+
+    From ε = sensitivity / scale on δ is that of the noise's ends and falls no further.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    from scipy.optimize import brentq
+
+    target = float(np.log(checked_delta(delta)))
+
+    def excess(at: float) -> float:
+        return float(log_delta(sensitivity, scale, bound, at)) - target
+
+    last = sensitivity / scale
+    if excess(0.0) <= 0:
+        return 0.0
+    if excess(last) > 1e-12:
+        return math.inf
+    if excess(last) >= 0:
+        return last
+    return float(brentq(excess, 0.0, last, xtol=1e-300, rtol=1e-14))
+
+
+def std(scale: float, bound: float) -> float:
+    """Standard deviation of the noise, in the units of `scale` and `bound`."""
+    from scipy.special import gammainc
+
+    reach = bound / scale
+    return scale * math.sqrt(2 * float(gammainc(3.0, reach)) / -math.expm1(-reach))
+
+
+def _positive(name: str, value: ArrayLike) -> Array:
+    return checked(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
+
+
+class TruncatedLaplaceCurve(Curve):
+    """Truncated Laplace noise on one number."""
+
+    sensitivity: Size
+    """Distance between the numbers of two neighbours, in the units of the release."""
+    scale: Size
+    """b of the density exp(-|x| / b), in the units of the release."""
+    bound: Size
+    """The largest magnitude of the noise, in the units of the release."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        keys = (self.sensitivity, self.scale, self.bound)
+        return self._answer(epsilon, float(log_delta(*keys, epsilon)))
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        found = epsilon(self.sensitivity, self.scale, self.bound, delta)
+        return self._answer(found, math.log(delta))
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
+
+    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+        deviation = std(self.scale, self.bound)
+        return Answer(
+            epsilon=epsilon,
+            delta=math.exp(log_delta),
+            log_delta=log_delta,
+            method="closed form (Geng et al. 2020)",
+            direction="both",
+            sigma=deviation,
+            noise_multiplier=deviation / self.sensitivity,
+            scale=self.scale,
+            bound=self.bound,
+        )
+
+
+class TruncatedLaplaceCalibration(Calibration):
+    """Truncated Laplace noise on one number: its scale and bound."""
+
+    sensitivity: Size
+    """Distance between the numbers of two neighbours, in the units of the release."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        most = float(bound(self.sensitivity, epsilon, delta))
+        if not math.isfinite(most):
+            raise FedsimError(
+                f"delta: {delta:g} at epsilon {epsilon:g} takes noise beyond what can be computed; "
+                "use a larger delta or epsilon"
+            )
+        # What is found may lie beyond what may be asked.
+        return TruncatedLaplaceCurve.model_construct(
+            sensitivity=self.sensitivity, scale=self.sensitivity / epsilon, bound=most
+        ).delta(epsilon)

@@ -1,0 +1,118 @@
+"""Truncated Laplace noise on every entry of a vector that moves by β in L2 norm.
+
+DP-NTK regression (Lemmas G.1 and G.2) takes the bound of one number
+(`fedsim.privacy.mechanisms.laplace`) at the L1 sensitivity sqrt(d) β. That is proven, and
+wasteful: the entries' losses are independent, and d of them rarely agree in sign. Here is what is
+proven of any scale b and bound B (per entry, in the units of β). Let the entries move by b t_j, Σ
+t_j² <= t², t = β / b.
+
+- An entry's noise leaves the other's support with probability at most exp(t_j) - 1 over
+  2 (exp(B/b) - 1), so that δ∞, the probability that any does, is at most Σ expm1(t_j) over that.
+  For t <= 1 that is largest for equal t_j (expm1(sqrt(x)) is concave below x = 1); beyond it is
+  below sqrt(d) expm1(t) and expm1(sqrt(d) t).
+- On the common support both densities are within exp(±t_j): randomized response of that ε at worst
+  (Kairouz, Oh and Viswanath, The Composition Theorem for Differential Privacy, 2015). All together
+  are within exp(±sqrt(d) t), *and* no worse than a Gaussian mechanism with μ = sqrt(π/2) t, since
+  randomized response of t_j is none worse than one with μ_j = 2 Φ⁻¹(1 / (1 + exp(-t_j)))
+  <= sqrt(π/2) t_j (at FPR = FNR, and elsewhere by convexity), and those compose.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedsim.privacy.mechanisms import gaussian, laplace
+from fedsim.privacy.numerics.special import Array, checked, checked_epsilon
+from fedsim.types import FedsimError
+
+Calibration = Literal["tight", "paper"]
+
+_GAUSSIAN = math.sqrt(math.pi / 2)
+_OUTSIDE = 0.1
+"""Share of δ that `calibrated` spends on δ∞: the bound depends on it by a logarithm only."""
+
+
+def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
+    """δ∞: the probability that some entry's noise tells the neighbours apart for sure, at most.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    t, reach = _arguments(distance, scale, bound, dimension)
+    with np.errstate(over="ignore"):
+        return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
+
+
+def log_delta(
+    distance: float, scale: float, bound: float, dimension: int, epsilon: ArrayLike
+) -> Array:
+    """log δ, the least that is proven at each ε >= 0, the same in both directions.
+
+    `distance` β in L2 norm, `scale` b and `bound` B of each of the `dimension` entries' noise.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
+    0.000001
+    """
+    lost = outside(distance, scale, bound, dimension)
+    t = distance / scale
+    eps = checked_epsilon(epsilon)
+    spread = np.exp(gaussian.log_delta(1 / (_GAUSSIAN * t), eps))
+    most = math.sqrt(dimension) * t
+    # Randomized response of ε0: (exp(ε0) - exp(ε)) / (1 + exp(ε0)).
+    response = -np.expm1(np.minimum(eps - most, 0.0)) / (1 + math.exp(-most))
+    with np.errstate(divide="ignore"):
+        return np.log(lost + (1 - lost) * np.minimum(spread, response))
+
+
+def calibrated(
+    distance: float,
+    dimension: int,
+    epsilon: float,
+    delta: float,
+    calibration: Calibration = "tight",
+) -> tuple[float, float]:
+    """(scale, bound) of the noise on each entry that makes the vector (ε, δ)-private.
+
+    `paper`: scale sqrt(d) β / ε and the bound of one number with that sensitivity. `tight`: the
+    least scale that is proven to be enough.
+
+    Raises:
+        FedsimError: an argument is out of range, or ε = 0.
+    """
+    checked("delta", delta, np.finfo(float).tiny, 1.0, "a probability in (0, 1)")
+    wide = math.sqrt(dimension) * distance
+    if calibration == "paper":
+        return wide / epsilon, float(laplace.bound(wide, epsilon, delta))
+    lost = _OUTSIDE * delta
+    left = (delta - lost) / (1 - lost)
+    spread = float(gaussian.noise_multiplier(epsilon, left)) * _GAUSSIAN * distance
+    if spread < wide / epsilon:
+        scale = spread
+    else:
+        # Within exp(±ε) δ is needed for δ∞ alone (a hair less, lest rounding exceed it).
+        scale, lost = wide / epsilon, delta * (1 - 1e-9)
+    return scale, scale * math.log1p(_spread(distance / scale, dimension) / (2 * lost))
+
+
+def _spread(t: float, dimension: int) -> float:
+    """The largest Σ expm1(t_j) over so many t_j >= 0 with Σ t_j² <= t²."""
+    root = math.sqrt(dimension)
+    if t <= 1:
+        return dimension * math.expm1(t / root)
+    with np.errstate(over="ignore"):
+        return float(min(root * np.expm1(t), np.expm1(root * t)))
+
+
+def _arguments(distance: float, scale: float, bound: float, dimension: int) -> tuple[float, float]:
+    for name, value in (("distance", distance), ("scale", scale), ("bound", bound)):
+        checked(name, value, np.finfo(float).tiny, np.finfo(float).max, "a finite number above 0")
+    if dimension < 1:
+        raise FedsimError(f"dimension: got {dimension}; expected at least 1")
+    return distance / scale, bound / scale

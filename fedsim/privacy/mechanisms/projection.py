@@ -1,0 +1,284 @@
+"""The exact privacy curve of Gaussian random projection: the release of D'G.
+
+Source: Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum and
+its Application to Privacy-Preserving Machine Learning, Theorem 2. G is an n x r matrix of standard
+normal numbers; the neighbour lacks one row of D, whose leverage v'(D'D)^-1 v is p. One column
+(r = 1) is a random linear combination of the rows.
+
+With a = r/2, v = (ε - a log(1-p)) / p and u = (1-p) v, δ of the removal is
+Pr[Γ(a) >= u] - exp(ε) Pr[Γ(a) >= v] = E[(1 - exp(-(X - u) p / (1-p)))+], X ~ Γ(a, 1). Where the two
+probabilities agree to many digits (small p) or underflow, the expectation is integrated: its
+integrand is positive. The reverse direction is E[(1 - exp(-p (y - X)))+] with y = (-ε - a log(1-p))
+/ p; it is never the larger one.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+from pydantic import Field
+
+from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Size
+from fedsim.privacy.numerics.special import (
+    Array,
+    checked,
+    checked_delta,
+    checked_epsilon,
+    legendre,
+    log_gamma_term,
+    log_gammainc,
+    log_gammaincc,
+    solve,
+)
+
+Variant = Literal["tight", "paper"]
+
+
+def delta(
+    leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
+) -> Array:
+    """The least δ of a random projection onto r columns, for a row of that leverage.
+
+    `leverage` is in [0, 1], `r` at least 1, `epsilon` at least 0; they broadcast. `forward` is the
+    removal of the row; `both` is the larger, which is `forward`.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(delta(0.1, 20, 1.0).round(8)), float(delta(0.1, 20, 1.0, "reverse").round(16))
+    (0.00190344, 1.678e-12)
+    """
+    return np.exp(log_delta(leverage, r, epsilon, direction))
+
+
+def log_delta(
+    leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
+) -> Array:
+    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0.
+
+    Leverages below 1e-300 count as that.
+    """
+    p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
+    columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
+    p, a, eps = np.broadcast_arrays(p, columns / 2, checked_epsilon(epsilon))
+    result = np.where(p == 1, 0.0, -np.inf)
+    inside = (p > 0) & (p < 1)
+    curve = _reverse if direction == "reverse" else _forward
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
+        result[inside] = curve(np.maximum(p[inside], _LEAST), a[inside], eps[inside])
+    return result[()]
+
+
+def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
+    """The largest leverage s̄ at which the projection is (ε, δ)-private.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(max_leverage(1.0, 1e-5, 20).round(6))
+    0.058119
+    """
+    eps, target, columns = np.broadcast_arrays(
+        checked_epsilon(epsilon),
+        np.log(checked_delta(delta)),
+        checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1"),
+    )
+
+    def rising(odds: Array) -> tuple[Array, Array]:
+        p, a = 1 / (1 + np.exp(-odds)), columns / 2
+        value = log_delta(p, columns, eps)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
+            # dδ/dp = x f((1 - p) x), f the density of a chi-square with r degrees of freedom.
+            slope = p * np.exp(log_gamma_term(a, _excess(p, a, eps)[0]) - value)
+        # Far out, where that is the difference of huge logarithms, log δ is -ε / p.
+        return value - target, np.where(value < -1e8, -value, slope)
+
+    odds = solve(rising, np.full(eps.shape, -690.0), np.full(eps.shape, 37.0))
+    return (1 / (1 + np.exp(-odds)))[()]
+
+
+def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
+    """The least ε >= 0 such that the projection is (ε, δ)-private; inf for a leverage of 1.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
+    columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
+    p, columns, target = np.broadcast_arrays(p, columns, np.log(checked_delta(delta)))
+    inner = np.clip(p, 1e-300, 1 - 2**-53)
+
+    def falling(eps: Array) -> tuple[Array, Array]:
+        a = columns / 2
+        value = log_delta(inner, columns, eps)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore", under="ignore"):
+            upper = (eps - a * np.log1p(-inner)) / inner
+            return target - value, np.exp(eps + log_gammaincc(a, upper) - value)
+
+    # δ <= Pr[Γ(a) >= u] <= exp(a + sqrt(2 a t) - u) bounds u, and so ε, for t = -log δ.
+    most = inner / (1 - inner) * (columns / 2 + np.sqrt(-columns * target) - target + 1)
+    found = solve(falling, np.zeros(p.shape), most)
+    found = np.where(log_delta(inner, columns, 0.0) <= target, 0.0, found)
+    return np.where(p == 1, np.inf, np.where(p == 0, 0.0, found))[()]
+
+
+def sigma(
+    row_norm: ArrayLike,
+    r: ArrayLike,
+    epsilon: ArrayLike,
+    delta: ArrayLike,
+    variant: Variant = "tight",
+) -> Array:
+    """Standard deviation of the noise that makes D'G + N (ε, δ)-private for rows up to `row_norm`.
+
+    The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
+    holds the row itself, that is at most l² / (l² + σ²), which is attained: `tight` sets it to the
+    largest leverage allowed, σ = l sqrt(1/s̄ - 1). `paper` (Figure 3) bounds it by l² / σ².
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(sigma(1.0, 20, 1.0, 1e-5).round(4))
+    4.0257
+    >>> float(sigma(1.0, 20, 1.0, 1e-5, "paper").round(4))
+    4.148
+    """
+    norm = checked("row_norm", row_norm, 0.0, np.finfo(float).max, "a norm of at least 0")
+    allowed = max_leverage(epsilon, delta, r)
+    odds = 1 / allowed - 1 if variant == "tight" else 1 / allowed
+    return norm * np.sqrt(odds)
+
+
+def _excess(p: Array, a: Array, eps: Array) -> tuple[Array, Array]:
+    """u / a - 1 and v / a - 1, without cancellation for small p."""
+    scaled = eps / a
+    k = np.arange(1, 16)
+    series = (np.minimum(p, 0.1)[..., None] ** k / (k + 1)).sum(-1)
+    beyond = np.where(p < 0.1, series, -np.log1p(-p) / p - 1)
+    return (1 - p) * (scaled / p + beyond) - p, scaled / p + beyond
+
+
+def _forward(p: Array, a: Array, eps: Array) -> Array:
+    v = (eps - a * np.log1p(-p)) / p
+    u = (1 - p) * v
+    first = log_gammaincc(a, u)
+    ratio = np.exp(eps + log_gammaincc(a, v) - first)
+    rest = ~(ratio < _APART)
+    result = first + np.log1p(-np.where(rest, 0.0, ratio))
+    if rest.any():
+        result[rest] = _upper_integral(p[rest], a[rest], eps[rest], u[rest])
+    return np.where(np.isinf(v), -np.inf, result)
+
+
+def _reverse(p: Array, a: Array, eps: Array) -> Array:
+    gap = -eps - a * np.log1p(-p)
+    y = np.maximum(gap, 0.0) / p
+    first = log_gammainc(a, y)
+    ratio = np.exp(eps + log_gammainc(a, (1 - p) * y) - first)
+    rest = ~(ratio < _APART) & (gap > 0)
+    result = np.where(gap > 0, first + np.log1p(-np.where(rest, 0.0, ratio)), -np.inf)
+    if rest.any():
+        result[rest] = _lower_integral(p[rest], a[rest], y[rest])
+    return result
+
+
+_LEAST = 1e-300
+_APART = 0.7
+"""Two terms whose ratio is below this lose nothing in their difference."""
+_DEPTH = 45.0
+"""exp(-45) of an integrand's peak is left out."""
+
+
+def _upper_integral(p: Array, a: Array, eps: Array, u: Array) -> Array:
+    """log of the integral over t > 0 of f(u + t) (1 - exp(-t p / (1-p))), f the density of Γ(a)."""
+    # f falls from u by the depth at the root of a function that is convex for a > 1.
+    linear, square = 1 - (a - 1) / u, np.maximum(a - 1, 0.0) / (2 * u**2)
+    end = 2 * _DEPTH / (linear + np.sqrt(linear**2 + 4 * _DEPTH * square))
+    for _ in range(6):
+        missing = _DEPTH - end + (a - 1) * np.log1p(end / u)
+        end = np.maximum(end + missing / (1 - (a - 1) / (u + end)), end / 4)
+    end = np.where(a <= 1, _DEPTH, end)
+    # In z, u + t = u z², the integrand is smooth also for the odd r of a chi distribution.
+    beyond = end / u / (1 + np.sqrt(1 + end / u))
+    nodes, weights = legendre(40)
+    z = beyond[:, None] * nodes
+    t = u[:, None] * z * (z + 2)
+    fallen = np.exp((2 * a - 1)[:, None] * np.log1p(z) - t)
+    total = (fallen * -np.expm1(-(p / (1 - p))[:, None] * t)) @ weights
+    return np.asarray(log_gamma_term(a, _excess(p, a, eps)[0]) + np.log(2 * beyond * total))
+
+
+def _lower_integral(p: Array, a: Array, y: Array) -> Array:
+    """log of the integral over x < y of f(x) (1 - exp(-p (y - x)))."""
+    # In z, x = y z².
+    linear, square = a - 0.5 - y, (a - 0.5) / 2
+    depth = linear + np.sqrt(np.maximum(linear**2 + 4 * _DEPTH * square, 0.0))
+    start = np.sqrt(1 - np.minimum(2 * _DEPTH / np.maximum(depth, 1e-300), 1.0))
+    nodes, weights = legendre(40)
+    z = 1 - (1 - start)[:, None] * (1 - nodes)
+    left = y[:, None] * (1 - z) * (1 + z)
+    fallen = np.exp((2 * a - 1)[:, None] * np.log(z) + left)
+    total = (fallen * -np.expm1(-p[:, None] * left)) @ weights
+    return np.asarray(log_gamma_term(a, y / a - 1) + np.log(2 * (1 - start) * total))
+
+
+_METHOD = "closed form (Lu et al., Theorem 2)"
+
+
+class RandomProjectionCurve(Curve):
+    """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
+
+    leverage: float = Field(ge=0, le=1)
+    """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
+    r: Count
+    """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)))
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        found = float(epsilon(self.leverage, self.r, delta))
+        return self._answer(found, float(np.log(delta)))
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        ways: tuple[Direction, ...] = ("forward", "reverse")
+        return {way: log_delta(self.leverage, self.r, epsilons, way) for way in ways}
+
+    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=float(np.exp(log_delta)),
+            log_delta=log_delta,
+            method=_METHOD,
+            direction="forward",
+        )
+
+
+class RandomProjectionCalibration(Calibration):
+    """The least noise of Gaussian random projection: σ of D'G + N."""
+
+    row_norm: Size
+    """The largest L2 norm of a row, in the units of the data."""
+    r: Count
+    """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
+    variant: Variant = "tight"
+    """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See `Calibration`."""
+        found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=float(np.log(delta)),
+            method=f"{_METHOD}, {self.variant} noise",
+            direction="forward",
+            sigma=found,
+            noise_multiplier=found / self.row_norm,
+            max_leverage=float(max_leverage(epsilon, delta, self.r)),
+        )

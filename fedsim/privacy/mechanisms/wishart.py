@@ -1,0 +1,202 @@
+"""The exact privacy curve of the Gaussian sampling mechanism: a sum of squares of normal vectors.
+
+The mechanism releases (1/k) Σ g_i g_i' of k draws g_i of N(0, K), K being a positive definite
+function of the data (Algorithm 1 of DP-NTK regression, after Alabi et al., Privately Estimating a
+Gaussian, STOC 2023, Theorem 5.1). The release is a function of the draws, and
+their likelihood ratio of K against K' is a function of the release, so its δ is that of k draws of
+N(0, K) against k of N(0, K'): a quadratic form (`quadratic`) in the eigenvalues λ_j of
+K^(1/2) K'^-1 K^(1/2), each k times.
+
+All that is known of neighbours is M = |K^(1/2) K'^-1 K^(1/2) - I|_F = sqrt(Σ (1 - λ_j)²). δ is
+then the largest over all eigenvalues at that distance and over both directions. It is taken to be
+that of m eigenvalues 1 ± M / sqrt(m) and otherwise ones, the worst m from 1 to ∞ (where it is a
+Gaussian mechanism): m = 1 but for small ε. That is not proven; a search over random eigenvalues
+finds none worse (tests/privacy/mechanisms/test_wishart.py). From M = 1 on K' may be singular,
+and δ is 1.
+
+Where one row of the data moves, only two eigenvalues differ from one, and how far they can is known
+(`kernel_distance`): there δ is proven (`log_delta_of`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.types import FedsimError
+
+_SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5.5, 20, 0.5)])))
+
+
+def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
+    """log δ of `k` draws for covariances at that distance: the largest over their eigenvalues.
+
+    `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
+    0.120146
+    """
+    count, far, eps = _arguments(k, distance, epsilon)
+    shape = eps.shape
+    count, far, eps = (x.ravel() for x in (count, far, eps))
+    result = np.where(far >= 1, 0.0, -np.inf)
+    live = (far > 0) & (far < 1)
+    if live.any():
+        at = far[live, None] / np.sqrt(_SPREADS)
+        # 1 + a and 1 - a, and both directions of each: the reverse of a is -a / (1 - a).
+        a = np.concatenate([at, -at, -at / (1 - at), at / (1 + at)], axis=-1)[..., None]
+        rest = np.concatenate([1 - at, 1 + at, 1 / (1 - at), 1 / (1 + at)], axis=-1)[..., None]
+        counts = np.tile(count[live, None] * _SPREADS, 4)[..., None]
+        several = quadratic.log_delta(a, rest, np.zeros_like(a), counts, eps[live, None])
+        limit = gaussian.log_delta(1 / (far[live] * np.sqrt(count[live] / 2)), eps[live])
+        result[live] = np.maximum(several.max(-1), limit)
+    return result.reshape(shape)[()]
+
+
+def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
+    """log δ of `k` draws where neighbours differ in two eigenvalues: the largest over all lines.
+
+    Args:
+        k: draws, at least 1.
+        eigenvalues: (n, 2): K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + λ+ and 1 - λ-, λ± >= 0
+            no larger than in one of the lines, for any neighbours in either order.
+        epsilon: at least 0, of any shape.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    count, eps = checked("k", k, 1.0, np.finfo(float).max, "draws"), checked_epsilon(epsilon)
+    up, down = checked("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
+    if (down >= 1).any():
+        return np.zeros(eps.shape)[()]
+    a, rest = np.stack([-up, down], axis=-1), np.stack([1 + up, 1 - down], axis=-1)
+    counts = np.full_like(a, float(count))
+    found = quadratic.log_delta(a, rest, np.zeros_like(a), counts, eps[..., None])
+    return np.asarray(found.max(axis=-1))[()]
+
+
+def delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
+    """δ itself; see `log_delta`."""
+    return np.exp(log_delta(k, distance, epsilon))
+
+
+def epsilon(k: float, distance: float, delta: float) -> float:
+    """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    _arguments(k, distance, 0.0)
+    checked_delta(delta)
+    if distance >= 1:
+        return math.inf
+    return _least(lambda at: float(log_delta(k, distance, at)), delta)
+
+
+def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
+    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
+    checked_delta(delta)
+    if float(log_delta_of(k, eigenvalues, 0.0)) == 0.0:
+        return math.inf
+    return _least(lambda at: float(log_delta_of(k, eigenvalues, at)), delta)
+
+
+def _least(log_delta: Callable[[float], float], delta: float) -> float:
+    from scipy.optimize import brentq
+
+    target = float(np.log(delta))
+
+    def excess(at: float) -> float:
+        return max(log_delta(at), -1e300) - target
+
+    if excess(0.0) <= 0:
+        return 0.0
+    most = 1.0
+    while excess(most) > 0:
+        most *= 2
+    return float(brentq(excess, 0.0, most, xtol=1e-300, rtol=1e-14))
+
+
+def max_distance(k: float, epsilon: float, delta: float) -> float:
+    """The largest distance at which k draws are (ε, δ)-private.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    from scipy.optimize import brentq
+
+    _arguments(k, 0.0, epsilon)
+    target = float(np.log(checked_delta(delta)))
+
+    def excess(odds: float) -> float:
+        found = float(log_delta(k, 1 / (1 + math.exp(-odds)), epsilon))
+        return float(np.arcsinh(max(found, -1e300) - target))
+
+    return 1 / (1 + math.exp(-float(brentq(excess, -115.0, 36.0, xtol=1e-13, rtol=1e-14))))
+
+
+def max_draws(distance: float, epsilon: float, delta: float) -> int:
+    """The largest number of draws k that is (ε, δ)-private at that distance; 0 if none is.
+
+    More draws are a better kernel and less privacy.
+
+    Raises:
+        FedsimError: an argument is out of range, or there is no such k below 10^12.
+    """
+    _arguments(1, distance, epsilon)
+    return _most(lambda k: float(log_delta(k, distance, epsilon)), delta)
+
+
+def max_draws_of(eigenvalues: Array, epsilon: float, delta: float) -> int:
+    """The same where neighbours differ in two eigenvalues; see `log_delta_of`."""
+    return _most(lambda k: float(log_delta_of(k, eigenvalues, epsilon)), delta)
+
+
+def _most(log_delta: Callable[[int], float], delta: float) -> int:
+    target = float(np.log(checked_delta(delta)))
+    low, high = 0, 1
+    while log_delta(high) <= target:
+        low, high = high, 2 * high
+        if high > 10**12:
+            raise FedsimError("distance: so small that more than 10^12 draws are private")
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if log_delta(middle) <= target else (low, middle)
+    return low
+
+
+def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Array:
+    """Δ = min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
+
+    It is claimed for ε < 1 and Δ < 1 only.
+
+    Raises:
+        FedsimError: an argument is out of range.
+    """
+    count, _, eps = _arguments(k, 0.0, epsilon)
+    log = -np.log(checked_delta(delta))
+    return eps * np.minimum(1 / np.sqrt(8 * count * log), 1 / (8 * log))
+
+
+def paper_epsilon(k: float, distance: float, delta: float) -> float:
+    """The ε that Lemma 5.4 states at that distance; inf where it does not apply (ε >= 1)."""
+    stated = distance / float(paper_max_distance(k, 1.0, delta))
+    return stated if stated < 1 else math.inf
+
+
+def _arguments(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> tuple[Array, ...]:
+    most = np.finfo(float).max
+    return np.broadcast_arrays(
+        checked("k", k, 1.0, most, "a number of draws, at least 1"),
+        checked("distance", distance, 0.0, most, "a distance of at least 0"),
+        checked_epsilon(epsilon),
+    )

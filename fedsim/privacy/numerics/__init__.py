@@ -1,0 +1,1 @@
+"""The special functions, integrals and root finders that closed forms rest on."""

@@ -1,0 +1,338 @@
+"""The indistinguishability spectrum δ(ε) of any two normal distributions.
+
+Source: Lu, Magdon-Ismail, Wei and Zikas, The Normal Distributions Indistinguishability Spectrum and
+its Application to Privacy-Preserving Machine Learning, Theorem 1: for N1 = N(μ1, Σ1) and
+N2 = N(μ2, Σ2), δ = E[(1 - exp(Z'A Z / 2 + b'Z + c))+], with A diagonal and Z standard normal. The
+paper takes the exact value for intractable and estimates it (`estimate`, its Figure 2); here it is
+one contour integral (`quadratic`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from pydantic import Field
+
+from fedsim.privacy.contract import Answer, Curve, Direction, larger
+from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.system import paths
+from fedsim.types import FedsimError
+
+_WAYS: tuple[Direction, ...] = ("forward", "reverse")
+_ROUNDING = 64 * np.finfo(float).eps
+"""Times the dimension: below this share of the largest, an eigenvalue is 0."""
+_LARGEST = 1e100
+"""Of means and covariances: squares must not overflow."""
+_LARGE = f"{{}}: holds a number beyond ± {_LARGEST:g}; use other units of measurement"
+_FARTHEST = 1e30
+_CERTAIN = 1e-10
+"""Above this share of the largest, an eigenvalue is not 0."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two normal distributions as a log-likelihood ratio, for `quadratic`.
+
+    The exponent is Σ_j (a_j Z_j² / 2 + b_j Z_j) + c, Z standard normal. `apart` says that the two
+    have different supports: then every δ is 1 and the rest is empty.
+    """
+
+    a: Array
+    rest: Array
+    """1 - a_j, known to full precision."""
+    shift: Array
+    """b_j²"""
+    apart: bool = False
+
+    def log_delta(self, epsilon: ArrayLike) -> Array:
+        """log δ at ε >= 0; broadcasts over ε."""
+        eps = checked_epsilon(epsilon)
+        if self.apart:
+            return np.zeros(eps.shape)[()]
+        return quadratic.log_delta(self.a, self.rest, self.shift, np.ones_like(self.a), eps)
+
+    def epsilon(self, delta: ArrayLike) -> Array:
+        """The least ε >= 0 at which δ(ε) is at most δ in (0, 1)."""
+        target = checked_delta(delta)
+        if self.apart:
+            return np.full(target.shape, np.inf)[()]
+        if (self.shift > _FARTHEST**2).any():
+            raise FedsimError(
+                f"mean1 and mean2: more than {_FARTHEST:g} standard deviations apart, where ε is "
+                "not looked for; ask for delta"
+            )
+        return quadratic.epsilon(self.a, self.rest, self.shift, np.ones_like(self.a), target)
+
+    def log_ratio(self, z: Array) -> Array:
+        """log N1(x) / N2(x) at draws of N1: `z` standard normal, of shape (..., dimensions)."""
+        constant = (np.log(self.rest) - self.shift / self.rest).sum() / 2
+        return np.asarray(-(z**2 @ self.a / 2 + z @ np.sqrt(self.shift) + constant))
+
+
+def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -> Pair:
+    """N(mean1, cov1) against N(mean2, cov2); means (d,), covariances (d, d), positive semidefinite.
+
+    Directions in which neither varies are left out, if the means agree there. Where one varies and
+    the other does not, the supports differ.
+
+    Raises:
+        FedsimError: a shape does not fit, a number is not finite, a covariance is not symmetric or
+            indefinite, or so ill-conditioned that its rank cannot be told.
+    """
+    means = [_vector(name, mean) for name, mean in (("mean1", mean1), ("mean2", mean2))]
+    covs = [_covariance(name, cov) for name, cov in (("cov1", cov1), ("cov2", cov2))]
+    size = len(means[0])
+    for name, array in (("mean2", means[1]), ("cov1", covs[0]), ("cov2", covs[1])):
+        if len(array) != size:
+            raise FedsimError(
+                f"{name}: has {len(array)} dimensions, mean1 has {size}; all four have to agree"
+            )
+    gap = means[0] - means[1]
+    # Units of measurement do not matter: both are scaled to a joint variance of 1.
+    spread = np.sqrt(np.diag(covs[0]) + np.diag(covs[1]))
+    if gap[spread == 0].any():
+        return _apart()
+    kept = spread > 0
+    if not kept.any():
+        return Pair(np.zeros(1), np.ones(1), np.zeros(1))
+    scale = 1 / spread[kept]
+    gap = gap[kept] * scale
+    covs = [cov[np.ix_(kept, kept)] * np.outer(scale, scale) for cov in covs]
+    values, vectors = np.linalg.eigh(covs[0] + covs[1])
+    rank = _positive("cov1 + cov2", values)
+    inside, outside = vectors[:, rank], vectors[:, ~rank]
+    if np.abs(gap @ outside).max(initial=0.0) > np.sqrt(_ROUNDING) * max(1.0, np.abs(gap).max()):
+        return _apart()
+    gap = gap @ inside
+    covs = [_symmetric(inside.T @ cov @ inside) for cov in covs]
+    for name, cov in (("cov1", covs[0]), ("cov2", covs[1])):
+        if not _positive(name, np.linalg.eigvalsh(cov)).all():
+            return _apart()
+    first, second = (np.linalg.cholesky(cov) for cov in covs)
+    solved = np.linalg.solve(second, np.linalg.solve(second, covs[1] - covs[0]).T)
+    a, vectors = np.linalg.eigh(_symmetric(solved))
+    if np.abs(a).max() > _LARGEST:  # its square is computed with
+        raise FedsimError(
+            f"cov1 and cov2: variances differ by a factor of more than {_LARGEST:g}; drop the "
+            "dimensions that hardly vary"
+        )
+    root = np.linalg.solve(second, first).T @ vectors
+    rest = (root**2).sum(0)
+    shift = rest * (vectors.T @ np.linalg.solve(second, gap)) ** 2
+    return Pair(a, rest, shift)
+
+
+def delta(
+    mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike, epsilon: ArrayLike
+) -> Array:
+    """The least δ with N1(S) <= exp(ε) N2(S) + δ for every set S: the forward direction.
+
+    Raises:
+        FedsimError: as of `pair`; or `epsilon` is not in [0, ∞).
+
+    >>> float(delta([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]], 0.5).round(6))
+    0.284452
+    """
+    return np.exp(pair(mean1, cov1, mean2, cov2).log_delta(epsilon))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A Monte-Carlo estimate of δ with its guarantee."""
+
+    delta: float
+    interval: tuple[float, float]
+    """Contains δ with probability at least `confidence`."""
+    confidence: float
+    draws: int
+
+
+def estimate(
+    pair: Pair, epsilon: float, *, error: float, confidence: float, rng: np.random.Generator
+) -> Estimate:
+    """The paper's estimator: the mean of (1 - exp(ε - L))+ over log(2 / γ) / (2 α²) draws.
+
+    By Hoeffding's inequality it is within `error` = α of δ with probability `confidence` = 1 - γ.
+
+    Raises:
+        FedsimError: `error` or `confidence` is not in (0, 1), or that takes more than 10^9 draws.
+    """
+    for name, value in (("error", error), ("confidence", confidence)):
+        checked(name, value, 1e-300, np.nextafter(1.0, 0.0), "a number in (0, 1)")
+    eps = float(checked_epsilon(epsilon))
+    draws = math.ceil(math.log(2 / (1 - confidence)) / (2 * error**2))
+    if draws > 10**9:
+        raise FedsimError(f"error: {error:g} takes {draws:.1e} draws; use a larger one")
+    if pair.apart:
+        mean = 1.0
+    else:
+        total, done, size = 0.0, 0, max(1, (1 << 22) // len(pair.a))
+        while done < draws:
+            part = min(size, draws - done)
+            ratio = pair.log_ratio(rng.standard_normal((part, len(pair.a))))
+            total += float(-np.expm1(np.minimum(eps - ratio, 0.0)).sum())
+            done += part
+        mean = total / draws
+    return Estimate(
+        delta=mean,
+        interval=(max(0.0, mean - error), min(1.0, mean + error)),
+        confidence=confidence,
+        draws=draws,
+    )
+
+
+def _apart() -> Pair:
+    none = np.empty(0)
+    return Pair(none, none, none, apart=True)
+
+
+def _array(name: str, value: Any, dimensions: int) -> Array:
+    words = {1: "a list of numbers", 2: "a square list of lists of numbers"}[dimensions]
+    try:
+        array = np.array(value, dtype=np.float64)
+    except OverflowError as error:
+        raise FedsimError(_LARGE.format(name)) from error
+    except (TypeError, ValueError) as error:
+        raise FedsimError(f"{name}: expected {words}; got {type(value).__name__}") from error
+    if array.ndim != dimensions or array.size == 0:
+        raise FedsimError(f"{name}: expected {words}; got the shape {array.shape}")
+    if not np.isfinite(array).all():
+        raise FedsimError(f"{name}: holds a value that is not finite; every entry has to be")
+    if np.abs(array).max() > _LARGEST:
+        raise FedsimError(_LARGE.format(name))
+    return array
+
+
+def _vector(name: str, value: Any) -> Array:
+    return _array(name, value, 1)
+
+
+def _covariance(name: str, value: Any) -> Array:
+    array = _array(name, value, 2)
+    if array.shape[0] != array.shape[1]:
+        raise FedsimError(f"{name}: expected a square matrix; got the shape {array.shape}")
+    largest = np.abs(array).max()
+    worst = np.abs(array - array.T).max()
+    if worst > 1e-9 * largest:
+        raise FedsimError(
+            f"{name}: not symmetric (entries differ by up to {worst:g}); use (S + S') / 2"
+        )
+    array = _symmetric(array)
+    lowest = float(np.linalg.eigvalsh(array)[0])
+    if lowest < -_ROUNDING * len(array) * largest:
+        raise FedsimError(
+            f"{name}: not a covariance, its least eigenvalue is {lowest:g}; no variance may be "
+            "negative"
+        )
+    return array
+
+
+def _symmetric(array: Array) -> Array:
+    return (array + array.T) / 2
+
+
+def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which eigenvalues are not 0."""
+    share = values / values[-1]
+    unsure = (share > _ROUNDING * len(values)) & (share < _CERTAIN)
+    if unsure.any():
+        raise FedsimError(
+            f"{name}: too ill-conditioned (an eigenvalue of {share[unsure][0]:.1e} of the largest) "
+            "to tell whether it is singular; drop or combine the dimensions that depend on others"
+        )
+    return np.asarray(share >= _CERTAIN)
+
+
+class NormalCurve(Curve):
+    """Any two normal distributions, one for each neighbour."""
+
+    file: Path
+    """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
+    method: Literal["exact", "monte_carlo"] = "exact"
+    """`monte_carlo`: the paper's estimator, for δ only."""
+    error: float = Field(default=0.001, ge=1e-12, lt=1)
+    """Of `monte_carlo`: half the width of the interval."""
+    confidence: float = Field(default=0.99, gt=0, lt=1)
+    """Of `monte_carlo`: the probability that the interval contains δ."""
+    seed: int = Field(default=0, ge=0)
+    """Of `monte_carlo`: of its draws."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        if self.method == "monte_carlo":
+            return self._estimated(epsilon)
+        found = {way: float(pair.log_delta(epsilon)) for way, pair in self._pairs().items()}
+        way = larger(found)
+        return self._answer(epsilon, found[way], way)
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        if self.method == "monte_carlo":
+            raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
+        found = {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
+        way = larger(found)
+        return self._answer(found[way], float(np.log(delta)), way)
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
+
+    def _pairs(self) -> dict[Direction, Pair]:
+        read = _read(self.file)
+        ones, twos = (read["mean1"], read["cov1"]), (read["mean2"], read["cov2"])
+        return dict(zip(_WAYS, (pair(*ones, *twos), pair(*twos, *ones)), strict=True))
+
+    def _estimated(self, epsilon: float) -> Answer:
+        pairs = self._pairs()
+        # Either direction may fail: each gets half of what the confidence leaves.
+        keys = {"error": self.error, "confidence": (1 + self.confidence) / 2}
+        rng = np.random.default_rng(self.seed)
+        found = {way: estimate(each, epsilon, rng=rng, **keys) for way, each in pairs.items()}
+        way = max(found, key=lambda each: found[each].delta)
+        best = found[way]
+        with np.errstate(divide="ignore"):
+            log_delta = float(np.log(best.delta))
+        return Answer(
+            epsilon=epsilon,
+            delta=best.delta,
+            log_delta=log_delta,
+            method=f"Monte-Carlo with Hoeffding's bound, {best.draws} draws (Lu et al., Figure 2)",
+            direction=way,
+            interval=best.interval,
+            confidence=self.confidence,
+        )
+
+    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=float(np.exp(log_delta)),
+            log_delta=log_delta,
+            method="contour integral (Lu et al., Theorem 1)",
+            direction=direction,
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    names = ("mean1", "cov1", "mean2", "cov2")
+    try:
+        read = json.loads(paths.text(path, paths.TEXT))
+    except OSError as error:
+        raise FedsimError(f"file: {path} cannot be read ({error.strerror}); check it") from error
+    except (ValueError, RecursionError) as error:  # also of a number of too many digits
+        raise FedsimError(f"file: {path} is not JSON ({error}); write it anew") from error
+    if not isinstance(read, dict):
+        raise FedsimError(f"file: {path} holds no object; expected the keys {', '.join(names)}")
+    missing = [name for name in names if name not in read]
+    unknown = [name for name in read if name not in names]
+    if missing or unknown:
+        said = [f"lacks {', '.join(missing)}"] if missing else []
+        said += [f"has unknown keys: {', '.join(unknown)}"] if unknown else []
+        raise FedsimError(f"file: {path} {' and '.join(said)}; expected {', '.join(names)}")
+    return read

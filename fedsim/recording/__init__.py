@@ -1,0 +1,1 @@
+"""Observations and ground truth on disk."""

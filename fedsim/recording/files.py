@@ -1,0 +1,386 @@
+"""Observations and ground truth on disk: safetensors for tensors, JSON for the rest.
+
+Everything is written whole or not at all (temporary file, fsync, rename), so that a kill or a full
+disk never leaves half a recording. Nothing here needs Flower: a recording made on one machine is
+attacked on another.
+
+    ROOT/observations/<stack>/round-0001/global.safetensors        what the server had sent
+    ROOT/observations/<stack>/round-0001/client-0000-b4-t0.*       one update: .safetensors, .json
+    ROOT/public.safetensors                                        images of no client, if granted
+    ROOT/truth/<stack>/round-0001/client-0000-b4-t0.safetensors    written by the client itself
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from fedsim.recording.plausibility import inconsistencies
+from fedsim.system import memory, paths
+from fedsim.types import (
+    UNKNOWN,
+    Effect,
+    FedsimError,
+    GroundTruth,
+    LocalTraining,
+    ModelSpec,
+    Observation,
+    ReleaseSpec,
+    RowTruth,
+    Tensors,
+    Truth,
+    Vantage,
+)
+
+_ID = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/(client-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
+)
+_GLOBAL = "global.safetensors"
+_PUBLIC = "public.safetensors"
+_TORN = ".writing-"
+
+
+class _Sidecar(BaseModel):
+    """The JSON beside a recorded update."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    id: str
+    model: ModelSpec | None
+    release: ReleaseSpec | None = None
+    """Of a closed-form release, which has no model."""
+    training: LocalTraining
+    defense: tuple[dict[str, Any], ...]
+    effect: Effect | None = None
+    """None of a recording that does not tell."""
+    vantage: Vantage
+    round: int
+    client: int
+    num_clients: int
+    trial: int
+    seed: int
+    releases: int = 1
+    parameters: tuple[str, ...]
+    """Names in the model's order, which safetensors does not keep."""
+    buffers: tuple[str, ...]
+    update_sha256: str
+    global_sha256: str
+
+
+def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
+    """`<stack>/round-0001/client-0000-b4-t0`; client -1 is the aggregate.
+
+    Raises:
+        FedsimError: a part is not what a recording may be called (it would be a path).
+    """
+    who = "aggregate" if client < 0 else f"client-{client:04d}"
+    return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
+
+
+def path_of(root: Path, id: str) -> Path:
+    """Where the JSON file of the observation `id` lies below `root`."""
+    return root / "observations" / f"{checked_id(id)}.json"
+
+
+def save_observation(observation: Observation, root: Path) -> Path:
+    """Write `observation` below `root/observations`; returns the path of its JSON file.
+
+    The global weights are shared by all observations of a round and written once.
+    """
+    base = root / "observations" / checked_id(observation.id)
+    shared = base.parent / _GLOBAL
+    if not shared.exists():
+        state = {f"parameter.{n}": t for n, t in observation.parameters.items()}
+        write_tensors(shared, state | {f"buffer.{n}": t for n, t in observation.buffers.items()})
+    seen = {f"update.{n}": t for n, t in observation.update.items()}
+    seen |= {f"buffer.{n}": t for n, t in observation.buffers_update.items()}
+    update_digest = write_tensors(base.with_name(base.name + ".safetensors"), seen)
+    sidecar = _Sidecar(
+        id=observation.id,
+        model=observation.spec if isinstance(observation.spec, ModelSpec) else None,
+        release=observation.spec if isinstance(observation.spec, ReleaseSpec) else None,
+        training=observation.training,
+        defense=tuple(dict(defense) for defense in observation.defense),
+        effect=observation.effect,
+        vantage=observation.vantage,
+        round=observation.round,
+        client=observation.client,
+        num_clients=observation.num_clients,
+        trial=observation.trial,
+        seed=observation.seed,
+        releases=observation.releases,
+        parameters=tuple(observation.parameters),
+        buffers=tuple(observation.buffers),
+        update_sha256=update_digest,
+        global_sha256=_sha256(shared),
+    )
+    path = base.with_name(base.name + ".json")
+    write_text(path, sidecar.model_dump_json(indent=2) + "\n")
+    return path
+
+
+def load_observation(path: Path, device: str | torch.device = "cpu") -> Observation:
+    """Read a recording by the path of its `.json` or `.safetensors` file.
+
+    Raises:
+        FedsimError: it is missing, damaged, or not a recording.
+    """
+    if not path.name:
+        raise FedsimError(f"{path}: no such recording; expected a file below a run's observations/")
+    path = path.with_suffix(".json")
+    try:
+        sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
+    except FileNotFoundError as error:
+        raise FedsimError(
+            f"{path}: no such recording; expected a file below a run's observations/"
+        ) from error
+    except (OSError, UnicodeDecodeError, ValidationError) as error:
+        raise FedsimError(f"{path}: not a recording of fedsim: {error}") from error
+    checked_id(sidecar.id)
+    spec = sidecar.model or sidecar.release
+    if spec is None:
+        raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
+    seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
+    state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
+    observation = Observation(
+        id=sidecar.id,
+        update=_under("update.", seen, sidecar.parameters),
+        buffers_update=_under("buffer.", seen, sidecar.buffers),
+        parameters=_under("parameter.", state, sidecar.parameters),
+        buffers=_under("buffer.", state, sidecar.buffers),
+        spec=spec,
+        training=sidecar.training,
+        defense=sidecar.defense,
+        effect=sidecar.effect or (UNKNOWN if sidecar.defense else Effect()),
+        vantage=sidecar.vantage,
+        round=sidecar.round,
+        client=sidecar.client,
+        num_clients=sidecar.num_clients,
+        trial=sidecar.trial,
+        seed=sidecar.seed,
+        releases=sidecar.releases,
+    )
+    for wrong in inconsistencies(observation, sidecar.parameters, sidecar.buffers):
+        raise FedsimError(f"{path}: {wrong}; record it again")
+    return observation
+
+
+def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
+    """Write what `client` really used for the observation `id` (several clients may share one)."""
+    if isinstance(truth, RowTruth):
+        tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
+        tensors["classes"] = torch.tensor(truth.classes)
+    else:
+        tensors = {"images": truth.images, "labels": truth.labels}
+        if truth.features is not None:
+            tensors["features"] = truth.features
+        if truth.local_losses is not None:
+            tensors["local_losses"] = truth.local_losses
+    write_tensors(root / "truth" / checked_id(id) / f"client-{client:04d}.safetensors", tensors)
+
+
+def load_truth(root: Path, id: str) -> Truth:
+    """The ground truth of the observation `id`, of all its clients in order of client.
+
+    Raises:
+        FedsimError: there is none, or it cannot be read.
+    """
+    folder = root / "truth" / checked_id(id)
+    parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
+    if not parts:
+        raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+    if not all(_is_truth(part) for part in parts):
+        raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
+    if "rows" in parts[0]:
+        return RowTruth(
+            rows=torch.cat([part["rows"] for part in parts]),
+            members=torch.cat([part["members"] for part in parts]),
+            scored=parts[0]["scored"],
+            classes=int(parts[0].get("classes", 0)),
+            clients=torch.cat(
+                [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
+            ),
+        )
+    features = [part["features"] for part in parts if "features" in part]
+    losses = [part["local_losses"] for part in parts if "local_losses" in part]
+    return GroundTruth(
+        images=torch.cat([part["images"] for part in parts]),
+        labels=torch.cat([part["labels"] for part in parts]),
+        features=torch.cat(features) if len(features) == len(parts) else None,
+        local_losses=torch.stack(losses).mean(0) if len(losses) == len(parts) else None,
+    )
+
+
+def _is_truth(part: Mapping[str, Tensor]) -> bool:
+    """Whether it is what `save_truth` writes, of images or of rows."""
+    if "rows" in part:
+        rows, members = part["rows"], part.get("members")
+        if members is None or "scored" not in part or rows.ndim != 2:
+            return False
+        return (
+            members.dtype == part["scored"].dtype == torch.bool
+            and members.shape == rows.shape[:1]
+            and part["scored"].shape == rows.shape[1:]
+        )
+    images, labels = part.get("images"), part.get("labels")
+    if images is None or labels is None or images.ndim != 4:
+        return False
+    losses = part.get("local_losses", torch.zeros(2))
+    whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
+    whole &= losses.shape == (2,) and losses.is_floating_point()
+    return whole and bool((labels >= 0).all()) and images.is_floating_point()
+
+
+def save_public(images: Tensor, root: Path) -> None:
+    """Write the `images` (P, C, H, W), uint8, that the threat model grants every attack."""
+    write_tensors(root / _PUBLIC, {"images": images})
+
+
+@lru_cache(maxsize=1)
+def load_public(root: Path) -> Tensor:
+    """The public images (P, C, H, W), uint8, of the run in `root`.
+
+    Raises:
+        FedsimError: none were recorded, or they cannot be read.
+    """
+    path = root / _PUBLIC
+    if not path.exists():
+        raise FedsimError(
+            f"{path}: no public images were recorded; run the scenario with knowledge.public: test"
+        )
+    images = read_tensors(path).get("images")
+    if images is None or images.ndim != 4 or images.dtype != torch.uint8 or not images.numel():
+        raise FedsimError(f"{path}: not the public images of a run; run the scenario again")
+    return images
+
+
+def root_of(recording: Path) -> Path | None:
+    """The run's folder that a recording lies in; None if it lies in none."""
+    for parent in recording.resolve().parents:
+        if parent.name == "observations":
+            return parent.parent
+    return None
+
+
+def has_truth(root: Path, id: str) -> bool:
+    """Whether the ground truth of the observation `id` is below `root`."""
+    return any((root / "truth" / checked_id(id)).glob("client-*.safetensors"))
+
+
+def write_tensors(path: Path, tensors: Tensors) -> str:
+    """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
+    own: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = tensor.detach().cpu().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        # safetensors refuses tensors that share memory, as granted labels do with the true ones
+        own[name] = value.clone() if storage in storages else value
+        storages.add(storage)
+    content = save(own)
+    write_bytes(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Read a safetensors file.
+
+    Raises:
+        FedsimError: it is missing or damaged.
+    """
+    try:
+        whole = paths.regular(path, memory.limit())
+        with safe_open(whole, framework="pt", device=str(device)) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise FedsimError(f"{path}: cannot be read as safetensors: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write UTF-8 `text` atomically."""
+    write_bytes(path, text.encode())
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as JSON (no NaN, no Infinity), atomically."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write `content` whole or not at all: a reader sees the old file or the new one."""
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TORN)
+        temporary = Path(name)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.chmod(0o644)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError from inside name `path`, which the system leaves out of a failed write."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def remove_torn(root: Path) -> None:
+    """Remove what kills left half written anywhere below `root`, where nobody writes now."""
+    for torn in root.rglob(f"{_TORN}*"):
+        torn.unlink()
+
+
+def _verified(path: Path, digest: str, device: str | torch.device) -> dict[str, Tensor]:
+    if path.is_file() and _sha256(path) != digest:
+        raise FedsimError(f"{path}: does not match the checksum in its recording; record it again")
+    return read_tensors(path, device)
+
+
+def _sha256(path: Path) -> str:
+    return _digest(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=16)
+def _digest(path: Path, _modified: int) -> str:
+    # Cached: every observation of a round names the digest of the same global weights.
+    with paths.opened(path, memory.limit()) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: tensors[prefix + name] for name in names if prefix + name in tensors}
+
+
+def checked_id(id: str) -> str:
+    """`id` itself, which then is safe as a path.
+
+    Raises:
+        FedsimError: it is no observation's.
+    """
+    if not _ID.fullmatch(id) or ".." in id:
+        raise FedsimError(f"{id!r} is not the id of an observation")
+    return id

@@ -1,0 +1,70 @@
+"""Whether a recording can be what it says: counts, shapes, and what an attack on it takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+
+from fedsim.system import memory, paths
+from fedsim.types import MOST_STEPS, ModelSpec, Observation
+
+_CANDIDATES, _STEP = 8, 1 << 14
+"""Tensors of images that an attack holds, and bytes of what it notes down of a local step."""
+_MOST = 1_000_000
+"""Of anything else that is counted in a recording."""
+
+
+def inconsistencies(
+    seen: Observation, parameters: Collection[str], buffers: Collection[str]
+) -> Iterator[str]:
+    """What would make an attack stumble, fill the memory, or answer what nobody asked.
+
+    `parameters` and `buffers` are the names that the recording lists.
+    """
+    training = seen.training
+    if not 1 <= training.steps <= MOST_STEPS:
+        yield f"training.steps: expected 1 to {MOST_STEPS}, got {training.steps}"
+    for name, count in (
+        ("training.batch_size", training.batch_size),
+        ("num_clients", seen.num_clients),
+        ("releases", seen.releases),
+    ):
+        if not 1 <= count <= _MOST:
+            yield f"{name}: expected 1 to {_MOST}, got {count}"
+    for name, value in (("lr", training.lr), ("momentum", training.momentum)):
+        if not 0 <= value < math.inf or (name == "lr" and not value):
+            yield f"training.{name}: expected a finite number above 0, got {value}"
+    if isinstance(seen.spec, ModelSpec):
+        channels, *sides = seen.spec.input_shape
+        if not (min(channels, *sides) >= 1 and max(channels, *sides) <= _MOST):
+            yield f"model.input_shape: expected 1 to {_MOST} each, got {seen.spec.input_shape}"
+        if not 1 <= seen.spec.num_classes <= _MOST:
+            yield f"model.num_classes: expected 1 to {_MOST}, got {seen.spec.num_classes}"
+        for name, values in (("mean", seen.spec.mean), ("std", seen.spec.std)):
+            good = all(map(math.isfinite, values)) and (name == "mean" or min(values) > 0)
+            if len(values) != channels or not good:
+                yield f"model.{name}: expected {channels} finite numbers, got {values}"
+        # An attack holds its candidates, their gradient, its optimizer's state and what their
+        # update is computed of, for each step that it goes through.
+        images = seen.num_images * math.prod(seen.spec.input_shape)
+        weights = sum(tensor.numel() for tensor in seen.parameters.values())
+        needed = _CANDIDATES * 4 * images + training.steps * (8 * weights + _STEP)
+        if needed > memory.limit():
+            yield (
+                "training.steps, training.batch_size, num_clients, model.input_shape: an attack "
+                f"on {seen.num_images:,} images in {training.steps:,} steps takes about "
+                f"{needed / paths.GIB:.1f} GiB, and there are {memory.limit() / paths.GIB:.1f}"
+            )
+    for name in parameters:
+        before, update = seen.parameters.get(name), seen.update.get(name)
+        if before is None or update is None:
+            yield f"parameter {name}: named, but not recorded"
+        elif before.shape != update.shape or not update.is_floating_point():
+            yield (
+                f"parameter {name}: expected an update of {tuple(before.shape)} floating-point "
+                f"numbers, got {tuple(update.shape)} of {update.dtype}"
+            )
+    if not parameters:
+        yield "no parameters are named"
+    if lost := set(buffers) - set(seen.buffers):
+        yield f"buffer {min(lost)}: named, but not recorded"

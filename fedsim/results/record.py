@@ -1,0 +1,174 @@
+"""One run's record on disk: rows that survive a kill, and what was run where.
+
+Lines are appended and flushed one by one while the run goes on; at its end `results.jsonl` is
+rewritten in canonical order, so that the order in which attacks happened to finish leaves no trace.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.recording.files import naming, write_bytes
+from fedsim.system import paths
+from fedsim.types import FedsimError
+
+Row = dict[str, Any]
+
+
+def append_line(path: Path, row: Row) -> None:
+    """Append `row` as one JSON line and force it to disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with naming(path), path.open("ab") as file:
+        file.write(_line(row))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
+    """The rows of a JSON-lines file; a last line cut short by a kill is left out.
+
+    Raises:
+        FedsimError: a line is damaged, or holds a row that does not belong there.
+    """
+    if not path.exists():
+        return []
+    rows = []
+    for number, line in enumerate(
+        paths.content(path, paths.LINES).splitlines(keepends=True), start=1
+    ):
+        if not line.endswith(b"\n"):
+            continue
+        try:
+            row = strict_json(line)
+            good = isinstance(row, dict) and belongs(row)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            good = False
+        if not good:
+            raise FedsimError(
+                f"{path}, line {number}: damaged, or of another run; remove the line to have its "
+                "work done again"
+            )
+        rows.append(row)
+    return rows
+
+
+def strict_json(line: bytes | str) -> Any:
+    """What a line of JSON says, which has no NaN and no infinity.
+
+    Raises:
+        ValueError: it is no JSON, or a number is NaN or beyond the largest double.
+    """
+    return json.loads(line, parse_constant=_no_number, parse_float=_finite)
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _no_number(text)
+
+
+def write_lines(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a JSON-lines file by `rows`, atomically."""
+    write_bytes(path, b"".join(_line(row) for row in rows))
+
+
+def drop_torn_line(path: Path) -> None:
+    """Make a file that a kill may have cut inside a line safe to append to."""
+    if path.exists() and not paths.content(path, paths.LINES).endswith(b"\n"):
+        write_lines(path, read_lines(path))
+
+
+def environment() -> Row:
+    """Versions, commit and hardware, for `record.json`."""
+    import torch
+
+    packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,
+        "packages": {name: _version(name) for name in packages},
+        "commit": _commit(),
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run's folder, as `fedsim.run` returns it."""
+
+    out: Path
+
+    def rows(self) -> list[Row]:
+        """The lines of `results.jsonl`, of every variant of a sweep."""
+        return [row for path in self._all("results.jsonl") for row in read_lines(path)]
+
+    def rounds(self) -> list[Row]:
+        """The lines of `rounds.jsonl`, of every variant of a sweep."""
+        return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
+
+    def observations(self) -> list[Path]:
+        """The recordings, to be read with `fedsim.load_observation`."""
+        return self._all("observations/**/client-*.json") + self._all(
+            "observations/**/aggregate-*.json"
+        )
+
+    @property
+    def report(self) -> Path:
+        """The HTML report."""
+        return self.out / "report.html"
+
+    def _all(self, pattern: str) -> list[Path]:
+        return sorted(self.out.rglob(pattern))
+
+
+def _line(row: Row) -> bytes:
+    return (json.dumps(row, allow_nan=False, separators=(",", ":")) + "\n").encode()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree that runs (`+` if changed since); None for a package."""
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():
+        return None
+    git = ["git", "-C", str(root)]
+    try:
+        head = subprocess.run(  # noqa: S603 - fixed arguments
+            [*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+        changed = subprocess.run(  # noqa: S603
+            [*git, "status", "--porcelain"], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")

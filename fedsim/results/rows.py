@@ -1,0 +1,477 @@
+"""The lines of `rounds.jsonl` and `results.jsonl`: projections of what a run computed.
+
+Their fields are a stable format that others read; see docs/formats.md. What does not apply is null,
+never absent and never 0. An infinite ε is the string "inf" (JSON has no such number).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedsim import scoring
+from fedsim.attacking.jobs import Job, Result, reconstruction_path
+from fedsim.audit import Step, audited_epsilon, quiet
+from fedsim.contracts.defense import NoisyAggregation
+from fedsim.federation.records import RoundRecord
+from fedsim.privacy import membership
+from fedsim.privacy.ledger import Probed, claim, worst_off
+from fedsim.recording.files import read_tensors
+from fedsim.results.record import Row
+from fedsim.scenario import Scenario
+from fedsim.training.workload import Workload
+from fedsim.types import (
+    GroundTruth,
+    ModelSpec,
+    Observation,
+    PrivacyClaim,
+    Reconstruction,
+    RowTruth,
+)
+
+Key = tuple[str, str, str]
+"""(stack, attack label, observation id)."""
+
+
+def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClaim:
+    """What the stack guarantees after `round` rounds, for the client that is worst off.
+
+    Worst is the most participations so far together with the most probes and the least data. It is
+    of all that clients released: of their training, and of the probes that they were asked for. A
+    scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
+    caller that they are not asked about.
+    """
+    scenario = workload.scenario
+    taken = participations(workload, round)
+    public: set[tuple[bool, ...]] = set()
+    if isinstance(workload.stack.aggregation, NoisyAggregation):
+        public = {tuple(past in each for past in range(1, round + 1)) for each in taken}
+    counted = probes and scenario.privacy.probes == "included"
+    claims = [
+        claim(
+            workload.stack,
+            workload.declared,
+            rounds=most.trained,
+            repeated_rounds=most.repeated,
+            repeats=scenario.observe.releases,
+            num_examples=held,
+            delta=scenario.privacy.delta,
+            buffers_released=workload.releases_statistics,
+            release=workload.release,
+            schedules=public,
+            private_statistics=workload.private_statistics,
+            unprotected=workload.unprotected,
+            probes=_probed(workload, most.probed) if counted else (),
+        )
+        for most in _most(workload, taken, round)
+        for held in worst_off(workload.training, map(len, workload.parts))
+    ]
+    worst = max(claims, key=lambda claim: claim.epsilon)
+    asked = _most(workload, taken, round)[0].probed * len(_sizes(workload))
+    covers = f"training of {round} round{'s' * (round > 1)}"
+    if asked and probes:
+        count = asked * scenario.observe.trials * scenario.observe.releases
+        told = f" and {count} probe release{'s' * (count > 1)}"
+        covers += told if counted else ", probes declared outside of the deployment"
+    return replace(worst, covers=covers)
+
+
+def released(workload: Workload, seen: Observation) -> PrivacyClaim:
+    """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
+    scenario, probing = workload.scenario, bool(_sizes(workload))
+    declared = workload.declared
+    if probing:
+        declared = workload.declared_of(seen.training.batch_size)
+    own = workload.schedule.participants(seen.round) if seen.client < 0 else [seen.client]
+    only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
+    shared = isinstance(workload.stack.aggregation, NoisyAggregation)
+    again = seen.releases > 1
+    claims = [
+        claim(
+            workload.stack,
+            declared,
+            rounds=int(not again),
+            repeated_rounds=int(again),
+            repeats=seen.releases,
+            num_examples=held,
+            delta=scenario.privacy.delta,
+            buffers_released=workload.releases_statistics,
+            release=workload.release,
+            schedules={only} if shared else (),
+            private_statistics=workload.private_statistics,
+            unprotected=workload.unprotected,
+        )
+        for held in worst_off(workload.training, (len(workload.parts[one]) for one in own))
+    ]
+    kind = "probe" if probing else "training update"
+    covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
+    return replace(max(claims, key=lambda claim: claim.epsilon), covers=covers)
+
+
+def spent_by(workload: Workload, round: int) -> PrivacyClaim:
+    """The claim after `round` rounds, or after a few more (no less), where it takes long."""
+    sampled = workload.training.sampling != "without_replacement"
+    later = 1 << (round - 1).bit_length() if sampled else round
+    return spent(workload, min(later, workload.scenario.training.rounds))
+
+
+def participations(workload: Workload, round: int) -> set[tuple[int, ...]]:
+    """Which of the first `round` rounds a client takes part in; each answer that there is."""
+    rounds: dict[int, list[int]] = {}
+    for past in range(1, round + 1):
+        for client in workload.schedule.participants(past):
+            rounds.setdefault(client, []).append(past)
+    return set(map(tuple, rounds.values()))
+
+
+@dataclass(frozen=True, order=True)
+class _Most:
+    """How often a client released something."""
+
+    trained: int
+    repeated: int
+    """Rounds in which its training was released several times."""
+    probed: int
+    """Rounds in which it was asked for probes."""
+
+
+def _most(workload: Workload, taken: set[tuple[int, ...]], round: int) -> list[_Most]:
+    """Of which no client has more of all, after `round` rounds.
+
+    Every client counts as observed, and probes are asked of those, too, that do not take part.
+    """
+    sizes, again = _sizes(workload), workload.scenario.observe.releases > 1
+    probed = sum(workload.schedule.is_observed(past) for past in range(1, round + 1) if sizes)
+    counts = set()
+    for rounds in taken:
+        observed = sum(workload.schedule.is_observed(past) for past in rounds)
+        repeated = observed if again and not sizes else 0
+        counts.add(_Most(len(rounds) - repeated, repeated, probed))
+    return [
+        most
+        for most in sorted(counts, reverse=True)
+        if not any(
+            other != most
+            and other.trained >= most.trained
+            and other.repeated >= most.repeated
+            and other.probed >= most.probed
+            for other in counts
+        )
+    ] or [_Most(0, 0, 0)]
+
+
+def _sizes(workload: Workload) -> list[int]:
+    """Of the batches that probes are computed from; empty if training itself is recorded."""
+    return list(workload.scenario.observe.batch_sizes or [])
+
+
+def _probed(workload: Workload, rounds: int) -> tuple[Probed, ...]:
+    """What a client released as probes that was asked for them in so many rounds."""
+    observe = workload.scenario.observe
+    return tuple(
+        Probed(
+            declared=workload.declared_of(size),
+            count=rounds * observe.trials,
+            releases=observe.releases,
+        )
+        for size in _sizes(workload)
+        if rounds
+    )
+
+
+def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
+    """A line of `audit.jsonl`, by canaries; None if none are asked for or nothing is claimed.
+
+    `on_progress` is told how many of how many steps are done.
+    """
+    audit, last = workload.scenario.audit, workload.scenario.training.rounds
+    # Canaries take part in the training, and probes are not asked of them.
+    claim = spent(workload, last, probes=False)
+    if audit is None or claim.unit is None:
+        return None
+    found = audited_epsilon(
+        workload,
+        claim,
+        audit,
+        taken=participations(workload, last),
+        on_progress=on_progress,
+    )
+    return {
+        "defense": workload.stack_name,
+        **audit.model_dump(),
+        "unit": claim.unit,
+        "relation": claim.relation,
+        "delta": claim.delta,
+        "epsilon": number(claim.epsilon),
+        "audited_epsilon": found,
+        "holds": found <= claim.epsilon,
+    }
+
+
+def round_row(workload: Workload, result: RoundRecord) -> Row:
+    """A line of `rounds.jsonl`, accounted up to its round."""
+    fields = asdict(result)
+    claimed = spent_by(workload, result.round)
+    examples, chance = workload.test_set()
+    return {
+        "defense": workload.stack_name,
+        "round": fields.pop("round"),
+        **fields,
+        "test_examples": examples,
+        "test_chance": chance,
+        "epsilon": number(claimed.epsilon),
+        "privacy": _privacy(claimed),
+        "sigma": row_noise(workload),
+    }
+
+
+def row_noise(workload: Workload) -> float | None:
+    """σ of the rows σ I that one client appends to its own; None where no defense acts on rows."""
+    defense, release = workload.stack.data_defense, workload.release
+    return defense.sigma(release) if defense and release else None
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every line of `results.jsonl` of one run has in common, or by stack."""
+
+    scenario: Scenario
+    variant: Mapping[str, Any]
+    workloads: Mapping[str, Workload]
+    rounds: Sequence[Row]
+    audited: Mapping[str, float]
+    """Stack -> lower bound of its ε, by canaries; not there of a stack that was not audited."""
+
+    def row(self, job: Job, result: Result) -> Row:
+        """The line of one attack on one observation; its control is added at the end."""
+        seen = result.observation
+        stack = seen.id.partition("/")[0]
+        own = [row for row in self.rounds if row["defense"] == stack]
+        last = max(own, key=lambda row: int(row["round"]))
+        attacked = next(row for row in own if row["round"] == seen.round)
+        workload = self.workloads[stack]
+        guarantee = released(workload, seen)
+        whole = spent(workload, self.scenario.training.rounds)
+        return {
+            "scenario": self.scenario.name,
+            "variant": dict(self.variant),
+            "dataset": self.scenario.data.source.name,
+            "model": _model(seen),
+            "learner": self.scenario.learner.name,
+            "release": _release(seen),
+            "training": asdict(seen.training),
+            "defense": {"name": stack, "stack": [dict(defense) for defense in seen.defense]},
+            "attack": {
+                "name": job.attack,
+                "label": job.label,
+                "restarts": job.restarts,
+                "parameters": dict(job.parameters),
+            },
+            "vantage": seen.vantage,
+            "server": seen.server,
+            "knowledge": self.scenario.knowledge.model_dump(),
+            "batch_size": seen.training.batch_size,
+            "round": seen.round,
+            "client": seen.client,
+            "trial": seen.trial,
+            "releases": seen.releases,
+            "observation": seen.id,
+            "seed": result.seed,
+            "status": "failed" if result.reason else "ok",
+            "reason": result.reason,
+            "metrics": result.metrics,
+            "per_image": result.per_image,
+            "victims": result.victims,
+            "baseline": result.baseline,
+            "control": {"other_update": None},
+            "theory": {
+                "tensor_rate": result.tensor_rate,
+                **_membership_limits(guarantee),
+            },
+            "utility": {
+                "train_loss": last["train_loss"],
+                "test_loss": last["test_loss"],
+                "test_accuracy": last["test_accuracy"],
+                "test_examples": last["test_examples"],
+                "test_chance": last["test_chance"],
+                "local_losses": result.local_losses and [number(x) for x in result.local_losses],
+            },
+            "privacy": {
+                **_privacy(guarantee),
+                "audited_epsilon": self.audited.get(stack),
+                "run": _privacy(whole),
+            },
+            "cost": {**result.cost, "bytes_up": _per_client(attacked)},
+        }
+
+
+def _privacy(claim: PrivacyClaim) -> Row:
+    return {
+        "epsilon": number(claim.epsilon),
+        "delta": claim.delta,
+        "accountant": claim.accountant,
+        "unit": claim.unit,
+        "relation": claim.relation,
+        "reason": claim.reason,
+        "covers": claim.covers,
+    }
+
+
+ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))
+"""What a line of `rounds.jsonl` has, among others."""
+
+
+def key(row: Row) -> Key:
+    """What identifies a line of `results.jsonl` within a run."""
+    return row["defense"]["name"], row["attack"]["label"], row["observation"]
+
+
+def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
+    """Sorting key of the canonical order: as the scenario lists defenses and attacks."""
+    stacks = list(scenario.defenses)
+    labels = [entry.label or entry.name for entry in scenario.attacks]
+
+    def position(row: Row) -> tuple[Any, ...]:
+        return (
+            stacks.index(row["defense"]["name"]),
+            labels.index(row["attack"]["label"]),
+            row["batch_size"],
+            row["round"],
+            row["client"],
+            row["trial"],
+        )
+
+    return position
+
+
+def add_controls(rows: Sequence[Row], root: Path) -> None:
+    """Score each truth also against what the same attack made of *another* update, in place.
+
+    If that is as good, the attack's pictures come from its prior and not from the update. The other
+    update is of other images, by content; null if there is none. Releases of a table share rows, as
+    each of them tosses coins: each row is compared with what was made of a different one.
+    """
+    cells: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        if row["status"] == "ok":
+            cell = (row["defense"]["name"], row["attack"]["label"], row["batch_size"], row["round"])
+            cells.setdefault(cell, []).append(row)
+    for members in cells.values():
+        for place, row in enumerate(members):
+            own = read_tensors(_reconstruction(row, root))
+            others = members[place + 1 :] + members[:place]
+            other = next((each for each in others if _unlike(row, each, own)), None)
+            if other is None:
+                continue
+            foreign = read_tensors(_reconstruction(other, root))
+            if "members" in own:
+                pairs = _other_targets(row["victims"], other["victims"])
+                row["control"]["other_update"] = pairs and _other_rows(own, foreign, pairs)
+                continue
+            row["control"]["other_update"] = scoring.score(
+                Reconstruction(
+                    images=foreign.get("reconstruction"),
+                    features=foreign.get("features"),
+                    labels=foreign.get("labels"),
+                    loss=math.nan,
+                    iterations=0,
+                ),
+                GroundTruth(
+                    images=own["truth"],
+                    labels=own["truth_labels"],
+                    features=own.get("truth_features"),
+                ),
+            ).metrics()
+
+
+def _unlike(row: Row, other: Row, own: Mapping[str, Tensor]) -> bool:
+    """Whether `other` may be the control of `row`, whose tensors are `own`."""
+    return "members" in own or not set(row["victims"]) & set(other["victims"])
+
+
+def _other_targets(own: Sequence[str], other: Sequence[str]) -> list[int] | None:
+    """For each row of `own`, one of `other` that is not the same, or None if one has no such.
+
+    The rows are digests. In turn, over again where there are fewer.
+    """
+    found = []
+    for place, victim in enumerate(own):
+        turns = [(place + step) % len(other) for step in range(len(other))]
+        unlike = next((turn for turn in turns if other[turn] != victim), None)
+        if unlike is None:
+            return None
+        found.append(unlike)
+    return found or None
+
+
+def _other_rows(
+    own: Mapping[str, Tensor], foreign: Mapping[str, Tensor], pairs: Sequence[int]
+) -> Row:
+    """One release's answers scored against another's truth, memberships over again where fewer.
+
+    `pairs` are the foreign rows that take the place of own ones.
+    """
+    members = own["members"]
+    found = {}
+    if "rows" in foreign:
+        found["rows"] = foreign["rows"][list(pairs)]
+    if "membership" in foreign:
+        told = foreign["membership"]
+        found["membership"] = told[torch.arange(len(members)) % len(told)]
+    rows = torch.zeros(len(members), len(own["scored"]), dtype=torch.float64)
+    if "truth_rows" in own:
+        rows[members] = own["truth_rows"]
+    truth = RowTruth(
+        rows=rows,
+        members=members,
+        clients=members.long() * 0,
+        scored=own["scored"],
+        classes=int(own.get("classes", 0)),
+    )
+    answer = Reconstruction(
+        rows=found.get("rows"), membership=found.get("membership"), loss=math.nan, iterations=0
+    )
+    return scoring.score_rows(answer, truth).metrics()
+
+
+def _model(seen: Observation) -> Row | None:
+    if not isinstance(seen.spec, ModelSpec):
+        return None
+    return {"name": seen.spec.name, "parameters": dict(seen.spec.parameters)}
+
+
+def _release(seen: Observation) -> Row | None:
+    if isinstance(seen.spec, ModelSpec):
+        return None
+    return {"kind": seen.spec.kind, "parameters": dict(seen.spec.parameters)}
+
+
+def _membership_limits(guarantee: PrivacyClaim) -> dict[str, float | None]:
+    """The most that the claim allows an attack to tell of one row's presence, if it claims that."""
+    epsilon, delta = guarantee.epsilon, guarantee.delta
+    if guarantee.relation != "add_or_remove" or delta is None:
+        return {"membership_auc": None, "membership_tpr": None}
+    return {
+        "membership_auc": membership.auc_limit(epsilon, delta),
+        "membership_tpr": membership.tpr_limit(epsilon, delta, scoring.FALSE_POSITIVES),
+    }
+
+
+def number(value: float) -> float | str:
+    """A JSON value of a number that may be infinite."""
+    return value if math.isfinite(value) else "inf"
+
+
+def _reconstruction(row: Row, root: Path) -> Path:
+    return reconstruction_path(root, row["attack"]["label"], row["observation"])
+
+
+def _per_client(row: Row) -> int | None:
+    answered = len(row["participants"]) - sum(row["failures"].values())
+    return row["bytes_up"] // answered if answered else None

@@ -1,0 +1,88 @@
+"""Worker processes that end with their parent, however it ends.
+
+Imports the standard library alone: a worker is bound to its parent before it imports what it works
+with, which takes seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.queues import Queue
+from typing import Any
+
+from fedsim.system import interrupts
+
+_PR_SET_PDEATHSIG = 1
+"""From Linux's <sys/prctl.h>."""
+
+
+@dataclass
+class _Given:
+    """What a worker got from its parent when it started."""
+
+    news: Queue[Any]
+    shared: bytes
+
+
+_given: _Given | None = None
+
+
+@contextmanager
+def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
+    """`workers` processes that have `shared`, and a queue of what they `tell`.
+
+    Work is to be submitted within `interrupts.held`: submitting starts them. An exception in the
+    block ends them at once, in the middle of their work, and so does the end of this process.
+    """
+    context = multiprocessing.get_context("spawn")
+    news: Queue[Any] = context.Queue()
+    end, lifeline = context.Pipe(duplex=False)
+    with end, lifeline:
+        executor = ProcessPoolExecutor(workers, context, _start, (end, news, pickle.dumps(shared)))
+        try:
+            yield executor, news
+        except BaseException:
+            lifeline.close()
+            raise
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def tell(message: Any) -> None:
+    """From a worker of a `pool`: put `message` into its queue."""
+    assert _given is not None
+    _given.news.put(message)
+
+
+def shared() -> Any:
+    """In a worker of a `pool`: a copy of what it was started with."""
+    assert _given is not None
+    return pickle.loads(_given.shared)  # noqa: S301 - this process's parent wrote it
+
+
+def _start(end: Connection, news: Queue[Any], shared: bytes) -> None:
+    """The first thing that a worker does."""
+    global _given
+    _given = _Given(news, shared)
+    if sys.platform == "linux":  # even while a library computes and lets no thread of Python run
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=_follow, args=(end,), daemon=True).start()
+
+
+def _follow(end: Connection) -> None:
+    """End this process when its parent closes the other end, which its death does, too."""
+    try:
+        end.poll(None)
+    finally:
+        os._exit(interrupts.STATUS)

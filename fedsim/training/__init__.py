@@ -1,0 +1,1 @@
+"""What one defense stack's federation computes, by whom and when, without Flower."""

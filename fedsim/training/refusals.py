@@ -1,0 +1,140 @@
+"""What of a defense stack's federation cannot work: refused before any training starts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fedsim.models.base import size_of
+from fedsim.models.planting import plants
+from fedsim.models.size import check_batch
+from fedsim.system import memory
+from fedsim.training.workload import Workload, blaming
+from fedsim.types import FedsimError, Table
+
+
+def check(workload: Workload) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        FedsimError: a client holds less data than a batch, a round observes nobody, weights to
+            start from do not fit, the data contradict what a claim assumes of them, or the stack
+            cannot handle the model; the message starts with the scenario's key.
+    """
+    _planted(workload)
+    _observed(workload)
+    _batches(workload)
+    _enough(workload)
+    _assumed(workload)
+    _memory(workload)
+    parameters, buffers = workload.initial()
+    with blaming(f"defenses.{workload.stack_name}"):
+        # Two steps show what many would: an epoch of them takes minutes.
+        tried = workload.shortened(2)
+        tried.client_update(0, 1, parameters, buffers, {})
+        _directed(tried)
+
+
+def _directed(workload: Workload) -> None:
+    """A learner that takes no step through the stack is not protected by what acts on steps."""
+    stack = workload.stack
+    claimed = stack.training_defenses and stack.guarantees(workload.declared)[0].mechanism
+    if claimed and not stack.directed:
+        raise FedsimError(
+            f"learner {workload.scenario.learner.name} took its steps without `Stack.gradient`, so "
+            "that no defense of training acts on them; drop these defenses, or mend the learner"
+        )
+
+
+def _planted(workload: Workload) -> None:
+    observe = workload.scenario.observe
+    if observe.plant and not observe.batch_sizes:
+        raise FedsimError("observe.plant: probes are planted for; set observe.batch_sizes")
+    if observe.plant and not (workload.model and plants(workload.model)):
+        raise FedsimError(
+            "observe.plant: the model has no neurons for the server to plant; set "
+            "model.head.planted or model.imprint"
+        )
+
+
+def _enough(workload: Workload) -> None:
+    """Clients that share their noise have to take part together."""
+    least, sampled = workload.stack.least_clients, len(workload.schedule.participants(1))
+    if sampled < least:
+        raise FedsimError(
+            f"defenses.{workload.stack_name}: the noise is shared among {least} clients, and "
+            f"{sampled} take part in a round; share it among those, or raise data.clients or "
+            "federation.participation"
+        )
+
+
+_STEP_BYTES = 4
+"""Of a pixel of a batch that waits for its step."""
+
+
+def _memory(workload: Workload) -> None:
+    """Batches and their gradients have to fit, of training and of probes."""
+    spec, observe = workload.spec, workload.scenario.observe
+    if spec is None or not workload.trains:
+        return
+    counted = size_of(spec)
+    training = workload.training
+    check_batch(counted, "training.local.batch_size", training.batch_size, workload.device)
+    for number in observe.batch_sizes or []:
+        check_batch(counted, "observe.batch_sizes", number, workload.device)
+    largest = max([training.batch_size, *(observe.batch_sizes or [])])
+    pixels = _STEP_BYTES * math.prod(spec.input_shape)
+    memory.check(
+        2 * pixels * largest * training.steps,
+        f"training.local.steps: {training.steps:,} batches of {largest:,} images",
+        "use fewer steps or smaller batches",
+    )
+
+
+def _assumed(workload: Workload) -> None:
+    with blaming(f"defenses.{workload.stack_name}"):
+        workload.check_assumptions()
+
+
+def _observed(workload: Workload) -> None:
+    scenario = workload.scenario
+    if not workload.trains and not scenario.observe.batch_sizes:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if not workload.schedule.observed(round):
+            raise FedsimError(
+                f"observe.clients: none of them takes part in round {round} "
+                f"(participation {scenario.federation.participation}, seed "
+                f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
+            )
+
+
+def _batches(workload: Workload) -> None:
+    observe, parts = workload.scenario.observe, workload.parts
+    of = "rows" if isinstance(workload.dataset, Table) else "images"
+    everyone = list(range(len(parts)))
+    sizes = []
+    if workload.trains:
+        sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
+    if observe.batch_sizes:
+        named = [] if observe.clients == "all" else observe.clients
+        seen = everyone if workload.stack.aggregation else named or everyone
+        sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes]
+    for key, size, clients in sizes:
+        smallest = min(clients, key=lambda client: len(parts[client]))
+        if size > len(parts[smallest]):
+            raise FedsimError(
+                f"{key}: a batch of {size} is larger than the data of client {smallest} "
+                f"({len(parts[smallest])} {of}); use a smaller batch, fewer clients, "
+                "or a more even partition"
+            )
+    if observe.batch_sizes:
+        _victims(workload, observe.batch_sizes, seen)
+
+
+def _victims(workload: Workload, sizes: Sequence[int], clients: Sequence[int]) -> None:
+    """Trials repeat nothing: each has images of its own."""
+    with blaming("observe.trials"):
+        for size in sizes:
+            for client in clients:
+                workload.check_victims(client, size)

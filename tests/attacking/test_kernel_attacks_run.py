@@ -1,0 +1,133 @@
+"""Attacks on NTK regressions in a whole run: from a scenario over images to the leaderboard."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.attacking import replay
+from fedsim.recording.files import load_truth
+from fedsim.report import leaderboard_rows, positive_controls, render
+from fedsim.results.record import Row, Run
+from fedsim.scenario.resolve import resolve
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload
+from fedsim.types import RowTruth
+
+FAR = [
+    {"name": "gaussian_sampling", "beta": 0.01, "lift": 3, "samples": 199},
+    {"name": "truncated_laplace", "beta": 0.01, "epsilon": 0.7, "delta": 4e-4},
+]
+SCENARIO: dict[str, Any] = {
+    "name": "kernels",
+    "seed": 5,
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 8},
+    "learner": {"name": "ntk", "ridge": 1.0},
+    "training": {"rounds": 1},
+    "defenses": {"none": [], "far": FAR},
+    "attacks": [{"name": "row_reconstruction", "samples": 20}, "membership_inference"],
+    "observe": {"batch_sizes": [8], "trials": 2, "clients": [0]},
+    "knowledge": {"rows": "others"},
+    "privacy": {"delta": 1e-3},
+}
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
+
+
+def rows_of(run: Run, stack: str, attack: str) -> list[Row]:
+    return [
+        row
+        for row in run.rows()
+        if (row["defense"]["name"], row["attack"]["name"]) == (stack, attack)
+    ]
+
+
+def test_every_row_says_what_was_released(finished: Run) -> None:
+    assert len(finished.rows()) == 2 * 2 * 2
+    for row in finished.rows():
+        assert row["model"] is None and row["learner"] == "ntk"
+        assert row["release"]["kind"] == "kernel_regression"
+        assert row["baseline"]["name"] == "mean_of_others"
+
+
+def test_undefended_rows_are_told_whole_and_the_control_passes(finished: Run) -> None:
+    for row in rows_of(finished, "none", "row_reconstruction"):
+        assert row["metrics"]["rows_recovered"] == row["metrics"]["label_accuracy"] == 1
+        assert row["baseline"]["rows_recovered"] < 0.2 > row["metrics"]["row_error"]
+        assert row["control"]["other_update"]["row_error"] > 0.3
+    for row in rows_of(finished, "none", "membership_inference"):
+        assert row["metrics"]["membership_auc"] == 1
+    (control,) = positive_controls(leaderboard_rows([finished.out]))
+    assert control.status == "passed"
+
+
+def test_a_claim_against_a_small_move_bounds_no_membership(finished: Run) -> None:
+    """ε is finite and says nothing of which of two images took part: there is no limit to show."""
+    for row in rows_of(finished, "far", "membership_inference"):
+        assert row["privacy"]["relation"] == "close" and 0 < row["privacy"]["epsilon"] < 1
+        assert row["theory"]["membership_auc"] is row["theory"]["membership_tpr"] is None
+        assert row["metrics"]["membership_auc"] > 0.9
+    for row in rows_of(finished, "far", "row_reconstruction"):
+        assert 0.01 < row["metrics"]["row_error"] < row["baseline"]["row_error"]
+        assert row["metrics"]["label_accuracy"] == 1
+
+
+def test_the_recording_declares_the_noise_and_no_row(finished: Run) -> None:
+    (path,) = [p for p in finished.observations() if p.match("far/*/client-0000-b8-t0.json")]
+    told = json.loads(path.read_text())["release"]
+    assert set(told["statistics"]) == {"features", "kernel"}
+    assert told["statistics"]["features"]["scale"] == pytest.approx(0.0487, rel=0.01)
+    assert told["counted"] and len(told["names"]) == 74
+    seen = fedsim.load_observation(path)
+    assert set(seen.update) == {"form"} and set(seen.buffers) == {"kernel"}
+    truth = load_truth(finished.out, seen.id)
+    assert isinstance(truth, RowTruth) and truth.classes == 10
+    assert truth.scored.tolist() == [True] * 64 + [False] * 10
+    lengths = torch.linalg.vector_norm(truth.rows[:, :64], dim=1)
+    torch.testing.assert_close(lengths, torch.ones_like(lengths))
+    assert bool((truth.rows[:, 64:].sum(1) == 1).all())
+
+
+def test_a_recording_is_attacked_again(finished: Run) -> None:
+    (path,) = [p for p in finished.observations() if p.match("none/*/client-0000-b8-t1.json")]
+    _, told = replay.attack(path, "row_reconstruction", rows="others")
+    assert told["metrics"]["rows_recovered"] == 1
+
+
+def test_leaderboard_and_report(finished: Run) -> None:
+    text = render(leaderboard_rows([finished.out]), width=200)
+    assert "label" in text and "AUC" in text and "INVALID" not in text
+    page = (finished.out / "report.html").read_text()
+    assert "ntk was computed from digits" in page and "Who took part" in page
+    assert "how many rows took part, and the declared" in page
+
+
+def test_one_curator_releases_the_model_itself() -> None:
+    """Padded with rows of zeros, which predict nothing: what it predicts is what the predictor
+    does."""
+    found = []
+    for release in ("model", "form"):
+        wanted = {
+            **SCENARIO,
+            "data": {"source": {"name": "digits", "size": 8}, "clients": 1},
+            "learner": {"name": "ntk", "ridge": 1.0, "release": release},
+        }
+        here = Workload(resolve(wanted), "far")
+        parameters, buffers = here.initial()
+        probe = Probe(batch_size=300, trial=0)
+        update = here.client_update(0, 1, parameters, buffers, {}, probe=probe).update.tensors
+        found.append(here.evaluate(here.concluded(update, 1), buffers))
+        if release == "model":
+            assert 200 < int(update["features"].any(1).sum()) < 400 < len(update["features"])
+    assert found[0].accuracy == found[1].accuracy is not None and found[0].accuracy > 0.5
+    assert found[0].loss == pytest.approx(found[1].loss, rel=1e-9)

@@ -1,0 +1,466 @@
+"""Attacks on kernel regressions where the answer is known: exact, by quadrature, nothing at all."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+
+from fedsim.attacking.knowledge import grant_of_row
+from fedsim.attacking.targets import Granted, question
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.learners import ntk
+from fedsim.privacy.mechanisms import draws, laplace
+from fedsim.privacy.membership import auc_limit
+from fedsim.scoring import row_baseline, score_rows
+from fedsim.scoring.rows import membership_auc
+from fedsim.testing import make_kernel_release
+from fedsim.types import Knowledge, Observation, Reconstruction, RowTruth
+from fedsim_attacks.closed_form import _kernel_posterior
+from fedsim_attacks.closed_form._kernel_posterior import Likeness, equations, posterior_mean
+from fedsim_attacks.closed_form._kernel_release import (
+    Matched,
+    Model,
+    match,
+    others,
+    read,
+    told_labels,
+)
+from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
+from fedsim_attacks.closed_form.membership_inference import MembershipInference
+from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
+from fedsim_defenses.truncated_laplace import TruncatedLaplace
+
+OTHERS = Granted(rows="others")
+CANDIDATES = 45
+MODEL = {"release": "model", "ridge": 1.0}
+FORM = {"release": "form", "ridge": 1.0}
+OPAQUE = (
+    {"name": "gaussian_sampling", "beta": 1.0, "lift": 3.0, "samples": 20},
+    {"name": "truncated_laplace", "beta": 1.0, "epsilon": 0.5, "delta": 1e-4},
+)
+
+
+def noise(beta: float) -> tuple[Mapping[str, Any], ...]:
+    """Ten thousand draws of K, and noise on the features alone that matters."""
+    return (
+        {"name": "gaussian_sampling", "beta": beta, "lift": 1.0, "samples": 10_000},
+        {"name": "truncated_laplace", "beta": beta, "epsilon": 1.0, "delta": 1e-4},
+    )
+
+
+def released(
+    parameters: Mapping[str, Any] = MODEL,
+    defense: Sequence[Mapping[str, Any]] = (),
+    num_clients: int = 1,
+    seed: int = 0,
+) -> tuple[Observation, RowTruth]:
+    """Of digits, a third of which take part."""
+    digits = load_digits()
+    count = CANDIDATES * num_clients
+    images = torch.from_numpy(digits.images[:count] * 15.9).to(torch.uint8)[:, None]
+    labels = torch.from_numpy(digits.target[:count]).long()
+    members = torch.arange(count) % 3 == 1
+    return make_kernel_release(
+        images,
+        labels,
+        members,
+        parameters=parameters,
+        defense=defense,
+        num_clients=num_clients,
+        seed=seed,
+    )
+
+
+def answer(attack: Attack[AttackState], case: tuple[Observation, RowTruth]) -> Reconstruction:
+    return question(attack, *case, OTHERS, 0).reconstruction
+
+
+def stream(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=stream(seed), dtype=torch.float64)
+
+
+def positive(size: int, seed: int = 0) -> Tensor:
+    factor = normal(size, 2 * size, seed=seed)
+    return factor @ factor.T / size
+
+
+def test_a_predictor_is_taken_apart() -> None:
+    """Into its rows, up to their sign, and its coefficients."""
+    rows = torch.nn.functional.normalize(normal(8, 10), dim=1)
+    alpha, weights = normal(8, 3, seed=1), normal(15, 10, seed=2)
+    form = ntk.quadratic_form(rows, alpha, weights)
+    found, coefficients = decomposed(form, weights.T @ weights / 15, stream())
+    inner = (found @ rows.T).abs()
+    place = inner.argmax(1)
+    assert sorted(place.tolist()) == list(range(8))
+    torch.testing.assert_close(inner.amax(1), torch.ones(8, dtype=torch.float64))
+    torch.testing.assert_close(coefficients, alpha[place], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("count", [11, 20])
+def test_a_predictor_of_many_rows_keeps_them(count: int) -> None:
+    rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
+    form = ntk.quadratic_form(rows, normal(count, 3, seed=1))
+    with pytest.raises(AttackFailed, match="does not tell its rows apart"):
+        decomposed(form, torch.eye(10, dtype=torch.float64), stream())
+
+
+@pytest.mark.parametrize("count", [1, 6, 30])
+def test_who_knows_all_rows_but_one_finds_it_among_many(count: int) -> None:
+    """Also where no two coefficients differ, and whatever the last row's are."""
+    rows = torch.nn.functional.normalize(normal(count, 10), dim=1)
+    weights = normal(15, 10, seed=2)
+    smooth = weights.T @ weights / 15
+    for alpha in (normal(count, 3, seed=1), torch.ones(count, 3, dtype=torch.float64)):
+        form = ntk.quadratic_form(rows, alpha, weights)
+        found, coefficients = completed(form, smooth, rows[:-1])
+        torch.testing.assert_close(found[:-1], rows[:-1])
+        assert float((found[-1] @ rows[-1]).abs()) == pytest.approx(1.0, abs=1e-9)
+        torch.testing.assert_close(coefficients, alpha, rtol=1e-6, atol=1e-8)
+
+
+def test_what_known_rows_do_not_leave_is_not_found() -> None:
+    rows = torch.nn.functional.normalize(normal(20, 10), dim=1)
+    form = ntk.quadratic_form(rows, normal(20, 3, seed=1))
+    eye = torch.eye(10, dtype=torch.float64)
+    noise = normal(3, 10, 10, seed=3)
+    for known, released in (
+        (rows[:-2], form),
+        (rows, form),
+        (rows[:-1], form + 1e-3 * (noise + noise.transpose(1, 2))),
+    ):
+        with pytest.raises(AttackFailed, match="not of the known rows and one other"):
+            completed(released, eye, known)
+    many = torch.nn.functional.normalize(normal(50, 10), dim=1)
+    with pytest.raises(AttackFailed, match="too many to see"):
+        completed(ntk.quadratic_form(many, normal(50, 3, seed=1)), eye, many[:-1])
+
+
+def test_rows_of_the_same_coefficients_are_not_told_apart() -> None:
+    rows = torch.nn.functional.normalize(normal(6, 10), dim=1)
+    alpha = ntk.one_hot(torch.arange(6) % 3, 3)
+    with pytest.raises(AttackFailed, match="rows with the same coefficients"):
+        decomposed(ntk.quadratic_form(rows, alpha), torch.eye(10, dtype=torch.float64), stream())
+
+
+def test_few_neurons_hide_directions() -> None:
+    rows, weights = normal(4, 10), normal(9, 10, seed=2)
+    form = ntk.quadratic_form(rows, normal(4, 3, seed=1), weights)
+    with pytest.raises(AttackFailed, match="neurons are fewer than the features"):
+        decomposed(form, weights.T @ weights / 9, stream())
+
+
+def test_labels_are_told_whatever_the_kernel() -> None:
+    """Y'α̃ is symmetric: no noise on K hides a label. Of two classes that is a single equation, and
+    there are labels that nearly solve it."""
+    for classes, least in ((10, 1.0), (2, 0.8)):
+        labels = torch.arange(40) * 7 % classes
+        for seed in range(3):
+            alpha = ntk.fit(positive(40, seed) * 3, ntk.one_hot(labels, classes), 0.5)
+            right = told_labels(alpha).argmax(1) == labels
+            assert float(right.double().mean()) >= least
+
+
+@pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
+@pytest.mark.parametrize("alpha", [True, False])
+def test_without_noise_everything_is_told(parameters: Mapping[str, Any], alpha: bool) -> None:
+    case = released(parameters)
+    found = answer(RowReconstruction(alpha=alpha), case)
+    wanted = case[1].rows[case[1].members]
+    assert found.rows is not None
+    torch.testing.assert_close(found.rows[:, :64], wanted[:, :64], rtol=0, atol=1e-7)
+    scores = score_rows(found, case[1])
+    assert scores.rows_recovered == 1
+    if alpha:
+        assert scores.label_accuracy == 1
+    assert score_rows(answer(MembershipInference(alpha=alpha), case), case[1]).membership_auc == 1
+
+
+def test_a_sum_of_predictors_hides_no_row() -> None:
+    case = released(FORM, [{"name": "aggregate"}], num_clients=3)
+    assert case[0].num_clients == 3
+    assert score_rows(answer(RowReconstruction(), case), case[1]).rows_recovered == 1
+
+
+@pytest.mark.parametrize(
+    "defense", [(), ({"name": "gaussian_sampling", "beta": 1.0, "lift": 1.0, "samples": 50},)]
+)
+def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(
+    defense: Sequence[Mapping[str, Any]],
+) -> None:
+    """From who knows the others, as long as no noise is on the features."""
+    observation, truth = released(FORM, [*defense, {"name": "aggregate"}], num_clients=5)
+    assert int(truth.members.sum()) > 64
+    knowledge = grant_of_row(truth, int(truth.members.nonzero()[3]), "others", asked=False)
+    found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
+    assert found.rows is not None
+    target = truth.rows[truth.members][3]
+    torch.testing.assert_close(found.rows[0], target.double(), rtol=0, atol=1e-4)
+
+
+def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> None:
+    """Of 75 rows the symmetry of Y'α alone does not tell all labels."""
+    observation, truth = released(FORM, [{"name": "aggregate"}], num_clients=5)
+    members = truth.members.nonzero().flatten().tolist()
+    for target in members[::10]:
+        knowledge = grant_of_row(truth, target, "others", asked=False)
+        found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
+        assert found.rows is not None
+        assert torch.equal(found.rows[0, 64:].argmax(), truth.rows[target, 64:].argmax())
+
+
+@pytest.mark.parametrize("parameters", [MODEL, FORM], ids=["model", "form"])
+def test_more_noise_never_tells_more(parameters: Mapping[str, Any]) -> None:
+    """On average over all rows; and it is the mean that is told, better than what was released."""
+    errors, bare = [], []
+    for beta in (1e-3, 1e-2, 3e-2, 1e-1):
+        case = released(parameters, noise(beta))
+        for attack, into in (
+            (RowReconstruction(samples=40), errors),
+            (RowReconstruction(samples=0), bare),
+        ):
+            into.append(score_rows(answer(attack, case), case[1]).row_error or 0.0)
+    assert errors == sorted(errors) and errors[1] > 10 * errors[0]
+    assert all(mean <= 1.01 * row for mean, row in zip(errors, bare, strict=True))
+    assert errors[1] < 0.6 * bare[1] and errors[-1] < 0.3 * bare[-1]
+
+
+def test_through_opaque_noise_only_the_label_is_seen() -> None:
+    """Without α̃ the answers are a guess and a coin."""
+    areas, told = [], []
+    seeing = RowReconstruction(samples=50)
+    for seed in range(4):
+        case = released(MODEL, OPAQUE, seed=seed)
+        guess = row_baseline(case[1])
+        blind = score_rows(answer(RowReconstruction(alpha=False, samples=50), case), case[1])
+        assert blind.row_error == pytest.approx(guess["row_error"], rel=0.1)
+        assert score_rows(answer(seeing, case), case[1]).label_accuracy == 1
+        for attack, into in (
+            (MembershipInference(alpha=False), areas),
+            (MembershipInference(), told),
+        ):
+            into.append(score_rows(answer(attack, case), case[1]).membership_auc or 0.0)
+    # 60 members and 120 others: a coin's area has a standard deviation of 0.046.
+    assert sum(areas) / 4 == pytest.approx(0.5, abs=4 * 0.046)
+    assert sum(told) / 4 > 0.85
+
+
+def single(seen: float, mean: float, std: float, scale: float, reach: float = 50) -> Tensor:
+    """The posterior mean of one number, known as N(mean, std²), behind Laplace noise."""
+    model = Model(
+        rows=torch.tensor([[seen]], dtype=torch.float64),
+        alpha=torch.ones(1, 1, dtype=torch.float64),
+        labels=torch.ones(1, 1, dtype=torch.float64),
+        scale=scale,
+        bound=reach * scale,
+        draws=math.inf,
+        lift=0.0,
+        ridge=1.0,
+        kernel=torch.eye(1, dtype=torch.float64),
+        clients=1,
+    )
+    like = Likeness(
+        means=torch.tensor([[mean]], dtype=torch.float64),
+        covariance=torch.tensor([[std**2]], dtype=torch.float64),
+        shares=torch.ones(1, dtype=torch.float64),
+    )
+    nobody = torch.zeros(0, 2, dtype=torch.float64)
+    matched = Matched(model=model, others=nobody, likelihood=0.0)
+    return posterior_mean(matched, like, False, 3_000, stream())
+
+
+@pytest.mark.parametrize(("seen", "scale"), [(0.0, 0.1), (0.3, 0.1), (1.0, 1.0), (4.0, 1.0)])
+def test_the_mean_is_that_of_quadrature(seen: float, scale: float) -> None:
+    grid = np.linspace(-8, 8, 200_001)
+    weights = np.exp(-np.abs(seen - grid) / scale - (grid - 0.5) ** 2 / (2 * 0.49))
+    expected = float((grid * weights).sum() / weights.sum())
+    assert float(single(seen, 0.5, 0.7, scale)) == pytest.approx(expected, abs=0.02)
+
+
+def test_no_row_is_farther_than_the_noise_reaches() -> None:
+    """Whatever the others are like."""
+    assert float(single(4.0, 0.5, 0.7, 1.0, reach=0.25)) == 3.75
+
+
+def regression(count: int, draw: int | None, seed: int = 0) -> tuple[Matched, Tensor]:
+    """(released exactly but for the target's noise, the target's row) of unit rows."""
+    rows = torch.nn.functional.normalize(normal(count, 5, seed=9), dim=1)
+    labels = ntk.one_hot(torch.arange(count) % 3, 3)
+    lifted = ntk.kernel(rows, rows) + 0.5 * torch.eye(count, dtype=torch.float64)
+    gram = lifted
+    if draw:
+        gram = draws.sampled_covariance(draws.square_root(lifted), draw, stream(seed))
+    model = Model(
+        rows=rows,
+        alpha=ntk.fit(gram, labels, 0.7),
+        labels=labels,
+        scale=0.1,
+        bound=1.0,
+        draws=draw or math.inf,
+        lift=0.5,
+        ridge=0.7,
+        kernel=torch.eye(5, dtype=torch.float64),
+        clients=1,
+    )
+    known = torch.cat([rows, labels], 1)[:-1]
+    return Matched(model=model, others=known, likelihood=0.0), rows[-1]
+
+
+def test_coefficients_tell_kernel_values_exactly() -> None:
+    matched, row = regression(12, None)
+    told = equations(matched, row)
+    assert told is not None
+    values, slopes = told.linear(row)
+    torch.testing.assert_close(told.values, values, rtol=0, atol=1e-10)
+    step = 1e-6 * normal(5)
+    torch.testing.assert_close(
+        told.linear(row + step)[0] - values, slopes @ step, rtol=1e-4, atol=1e-12
+    )
+
+
+def test_the_errors_of_what_coefficients_tell_are_as_said() -> None:
+    """χ² of 11 degrees of freedom, over draws of the kernel matrix."""
+    squares = []
+    for seed in range(400):
+        matched, row = regression(12, 400, seed)
+        told = equations(matched, row)
+        assert told is not None
+        away = told.values - told.linear(row)[0]
+        squares.append(float(away @ told.precision @ away))
+    assert sum(squares) / 400 == pytest.approx(11, abs=5 * math.sqrt(22 / 400) + 0.5)
+
+
+def test_a_bare_kernel_gives_rows_away_through_coefficients() -> None:
+    """More others than entries: noise on the features alone hides nothing."""
+    matched, row = regression(12, None)
+    noisy = matched.model.rows.clone()
+    noisy[-1] = draws.truncated_laplace(row, 0.1, 1.0, stream(3))
+    bare = replace(matched, model=replace(matched.model, rows=noisy))
+    like = _kernel_posterior.likeness(matched.others, 5, False)
+    with_alpha, without = (
+        posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
+    )
+    assert float((with_alpha - row).norm()) < 1e-3 < 0.05 < float((without - row).norm())
+
+
+def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
+    """Of the two ends of the worst move the likelihood ratio stays within (ε, δ). Between two
+    images it does not, and rows show no bound."""
+    epsilon, delta, beta, d = 1.0, 1e-3, 0.05, 64
+    case = released(
+        MODEL, [{"name": "truncated_laplace", "beta": beta, "epsilon": 1, "delta": delta}]
+    )
+    observation, truth = case
+    target = int(truth.members.nonzero()[0])
+    known = others(grant_of_row(truth, target, "others", True))
+    model = match(read(observation, known), known, True).model
+    mechanism = TruncatedLaplace(beta=beta, epsilon=epsilon, delta=delta)
+
+    def area(one: Tensor, other: Tensor) -> float:
+        ratios = []
+        for index, row in enumerate((one, other)):
+            noisy = draws.truncated_laplace(
+                row.repeat(4000, 1), model.scale, model.bound, stream(index)
+            )
+            away = replace(model, rows=noisy).log_density(torch.stack([one, other]))
+            ratios.append(away[0] - away[1])
+        return membership_auc(torch.cat(ratios), torch.arange(8000) < 4000)
+
+    row = truth.rows[target, :d]
+    worst = row + beta / math.sqrt(d)
+    limit = auc_limit(epsilon, delta)
+    assert mechanism.law(observation_release()) == {"scale": model.scale, "bound": model.bound}
+    assert 0.55 < area(row, worst) <= limit + 5 * 0.5 / math.sqrt(4000)
+    stranger = truth.rows[target + 1, :d]
+    assert float((stranger - row).norm()) > 5 * beta
+    assert area(row, stranger) > limit + 0.1
+
+
+def observation_release() -> Any:
+    from fedsim.contracts.guarantee import Release
+
+    return Release(kind="kernel_model", row_norm=1.0, columns=0, features=64)
+
+
+def test_the_declared_law_is_that_of_the_noise() -> None:
+    """An attacker that were told another would be too weak, and no test would say so."""
+    observation, truth = released(MODEL, noise(0.02))
+    told = observation.release.statistics
+    assert told["kernel"] == {"samples": 10_000, "lift": 1.0}
+    members = truth.rows[truth.members]
+    away = (observation.update["features"][: len(members)] - members[:, :64]).abs()
+    scale, bound = told["features"]["scale"], told["features"]["bound"]
+    assert float(away.max()) <= bound
+    # The mean of 960 exponential variables, hardly cut off.
+    assert float(away.mean()) == pytest.approx(scale, rel=5 / math.sqrt(away.numel()))
+
+
+def test_the_density_is_that_of_the_noise() -> None:
+    """It sums to 1, and is next to nothing where no noise reaches."""
+    matched, _ = regression(3, None)
+    row = torch.zeros(1, 2, dtype=torch.float64)
+    model = replace(matched.model, rows=row, scale=0.3, bound=0.7)
+    axis = torch.linspace(-0.7, 0.7, 801, dtype=torch.float64)
+    densities = model.log_density(torch.cartesian_prod(axis, axis))[:, 0].exp()
+    whole = torch.trapezoid(torch.trapezoid(densities.view(801, 801), axis), axis)
+    assert float(whole) == pytest.approx(1.0, rel=1e-4)
+    assert float(model.log_density(row + 0.71)) < -1e5
+
+
+def test_the_variance_is_that_of_the_noise() -> None:
+    """But for what the bound cuts off."""
+    matched, _ = regression(3, None)
+    wide = replace(matched.model, bound=50 * matched.model.scale)
+    assert math.sqrt(wide.variance()) == pytest.approx(laplace.std(wide.scale, wide.bound))
+
+
+def test_whoever_was_exchanged_is_withheld() -> None:
+    """Of a candidate that took no part one other row is unknown: the number does not tell."""
+    _, truth = released(num_clients=3, parameters=FORM, defense=[{"name": "aggregate"}])
+    inside, outside = int(truth.members.nonzero()[0]), int((~truth.members).nonzero()[-1])
+    count = int(truth.members.sum())
+    for target in (inside, outside):
+        known = grant_of_row(truth, target, "others", True, stream())
+        assert sum(map(len, known.other_rows)) == count - 1
+        assert [len(part) for part in known.other_rows][known.target_client] == 14
+    assert int(truth.clients[outside]) == 2
+    drawn = {
+        tuple(grant_of_row(truth, outside, "others", True, stream(s)).other_rows[2].sum(0).tolist())
+        for s in range(40)
+    }
+    assert len(drawn) > 5
+    plain = grant_of_row(truth, outside, "others", True)
+    assert sum(map(len, plain.other_rows)) == count
+
+
+def test_what_cannot_be_read_is_refused() -> None:
+    observation, truth = released(MODEL, [{"name": "clip", "norm": 1.0}])
+    with pytest.raises(
+        AttackFailed, match="what the defense of the update does to a kernel regression"
+    ):
+        question(RowReconstruction(), observation, truth, OTHERS, 0)
+    observation, truth = released(MODEL)
+    other = {"features": {"scale": 1.0, "tail": 2.0}}
+    foreign = replace(observation, spec=replace(observation.release, statistics=other))
+    with pytest.raises(AttackFailed, match="what features does"):
+        question(MembershipInference(), foreign, truth, OTHERS, 0)
+    with pytest.raises(AttackFailed, match=r"knowledge\.rows: others"):
+        solve(RowReconstruction(), observation, Knowledge(), 0)
+    known = grant_of_row(truth, 0, "others", False)
+    few = replace(known, other_rows=(known.other_rows[0][:3],))
+    for attack in (RowReconstruction(), MembershipInference()):
+        asked = replace(few, candidate=truth.rows[0])
+        with pytest.raises(AttackFailed, match="15 rows were released and 3 of them are known"):
+            solve(attack, observation, asked, 0)

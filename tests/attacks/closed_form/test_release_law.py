@@ -1,0 +1,232 @@
+"""The laws of closed-form releases: against SciPy, against draws, and their limits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.learners.closed_form import sketch
+from fedsim.learners.least_squares import normal_solution, solve
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.testing import make_release
+from fedsim.types import UNKNOWN, Knowledge, Observation
+from fedsim_attacks.closed_form._release_law import Law, law
+
+ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
+    -1, 1
+)
+ALL = torch.ones(len(ROWS), dtype=torch.bool)
+ROW = torch.tensor([[0.9, -0.4, 0.3, -0.8]], dtype=torch.float64)
+WORLDS = torch.cat([torch.zeros_like(ROW), ROW])
+
+
+def observed(
+    learner: str = "sketch",
+    *,
+    clients: int = 1,
+    defense: tuple[dict[str, object], ...] = (),
+    **parameters: object,
+) -> tuple[Observation, Knowledge]:
+    """A release of `ROWS`, to someone who knows all of them."""
+    members = [*defense, *([{"name": "aggregate"}] if clients > 1 else [])]
+    observation, _ = make_release(
+        ROWS,
+        ALL,
+        learner=learner,
+        parameters=parameters,
+        defense=members,
+        num_clients=clients,
+        intercept=False,
+    )
+    return observation, Knowledge(rows="others", other_rows=ROWS.chunk(clients), target_client=0)
+
+
+def gram(sigma: float = 0.0, row: bool = False, rows: Tensor = ROWS) -> Tensor:
+    every = torch.cat([rows, ROW]) if row else rows
+    return every.T @ every + sigma**2 * torch.eye(4, dtype=torch.float64)
+
+
+def ratio(found: Law) -> float:
+    absent, present = found.log_likelihood(WORLDS).tolist()
+    return float(present - absent)
+
+
+def moments(whole: Tensor) -> tuple[Tensor, Tensor, float]:
+    """(x̂, A, e²)."""
+    features, target = whole[:-1, :-1], whole[:-1, -1]
+    best = torch.linalg.solve(features, target)
+    return best, features, float(whole[-1, -1] - target @ best)
+
+
+def normal(mean: Tensor, covariance: Tensor, at: Tensor) -> float:
+    return float(stats.multivariate_normal(mean.numpy(), covariance.numpy()).logpdf(at.numpy()))
+
+
+@pytest.mark.parametrize("sigma", [0.0, 1.5])
+def test_a_sketch_has_independent_normal_columns(sigma: float) -> None:
+    observation, knowledge = observed(columns=7)
+    observation = replace(observation, spec=replace(observation.release, sigma=sigma))
+    columns = observation.update["release"].T
+    expected = sum(
+        normal(torch.zeros(4), gram(sigma, True), column)
+        - normal(torch.zeros(4), gram(sigma), column)
+        for column in columns
+    )
+    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_sum_of_sketches_is_the_sketch_of_the_union() -> None:
+    observation, knowledge = observed(columns=7, clients=3)
+    expected = sum(
+        normal(torch.zeros(4), gram(row=True), column) - normal(torch.zeros(4), gram(), column)
+        for column in 3 * observation.update["release"].T
+    )
+    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_coefficients_of_a_sketch_follow_a_multivariate_t() -> None:
+    """Not only the limit: at r = 9 and d = 3, by SciPy's density."""
+    observation, knowledge = observed("least_squares", method="als", columns=9)
+    seen, freedom = observation.update["release"], 9 - 3 + 1
+
+    def density(row: bool) -> float:
+        best, features, residual = moments(gram(row=row))
+        shape = residual * torch.linalg.inv(features) / freedom
+        return float(
+            stats.multivariate_t(best.numpy(), shape.numpy(), df=freedom).logpdf(seen.numpy())
+        )
+
+    expected = density(True) - density(False)
+    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_draws_have_that_law() -> None:
+    """4000 regressions on sketches: (x - x̂)'A(x - x̂) ν / (d e²) is F(d, ν), by Kolmogorov-Smirnov.
+
+    The normal law of the same spread, which holds for many columns, is told from it.
+    """
+    draw = torch.Generator().manual_seed(2)
+    found = torch.stack([solve(sketch(ROWS, 9, draw).T) for _ in range(4000)])
+    best, features, residual = moments(gram())
+    away = found - best
+    distance = ((away @ features) * away).sum(1) / residual
+    assert stats.kstest((distance * 7 / 3).numpy(), stats.f(3, 7).cdf).pvalue > 1e-3
+    assert stats.kstest((distance * 9).numpy(), stats.chi2(3).cdf).pvalue < 1e-6
+
+
+def test_the_normal_limit() -> None:
+    observation, knowledge = observed("least_squares", method="ls", columns=9)
+    seen = observation.update["release"]
+
+    def density(row: bool) -> float:
+        best, features, residual = moments(gram(row=row))
+        return normal(best, residual * torch.linalg.inv(features) / 9, seen)
+
+    expected = density(True) - density(False)
+    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_t_tends_to_normal() -> None:
+    """With a million columns, of a row so small that it moves x̂ by a few standard deviations."""
+    draw = torch.Generator().manual_seed(0)
+    seen = normal_solution(ROWS, 10**6, draw)
+    ratios = []
+    for method in ("als", "ls"):
+        observation, knowledge = observed("least_squares", method=method, columns=50)
+        spec = replace(observation.release, columns=10**6)
+        observation = replace(observation, spec=spec, update={"release": seen})
+        absent, present = law(observation, knowledge).log_likelihood(WORLDS / 10).tolist()
+        ratios.append(present - absent)
+    assert ratios[0] == pytest.approx(ratios[1], rel=1e-3)
+
+
+def test_of_summed_coefficients_the_others_are_taken_away() -> None:
+    """Without randomness what is left is the target client's own solution."""
+    observation, knowledge = observed("least_squares", method="ols", clients=3)
+    found = law(observation, knowledge)
+    torch.testing.assert_close(found.seen, solve(ROWS.chunk(3)[0]), rtol=1e-6, atol=1e-6)
+    assert ratio(found) < -1e3
+
+
+def test_declared_noise_is_part_of_the_law() -> None:
+    noise = {"name": "gaussian_noise", "std": 0.7}
+    observation, knowledge = observed("least_squares", method="ls", columns=9, defense=(noise,))
+    seen = observation.update["release"]
+
+    def density(row: bool) -> float:
+        best, features, residual = moments(gram(row=row))
+        spread = residual * torch.linalg.inv(features) / 9
+        return normal(best, spread + 0.49 * torch.eye(3, dtype=torch.float64), seen)
+
+    expected = density(True) - density(False)
+    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-5)
+    noisy, _ = observed(columns=7, defense=(noise,))
+    expected = sum(
+        normal(torch.zeros(4), gram(0.7, True), column) - normal(torch.zeros(4), gram(0.7), column)
+        for column in noisy.update["release"].T
+    )
+    assert ratio(law(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_calibrated_noise_is_that_of_its_multiplier() -> None:
+    """An attacker that could not read ε and δ would fail, and the defense look perfect."""
+    clip, calibrated = {"name": "clip", "norm": 2.0}, {"epsilon": 1.0, "delta": 1e-5}
+    multiplier = float(gaussian.noise_multiplier(**calibrated))
+    ratios = []
+    for scale in (calibrated, {"multiplier": multiplier}, {"std": 2 * multiplier}):
+        noisy, knowledge = observed(columns=7, defense=(clip, {"name": "gaussian_noise", **scale}))
+        ratios.append(ratio(law(noisy, knowledge)))
+    assert ratios[0] == pytest.approx(ratios[1]) == pytest.approx(ratios[2])
+    assert ratios[0] != 0
+
+
+def test_of_summed_coefficients_the_others_have_a_law_too() -> None:
+    """Their covariance is that of the t distribution, and each client adds its own noise."""
+    noise = {"name": "gaussian_noise", "std": 0.7}
+    for method, divisor in (("ls", 9), ("als", 9 - 3 - 1)):
+        observation, knowledge = observed(
+            "least_squares", method=method, columns=9, clients=3, defense=(noise,)
+        )
+        expected = 3 * 0.49 * torch.eye(3, dtype=torch.float64)
+        for rows in ROWS.chunk(3)[1:]:
+            _, features, residual = moments(gram(rows=rows))
+            expected += residual * torch.linalg.inv(features) / divisor
+        found = law(observation, knowledge).variance
+        assert found is not None
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
+    """Of a sketch sqrt(r tr K), of coefficients |x̂|; one that is not reached changes nothing."""
+    free, knowledge = observed(columns=40)
+    wide, _ = observed(columns=40, defense=({"name": "clip", "norm": 1e6},))
+    assert ratio(law(wide, knowledge)) == ratio(law(free, knowledge))
+    tight, _ = observed(columns=40, defense=({"name": "clip", "norm": 2.0},))
+    found = law(tight, knowledge)
+    assert found.scale == pytest.approx(2 / float(40 * gram().trace()) ** 0.5)
+    torch.testing.assert_close(found.gram, found.scale**2 * gram(), rtol=1e-6, atol=1e-9)
+    best = solve(ROWS)
+    bound = float(best.norm()) / 3
+    clipped, _ = observed("least_squares", method="ols", defense=({"name": "clip", "norm": bound},))
+    found = law(clipped, knowledge)
+    assert found.scale == pytest.approx(1 / 3, rel=1e-6)
+    torch.testing.assert_close(found.seen, best / 3, rtol=1e-6, atol=1e-9)
+    assert ratio(found) < -1e3
+
+
+def test_a_server_that_adds_no_noise_needs_no_bound() -> None:
+    observation, knowledge = observed(columns=7, clients=3)
+    silent = {"name": "dp_ftrl", "noise_multiplier": 0.0, "correlation": 0.5}
+    found = law(replace(observation, defense=(silent,)), knowledge)
+    torch.testing.assert_close(found.gram, law(observation, knowledge).gram)
+
+
+def test_noise_that_is_not_told_is_not_guessed() -> None:
+    observation, knowledge = observed(columns=7)
+    with pytest.raises(AttackFailed, match="does not declare its effect"):
+        law(replace(observation, effect=UNKNOWN), knowledge)

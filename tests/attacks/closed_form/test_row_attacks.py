@@ -1,0 +1,162 @@
+"""Attacks on rows where the answer is known: exact, nothing at all, and in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.attacking.knowledge import grant_of_row
+from fedsim.attacking.targets import Granted, question
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.scoring import row_baseline, score_rows
+from fedsim.testing import make_observation, make_release
+from fedsim.testing.release import example_rows
+from fedsim.types import Knowledge, Observation, Reconstruction, RowTruth
+from fedsim_attacks.closed_form.membership_inference import MembershipInference
+from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
+from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
+
+OTHERS = Granted(rows="others")
+
+
+def released(
+    count: int = 24, *, columns: int = 4, **arguments: object
+) -> tuple[Observation, RowTruth]:
+    arguments.setdefault("parameters", {"columns": 50})
+    return make_release(*example_rows(count, columns), **arguments)  # type: ignore[arg-type]
+
+
+def answer(attack: Attack[AttackState], case: tuple[Observation, RowTruth]) -> Reconstruction:
+    return question(attack, *case, OTHERS, 0).reconstruction
+
+
+def members(truth: RowTruth) -> Tensor:
+    return truth.rows[truth.members]
+
+
+def test_coefficients_without_noise_give_a_row_away_whole() -> None:
+    """The constant feature tells the scale and the sign: nothing is left to guess."""
+    case = released(learner="least_squares", parameters={"method": "ols"})
+    found = answer(RowReconstruction(), case)
+    assert found.rows is not None
+    torch.testing.assert_close(found.rows, members(case[1]), rtol=0, atol=1e-4)
+    assert score_rows(found, case[1]).rows_recovered == 1
+
+
+@pytest.mark.parametrize("classes", [None, ("no", "yes")])
+def test_without_a_constant_feature_the_direction_is_exact(classes: tuple[str, str] | None) -> None:
+    """The scale is unknown, which two classes settle for most rows, and the sign: to a regression,
+    -v is as good as v. (So its maximum is asked for: the mean lies between the two.)"""
+    rows, taking_part = example_rows(24)
+    stream = torch.Generator().manual_seed(3)
+    rows[:, -2] = torch.rand(len(rows), generator=stream, dtype=torch.float64) * 2 - 1
+    if classes:
+        rows[:, -1] = rows[:, -1].sign()
+    case = make_release(
+        rows,
+        taking_part,
+        learner="least_squares",
+        parameters={"method": "ols"},
+        intercept=False,
+        classes=classes,
+    )
+    found = answer(RowReconstruction(samples=0), case)
+    assert found.rows is not None
+    wanted = members(case[1])
+    cosine = torch.cosine_similarity(found.rows[:, :-1], wanted[:, :-1]).abs()
+    assert bool((cosine > 0.999).all())
+    if classes:
+        sign = (found.rows * wanted).sum(1, keepdim=True).sign()
+        exact = (sign * found.rows - wanted).abs().amax(1) < 1e-3
+        assert float(exact.double().mean()) > 0.5
+
+
+def test_a_wide_sketch_of_few_rows_gives_them_away() -> None:
+    """Fewer rows than columns: the release leaves the span of the others in one direction only."""
+    case = released(6, columns=8, parameters={"columns": 4000})
+    assert int(case[1].members.sum()) < 8
+    scores = score_rows(answer(RowReconstruction(), case), case[1])
+    assert scores.row_cosine is not None and scores.row_cosine > 0.99
+
+
+def test_more_columns_tell_more_and_noise_less() -> None:
+    errors = []
+    for columns, sigma in ((2000, None), (100, None), (100, 1.0)):
+        noise = [{"name": "gaussian_noise", "std": sigma}] if sigma else []
+        case = released(parameters={"columns": columns}, defense=noise)
+        errors.append(score_rows(answer(RowReconstruction(), case), case[1]).rmse or 0.0)
+    assert errors == sorted(errors)
+    assert errors[-1] > 1.2 * errors[0]
+
+
+def test_where_nothing_is_told_the_answer_is_the_guess() -> None:
+    """Behind noise a thousand times the rows: no better and no worse than their mean."""
+    noise = [{"name": "gaussian_noise", "std": 1e4}]
+    case = released(60, parameters={"columns": 50}, defense=noise)
+    scores, guess = score_rows(answer(RowReconstruction(), case), case[1]), row_baseline(case[1])
+    assert scores.psnr == pytest.approx(guess["psnr"], abs=0.3)
+
+
+def test_the_posterior_is_at_a_maximum() -> None:
+    """The returned row is likelier than any nearby, in whichever direction."""
+    observation, truth = released(parameters={"columns": 60})
+    target = int(truth.members.nonzero()[2])
+    known = grant_of_row(truth, target, "others", False)
+    attack = RowReconstruction()
+    state = attack.init(observation, known, torch.Generator())
+    while not attack.terminate(state):
+        state = attack.step(state)
+    stream = torch.Generator().manual_seed(0)
+    loss, best = state.found[0]
+    nearby = best + 1e-3 * torch.randn(50, 4, generator=stream, dtype=torch.float64)
+    nearby = nearby.clamp(state.posterior.prior.low, state.posterior.prior.high)
+    assert bool((state.posterior.loss(nearby) >= loss).all())
+
+
+def test_membership_in_coefficients_without_noise_is_certain() -> None:
+    case = released(learner="least_squares", parameters={"method": "ols"})
+    found = answer(MembershipInference(), case)
+    assert found.membership is not None
+    assert torch.equal(found.membership > 0, case[1].members)
+    assert score_rows(found, case[1]).membership_auc == 1
+
+
+def test_summed_coefficients_are_attacked_within_their_client() -> None:
+    case = released(
+        60,
+        learner="least_squares",
+        parameters={"method": "ols"},
+        defense=[{"name": "aggregate"}],
+        num_clients=3,
+    )
+    assert score_rows(answer(MembershipInference(), case), case[1]).membership_auc == 1
+    assert score_rows(answer(RowReconstruction(), case), case[1]).rows_recovered == 1
+
+
+def test_a_row_is_asked_for_by_itself() -> None:
+    """What is handed over about one target: never itself, unless asked; never who took part."""
+    _, truth = released()
+    for target in (0, 1):
+        known = grant_of_row(truth, target, "others", False)
+        assert known.candidate is None
+        (others,) = known.other_rows
+        assert len(others) == int(truth.members.sum()) - int(truth.members[target])
+        assert not bool((others == truth.rows[target]).all(1).any())
+    assert grant_of_row(truth, 1, "none", True).other_rows == ()
+    assert not torch.equal(truth.members, torch.ones_like(truth.members))
+
+
+def test_the_wrong_kind_is_refused() -> None:
+    images = make_observation(torch.rand(1, 1, 16, 16), torch.tensor([1]))
+    with pytest.raises(AttackFailed, match=r"reads sketch and .*clients send updates of a model"):
+        question(MembershipInference(), *images, Granted(), 0)
+    with pytest.raises(AttackFailed, match=r"reads updates of a model.*releases of kind sketch"):
+        question(DeepLeakage(iterations=1), *released(), OTHERS, 0)
+    observation, _ = released()
+    with pytest.raises(AttackFailed, match="one at a time"):
+        question(RowReconstruction(), observation, None, OTHERS, 0)
+    with pytest.raises(AttackFailed, match=r"knowledge\.rows: others"):
+        solve(RowReconstruction(), observation, Knowledge(), 0)
+    with pytest.raises(AttackFailed, match="no candidate"):
+        solve(MembershipInference(), observation, Knowledge(), 0)

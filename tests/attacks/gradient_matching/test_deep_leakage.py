@@ -1,0 +1,64 @@
+"""DLG and iDLG on their own ground: LeNet, one image, one gradient."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import solve
+from fedsim.data.bundled import Faces
+from fedsim.testing import make_observation
+from fedsim.types import Knowledge, Labels
+from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
+from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
+from fedsim_attacks.gradient_matching.idlg import IDLG
+
+
+def face() -> tuple[Tensor, Tensor]:
+    faces = Faces(size=16).load()
+    return faces.train_images[5:6].float() / 255, faces.train_labels[5:6]
+
+
+def psnr(found: Tensor, truth: Tensor) -> float:
+    return -10 * math.log10(float((found - truth).square().mean()))
+
+
+@pytest.mark.parametrize(
+    ("attack", "labels"),
+    [
+        (DeepLeakage(iterations=150), "none"),
+        (DeepLeakage(iterations=150), "known"),
+        (IDLG(iterations=150), "inferred"),
+    ],
+)
+def test_a_face_is_recovered_with_its_label(attack: GradientDistance, labels: Labels) -> None:
+    images, truth = face()
+    seen = grant(*make_observation(images, truth), labels, "none")
+    found = solve(attack, *seen, seed=0).reconstruction
+    assert found.images is not None
+    assert found.labels is not None
+    assert psnr(found.images, images) > 30
+    assert torch.equal(found.labels, truth)
+    assert found.loss < 1e-6
+
+
+def test_labels_that_are_only_inferred_are_not_used_by_dlg() -> None:
+    """Its soft labels are optimized; that they turn out right is its own doing."""
+    observation, truth = make_observation(*face())
+    stream = torch.Generator()
+    attack = DeepLeakage()
+    for granted in (Knowledge(labels="none"), Knowledge(labels="inferred")):
+        assert attack.init(observation, granted, stream).candidate.logits is not None
+    known = Knowledge(labels="known", true_labels=truth.labels)
+    assert attack.init(observation, known, stream).candidate.logits is None
+
+
+def test_it_stops_where_nothing_improves() -> None:
+    observation, truth = make_observation(*face(), model="mlp", model_parameters={"hidden": [8]})
+    known = Knowledge(labels="known", true_labels=truth.labels)
+    solution = solve(DeepLeakage(iterations=5000), observation, known, seed=0)
+    assert solution.iterations < 5000

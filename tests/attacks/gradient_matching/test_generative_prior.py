@@ -1,0 +1,260 @@
+"""The generative prior: zero at the truth, exact within the generator's range, and its file."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+import yaml
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from fedsim import rng
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import solve
+from fedsim.data.bundled import Faces
+from fedsim.recording.files import read_tensors
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import FedsimError, Knowledge, Observation
+from fedsim_attacks.gradient_matching._generator import (
+    Generator,
+    over_parameterized,
+    pack_generator,
+    read_generator,
+)
+from fedsim_attacks.gradient_matching._generator_fit import fit_generator
+from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior, Search
+
+SHAPE = (1, 16, 16)
+ROOT = Path(__file__).parents[3]
+
+
+def example_generator(seed: int = 0) -> Generator:
+    """Random weights, the last enlarged so that it draws more than grey."""
+    with rng.global_stream(seed):
+        generator = Generator(SHAPE, latent=3, width=32)
+    last = generator.rest[-2]
+    assert isinstance(last, nn.Conv2d)
+    last.weight.data *= 5
+    return generator.requires_grad_(False)
+
+
+def example_codes(count: int) -> Tensor:
+    return torch.randn(count, 3, generator=rng.generator(3, "codes"))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "generator.safetensors"
+    path.write_bytes(pack_generator(example_generator(), "public"))
+    return path
+
+
+def of_its_range(count: int) -> tuple[Observation, Knowledge, Tensor]:
+    """An observation of images that `example_generator` draws, and those."""
+    images = example_generator()(example_codes(count))
+    observation, truth = make_observation(images, torch.arange(count), model="mlp")
+    return *grant(observation, truth, "known", "none"), images
+
+
+def begin(attack: GenerativePrior, count: int) -> Search:
+    return attack.init(*of_its_range(count)[:2], rng.generator(0, "attack"))
+
+
+def test_the_objective_is_zero_at_the_truth_alone(file: Path) -> None:
+    attack = GenerativePrior(weights=str(file), public="public", total_variation=0, iterations=9)
+    state = begin(attack, 3)
+    assert float(attack.step(state).loss) > 1e-2
+    for stage in (0, 1):
+        attack = attack.model_copy(update={"latent_iterations": 1 - stage})
+        state = begin(attack, 3)
+        state.codes.data.copy_(example_codes(3))
+        state.best_codes.copy_(example_codes(3))
+        assert -1e-6 < float(attack.step(state).loss) < 1e-6
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_images_in_the_range_of_the_generator_are_found(file: Path, count: int) -> None:
+    """From some of the starting points; others end in local minima."""
+    observation, knowledge, images = of_its_range(count)
+    attack = GenerativePrior(
+        weights=str(file),
+        public="public",
+        iterations=150,
+        latent_iterations=150,
+        latent_rate=0.1,
+        total_variation=0,
+    )
+    found = solve(attack, observation, knowledge, seed=0, restarts=8).reconstruction
+    assert found.images is not None
+    guess = (images.mean() - images).square().mean()
+    assert (found.images - images).square().mean() < 1e-3 * guess
+
+
+def test_codes_are_searched_first_and_then_weights(file: Path) -> None:
+    """In the second stage every image has a generator of its own."""
+    attack = GenerativePrior(
+        weights=str(file), public="public", iterations=4, latent_iterations=2, learning_rate=0.1
+    )
+    state = begin(attack, 2)
+    codes, fixed = state.codes.detach().clone(), example_generator().state_dict()
+    for _ in range(2):
+        state = attack.step(state)
+    (generator,) = state.generators
+    assert not torch.equal(state.codes, codes)
+    assert all(torch.equal(fixed[name], value) for name, value in generator.state_dict().items())
+    best = state.best_codes.clone()
+    for _ in range(2):
+        state = attack.step(state)
+    assert torch.equal(state.codes, best)
+    one, two = (each.first.weight for each in state.generators)
+    assert not torch.equal(one, two)
+    assert not torch.equal(one, fixed["first.weight"])
+
+
+def test_an_untrained_generator_is_one_for_all_and_follows_signs() -> None:
+    state = begin(GenerativePrior(iterations=9), 2)
+    codes = state.codes.detach().clone()
+    (generator,) = GenerativePrior(iterations=9).step(state).generators
+    slopes = [weight.grad for weight in generator.parameters()]
+    for slope in slopes:
+        assert slope is not None
+        assert set(slope.unique().tolist()) <= {-1, 0, 1}
+        assert slope.any()
+    assert torch.equal(state.codes, codes)
+
+
+def gains(attack: GenerativePrior) -> list[float]:
+    """dB over the mean image, of single faces behind an MLP."""
+    faces = Faces(size=16).load()
+    pixels = faces.train_images.float() / 255
+    found = []
+    for index in (5, 40, 120):
+        images, labels = pixels[index : index + 1], faces.train_labels[index : index + 1]
+        seen = grant(*make_observation(images, labels, model="mlp"), "inferred", "none")
+        drawn = solve(attack, *seen, seed=0).reconstruction.images
+        assert drawn is not None
+        guess = (pixels.mean(0) - images).square().mean()
+        found.append(10 * math.log10(guess / (drawn - images).square().mean()))
+    return found
+
+
+def test_untrained_it_beats_the_mean_image() -> None:
+    found = gains(GenerativePrior(iterations=150))
+    assert median(found) > 5
+    assert min(found) > 2
+
+
+def test_trained_on_other_faces_it_beats_the_mean_image(tmp_path: Path) -> None:
+    public = Faces(size=16).load().test_images.float() / 255
+    path = tmp_path / "faces.safetensors"
+    generator = fit_generator(public, width=16, iterations=150, seed=0)
+    path.write_bytes(pack_generator(generator, "faces"))
+    found = gains(GenerativePrior(weights=str(path), public="faces", iterations=150))
+    assert median(found) > 5
+    assert min(found) > 2
+
+
+def test_fitting_draws_the_images_and_repeats_itself() -> None:
+    images = torch.rand(2, *SHAPE, generator=rng.generator(1, "images"))
+    losses: list[float] = []
+    fitted = [
+        fit_generator(
+            images, width=16, iterations=80, seed=2, told=lambda _, loss: losses.append(float(loss))
+        ).state_dict()
+        for _ in range(2)
+    ]
+    assert losses[79] < 0.2 * losses[0]
+    assert losses[80:] == losses[:80]
+    assert all(torch.equal(fitted[0][name], fitted[1][name]) for name in fitted[0])
+
+
+def test_images_are_drawn_one_by_one_from_directions() -> None:
+    generator, codes = example_generator(), example_codes(3)
+    drawn = generator(codes)
+    assert drawn.shape == (3, *SHAPE)
+    assert bool(((drawn > 0) & (drawn < 1)).all())
+    torch.testing.assert_close(generator(7 * codes), drawn)
+    torch.testing.assert_close(generator(codes[1:2]), drawn[1:2])
+
+
+@pytest.mark.parametrize(("count", "width"), [(1, 32), (40, 64)])
+def test_an_untrained_generator_has_four_weights_for_each_position(count: int, width: int) -> None:
+    generator = over_parameterized(count, (3, 32, 32))
+    assert generator.width == width
+    assert sum(each.numel() for each in generator.parameters()) > 4 * count * 32 * 32
+
+
+def test_a_file_gives_back_its_generator(file: Path) -> None:
+    codes = example_codes(2)
+    found = read_generator(file, SHAPE, "public")
+    assert torch.equal(found(codes), example_generator()(codes))
+
+
+def test_files_that_do_not_fit_are_refused(file: Path, tmp_path: Path) -> None:
+    def refused(path: Path, message: str, shape: tuple[int, int, int] = SHAPE) -> None:
+        with pytest.raises(FedsimError, match=message):
+            read_generator(path, shape, "public")
+
+    refused(tmp_path / "nowhere.safetensors", r"nowhere.*cannot be read")
+    refused(file, "draws images of 1x16x16, the victim's are of 3x32x32; train", (3, 32, 32))
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(pack_generator(example_generator(), "private"))
+    refused(other, "trained on 'private', the attack declares 'public'; correct `public`")
+    tensors = read_tensors(file)
+    save_file(tensors, other)
+    refused(other, r"not a generator; write one with benchmarks/train_generator\.py")
+    other.write_bytes(file.read_bytes()[:-100])
+    refused(other, "cannot be read as safetensors")
+    header = {"generator": '{"shape":[1,16,16],"latent":3,"width":32,"public":"public"}'}
+    save_file({**tensors, "first.bias": tensors["first.bias"][1:]}, other, header)
+    refused(other, r"first\.bias is torch\.float32 \[511\]")
+    save_file({**tensors, "first.bias": tensors["first.bias"] / 0}, other, header)
+    refused(other, "not finite")
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"), [("none", "cannot be read"), ("~nosuchuser/x", "write the path in full")]
+)
+def test_an_attack_with_a_bad_file_fails_before_it_starts(
+    weights: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    attack = GenerativePrior(weights=weights, public="faces")
+    with pytest.raises(FedsimError, match=said):
+        solve(attack, *of_its_range(1)[:2], seed=0)
+
+
+def test_parameters_that_do_not_go_together_are_refused() -> None:
+    for given in ({"weights": "a"}, {"public": "b"}):
+        with pytest.raises(ValidationError, match="both weights and public, or neither"):
+            GenerativePrior.model_validate(given)
+    with pytest.raises(ValidationError, match=r"latent_iterations \(6\) exceed the iterations"):
+        GenerativePrior(iterations=5, latent_iterations=6)
+
+
+def test_the_training_script_writes_what_an_attack_takes(tmp_path: Path) -> None:
+    """It prints the attack as a scenario names it."""
+    path = tmp_path / "digits.safetensors"
+    options = ["--set", "size=16", "--width", "16", "--iterations", "3"]
+    script = ROOT / "benchmarks" / "train_generator.py"
+    done = subprocess.run(
+        [sys.executable, script, "digits", path, *options],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "3/3: mse" in done.stderr
+    (attack,) = yaml.safe_load(f"[{done.stdout}]")
+    assert attack.pop("name") == "generative_prior"
+    assert attack["public"] == "digits size=16 test split, 359 images"
+    images, labels = example_batch(1)
+    seen = grant(*make_observation(images, labels), "known", "none")
+    assert solve(GenerativePrior(**attack, iterations=11), *seen, seed=0).iterations == 11

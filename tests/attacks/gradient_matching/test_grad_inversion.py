@@ -1,0 +1,187 @@
+"""GradInversion: zero at the truth, a group that pulls together, better than the mean image."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import solve
+from fedsim.data.bundled import Faces
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import Knowledge, Labels
+from fedsim_attacks.gradient_matching._registration import register
+from fedsim_attacks.gradient_matching.grad_inversion import (
+    GradInversion,
+    Group,
+    consensus,
+    consensus_slope,
+)
+
+BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batch"}}
+ZERO_AT_TRUTH = {"total_variation": 0.0, "norm": 0.0}
+
+
+def stream() -> torch.Generator:
+    return rng.generator(0, "test")
+
+
+def own_loss(attack: GradInversion, state: Group, images: Tensor) -> float:
+    """What the attack reports where all its seeds are at normalized `images`."""
+    state.images = images.expand_as(state.images).clone()
+    return attack.postprocess(state).loss
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_the_objective_is_zero_at_the_truth_alone(batch_norm: bool) -> None:
+    """Without the weights of those priors that are not."""
+    observation, truth = make_observation(*example_batch(3), **(BATCH_NORM if batch_norm else {}))
+    seen = grant(observation, truth, "known", "exact" if batch_norm else "none")
+    attack = GradInversion(iterations=1, seeds=2, **ZERO_AT_TRUTH)
+    state = attack.init(*seen, stream())
+    assert own_loss(attack, state, normalize(truth.images, observation.model)) < 1e-6
+    assert own_loss(attack, state, normalize(1 - truth.images, observation.model)) > 1e-2
+
+
+def test_granted_batch_norm_statistics_are_matched() -> None:
+    observation, truth = make_observation(*example_batch(3), **BATCH_NORM)
+    wrong = normalize(1 - truth.images, observation.model)
+    losses = []
+    for granted in ("none", "exact"):
+        seen = grant(observation, truth, "known", granted)
+        attack = GradInversion(iterations=1, seeds=1, batch_norm=1.0)
+        losses.append(own_loss(attack, attack.init(*seen, stream()), wrong))
+    assert losses[1] > losses[0] + 0.3
+
+
+def test_every_term_has_its_slope() -> None:
+    """What a step descends is the derivative of what it reports, in double precision."""
+    images = torch.randn(2, 3, 1, 8, 8, generator=stream(), dtype=torch.float64)
+    mean = consensus(images, 1)
+    variable = images.clone().requires_grad_()
+    away = (variable - mean).flatten(1)
+    (wanted,) = torch.autograd.grad(away.square().mean(1).sqrt().sum(), variable)
+    assert torch.allclose(consensus_slope(images, mean), wanted)
+
+    observation, truth = make_observation(*example_batch(3))
+    seen = grant(observation, truth, "known", "none")
+    attack = GradInversion(iterations=1, seeds=1, total_variation=0.3, norm=0.7)
+    state = attack.init(*seen, stream())
+    (at,) = state.images
+    toward = torch.randn(at.shape, generator=stream())
+    _, slope, _ = attack._fidelity(state, at)
+    ahead, behind = (attack._fidelity(state, at + s * 1e-3 * toward)[0] for s in (1, -1))
+    expected = float((slope * toward).sum())
+    assert float(ahead - behind) / 2e-3 == pytest.approx(expected, rel=0.02)
+
+
+def test_seeds_that_agree_are_not_pulled() -> None:
+    images = torch.randn(1, 3, 1, 8, 8, generator=stream()).expand(4, -1, -1, -1, -1)
+    assert consensus_slope(images, images.mean(0)).abs().max() < 1e-4
+
+
+def test_the_group_is_pulled_together() -> None:
+    observation, truth = make_observation(*example_batch(2))
+    seen = grant(observation, truth, "known", "none")
+    spread = {}
+    for weight in (0.0, 10.0):
+        attack = GradInversion(iterations=30, seeds=3, group=weight, noise=0.0, warmup=0)
+        state = attack.init(*seen, stream())
+        while not attack.terminate(state):
+            state = attack.step(state)
+        spread[weight] = float(state.images.std(0).mean())
+    assert spread[10.0] < 0.2 * spread[0.0]
+
+
+@pytest.mark.parametrize("shift", [(0, 0), (2, -1), (-2, 2)])
+def test_a_shift_is_undone(shift: tuple[int, int]) -> None:
+    smooth = F.avg_pool2d(torch.randn(2, 3, 20, 20, generator=stream()), 3, stride=1)
+    target, moved = smooth[..., 4:12, 4:12], smooth[..., 4 + shift[0] :, 4 + shift[1] :]
+    moved = moved[..., :8, :8]
+    found = register(moved, target, 2)
+    assert torch.equal(found[..., 2:-2, 2:-2], target[..., 2:-2, 2:-2])
+    assert torch.equal(register(moved, target, 0), moved)
+
+
+def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
+    observation, truth = make_observation(*example_batch(1))
+    seen = grant(observation, truth, "known", "none")
+    attack = GradInversion(iterations=1, seeds=2, reach=0, **ZERO_AT_TRUTH)
+    state = attack.init(*seen, stream())
+    right = normalize(truth.images, observation.model)
+    away = torch.randn(right.shape, generator=stream())
+    state.images = torch.stack([right + away, right - away])
+    found = attack.postprocess(state)
+    assert found.images is not None
+    assert torch.allclose(found.images, truth.images, atol=1e-5)
+    state.images = torch.stack([right + away, right])
+    found = attack.postprocess(state)
+    assert found.images is not None
+    assert torch.allclose(found.images, truth.images, atol=1e-5)
+
+
+def test_noise_comes_from_the_generator_and_scales_with_the_step() -> None:
+    observation, truth = make_observation(*example_batch(1))
+    seen = grant(observation, truth, "known", "none")
+    after = {}
+    for noise in (0.0, 0.5):
+        attack = GradInversion(iterations=1000, seeds=2, noise=noise, warmup=4, step_size=0.01)
+        state = attack.init(*seen, stream())
+        state.images.zero_()
+        after[noise] = attack.step(state).images
+    # A quarter of the step size, in the first of four iterations of warmup.
+    added = float((after[0.5] - after[0.0]).std())
+    assert added == pytest.approx(0.01 / 4 * 0.5, rel=0.15)
+
+
+def test_the_step_size_rises_and_falls_to_zero() -> None:
+    attack = GradInversion(iterations=100, warmup=10, step_size=0.2)
+    rates = [attack._rate(i) for i in range(100)]
+    assert rates[0] == pytest.approx(0.02)
+    assert max(range(100), key=lambda i: rates[i]) in (9, 10)
+    assert rates[50] == pytest.approx(0.1)
+    assert rates[99] < 1e-3
+
+
+@pytest.mark.parametrize("labels", ["none", "inferred", "known"])
+def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
+    faces = Faces(size=16).load()
+    pixels = faces.train_images.float() / 255
+    gains = []
+    for index in (5, 40, 120):
+        images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
+        seen = grant(*make_observation(images, truth, model="mlp"), labels, "none")
+        attack = GradInversion(iterations=200, seeds=2, warmup=10)
+        found = solve(attack, *seen, seed=0).reconstruction
+        assert found.images is not None
+        assert found.labels is not None
+        assert torch.equal(found.labels, truth)
+        guess = (pixels.mean(0) - images).square().mean()
+        gains.append(10 * math.log10(guess / (found.images - images).square().mean()))
+    assert median(gains) > 5
+    assert min(gains) > 2
+
+
+def test_bad_parameters_are_refused() -> None:
+    for wrong in ({"seeds": 0}, {"group": -1.0}, {"reach": 17}, {"noise": -0.1}, {"seed": 3}):
+        with pytest.raises(ValidationError):
+            GradInversion(**wrong)
+
+
+def test_soft_labels_are_one_for_all_seeds() -> None:
+    observation, _ = make_observation(*example_batch(3))
+    attack = GradInversion(iterations=2, seeds=2)
+    state = attack.init(observation, Knowledge(), stream())
+    assert state.logits is not None
+    assert state.logits.shape == (3, 10)
+    before = state.logits.detach().clone()
+    assert not torch.equal(attack.step(state).logits, before)  # type: ignore[arg-type]

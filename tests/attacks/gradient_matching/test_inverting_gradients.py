@@ -1,0 +1,195 @@
+"""Inverting gradients: better than the mean image, and its total variation."""
+
+from __future__ import annotations
+
+import math
+from statistics import median
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import rebuild, solve
+from fedsim.data.bundled import Faces
+from fedsim.models.base import denormalize
+from fedsim.testing import make_observation
+from fedsim.types import Knowledge, Labels, Observation
+from fedsim_attacks.gradient_matching._matching import cosine_distance
+from fedsim_attacks.gradient_matching._variation import opponent_variation, total_variation
+from fedsim_attacks.gradient_matching.inverting_gradients import (
+    InvertingGradients,
+    regularized,
+    soft_sign,
+)
+
+
+@pytest.mark.parametrize("labels", ["none", "inferred", "known"])
+def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
+    faces = Faces(size=16).load()
+    pixels = faces.train_images.float() / 255
+    gains = []
+    for index in (5, 40, 120):
+        images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
+        seen = grant(*make_observation(images, truth, model="mlp"), labels, "none")
+        found = solve(InvertingGradients(iterations=200), *seen, seed=0).reconstruction
+        assert found.images is not None
+        assert found.labels is not None
+        assert torch.equal(found.labels, truth)
+        guess = (pixels.mean(0) - images).square().mean()
+        gains.append(10 * math.log10(guess / (found.images - images).square().mean()))
+    assert median(gains) > 5
+    assert min(gains) > 2
+
+
+def test_iterates_stay_valid_pixels() -> None:
+    observation, _ = make_observation(torch.zeros(1, 1, 8, 8), torch.tensor([3]), model="mlp")
+    attack = InvertingGradients(iterations=10, step_size=1.0)
+    state = attack.init(observation, Knowledge(), torch.Generator())
+    for _ in range(5):
+        state = attack.step(state)
+    pixels = denormalize(state.candidate.images.detach(), observation.model)
+    assert -1e-6 < float(pixels.min()) < float(pixels.max()) < 1 + 1e-6
+
+
+def test_total_variation_and_its_gradient() -> None:
+    images = torch.tensor([[[[0.0, 1.0], [3.0, 2.0]]]], dtype=torch.float64)
+    value, _ = total_variation(images)
+    assert float(value) == pytest.approx((3 + 1) / 2 + (1 + 1) / 2)
+    stream = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 5, 4, generator=stream, dtype=torch.float64).requires_grad_()
+    down = (images[:, :, 1:] - images[:, :, :-1]).abs().mean()
+    right = (images[..., 1:] - images[..., :-1]).abs().mean()
+    (expected,) = torch.autograd.grad(down + right, images)
+    value, slope = total_variation(images.detach())
+    torch.testing.assert_close(value, (down + right).detach())
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_single_pixel_has_no_variation() -> None:
+    value, slope = total_variation(torch.ones(2, 1, 1, 1))
+    assert float(value) == 0
+    assert not slope.any()
+
+
+def test_stretched_images_are_multiples_of_the_others_that_fill_the_valid_pixels() -> None:
+    images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    seen = grant(*make_observation(images, torch.tensor([1, 2]), model="mlp"), "known", "none")
+    plain, stretched = (
+        solve(InvertingGradients(iterations=3, step_size=1e-3, stretched=on), *seen, seed=0)
+        for on in (False, True)
+    )
+    assert plain.reconstruction.loss == stretched.reconstruction.loss
+    a, b = plain.reconstruction.images, stretched.reconstruction.images
+    assert a is not None
+    assert b is not None
+    center = denormalize(torch.zeros(1, 3, 1, 1), seen[0].model)
+    for before, after in zip(a - center, b - center, strict=True):
+        inside = (after.abs() < 0.45) & (before.abs() > 0.01)  # not at an end of the valid pixels
+        ratio = (after / before)[inside]
+        torch.testing.assert_close(ratio, ratio.mean().expand_as(ratio), rtol=1e-3, atol=0)
+    assert b.amax() > 0.98 or b.amin() < 0.02
+    assert not torch.equal(a, b)
+
+
+def colored(count: int = 2, side: int = 10) -> tuple[Observation, Knowledge]:
+    images = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(1))
+    labels = torch.arange(count)
+    return grant(*make_observation(images, labels, model="mlp"), "known", "none")
+
+
+def plain_opponents(images: Tensor) -> Tensor:
+    """The formula, over a border of zeros, for autograd."""
+    red, green, blue = images.unbind(1)
+    maps = torch.stack([red, green, blue, red - green, red - blue, green - blue], 1)
+    padded = torch.nn.functional.pad(maps, (0, 1, 0, 1))
+    down = padded[:, :, 1:, :-1] - maps
+    right = padded[:, :, :-1, 1:] - maps
+    return (down.square() + right.square()).sqrt().mean()
+
+
+def test_color_variation_of_one_pixel() -> None:
+    value, _ = opponent_variation(torch.tensor([0.5, -0.25, 1.0]).view(1, 3, 1, 1))
+    maps = 0.5 + 0.25 + 1.0 + 0.75 + 0.5 + 1.25
+    assert float(value) == pytest.approx(math.sqrt(2) * maps / 6)
+
+
+def test_color_variation_and_its_gradient() -> None:
+    stream = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 5, 4, generator=stream, dtype=torch.float64).requires_grad_()
+    expected = plain_opponents(images)
+    (slope,) = torch.autograd.grad(expected, images)
+    value, found = opponent_variation(images.detach())
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(found, slope)
+
+
+def test_color_variation_of_a_flat_image_has_a_finite_gradient() -> None:
+    _, slope = opponent_variation(torch.zeros(1, 3, 4, 4))
+    assert not slope.any()
+
+
+def test_soft_signs_are_the_slope_where_it_is_small_and_bounded_where_it_is_large() -> None:
+    slope = torch.tensor([1e-4, -0.5, 3.0])
+    found = soft_sign(slope.clone(), 0.5)
+    expected = [math.tanh(0.5 * g) / 0.5 for g in slope.tolist()]
+    torch.testing.assert_close(found, torch.tensor(expected))
+    assert float(found.abs().max()) < 2
+
+
+@pytest.mark.parametrize("signs", ["hard", "soft"])
+def test_a_step_follows_the_signs_that_are_asked_for(signs: str) -> None:
+    seen = colored()
+    attack = InvertingGradients.model_validate({"iterations": 4, "signs": signs})
+    state = attack.init(*seen, torch.Generator().manual_seed(2))
+    attack.step(state)
+    before = state.candidate.images.detach().clone()
+    candidate = state.matching.candidate(before, state.candidate.labels, None)
+    _, (slope,) = regularized(state.matching, candidate, cosine_distance, 0.1)
+    expected = slope.sign() if signs == "hard" else torch.tanh(0.75 * slope) / 0.75
+    attack.step(state)
+    torch.testing.assert_close(state.candidate.images.grad, expected)
+
+
+def test_a_patterned_start_repeats_its_patch() -> None:
+    attack = InvertingGradients(iterations=2, pattern=4)
+    images = attack.init(*colored(), torch.Generator().manual_seed(2)).candidate.images.detach()
+    torch.testing.assert_close(images[:, :, 4:], images[:, :, :-4])
+    torch.testing.assert_close(images[..., 4:], images[..., :-4])
+    patches = images[:, :, :4, :4].flatten(1)
+    assert not torch.equal(patches[0], patches[1])
+    assert len(patches[0].unique()) == patches[0].numel()
+
+
+def test_a_cosine_rises_first_and_falls_to_nothing() -> None:
+    attack = InvertingGradients(iterations=200, decay="cosine", step_size=0.1)
+    state = attack.init(*colored(), torch.Generator().manual_seed(2))
+    rates = []
+    for _ in range(200):
+        rates.append(state.schedule.get_last_lr()[0])
+        state.optimizer.step()
+        state.schedule.step()
+    assert rates[0] == pytest.approx(0.1 / 50)
+    assert max(rates) == rates[49]
+    assert rates[100] == pytest.approx(0.05)
+    assert rates[-1] < 1e-4 < rates[0]
+
+
+def test_the_objective_is_that_of_the_public_suite() -> None:
+    """`modern` of breaching 0.1.2, at a start of our drawing."""
+    breaching = pytest.importorskip("breaching")
+    observation, knowledge = colored(2, 12)
+    attack = InvertingGradients(iterations=1, variation="opponents")
+    state = attack.init(observation, knowledge, torch.Generator().manual_seed(2))
+    images = state.candidate.images.detach().clone()
+    ours = float(attack.step(state).loss)
+    parts = breaching.attacks.auxiliaries
+    distance = parts.objectives.CosineSimilarity()
+    distance.initialize(torch.nn.CrossEntropyLoss(), SimpleNamespace(mixed_precision=False))
+    target = list(observation.update.values())
+    value, _ = distance(rebuild(observation), target, images, knowledge.true_labels)
+    setup = {"dtype": torch.float, "device": torch.device("cpu")}
+    options = {"inner_exp": 2, "outer_exp": 0.5, "double_opponents": True}
+    variation = parts.regularizers.TotalVariation(setup, scale=0.1, **options)
+    assert ours == pytest.approx(float(value + variation(images)), abs=1e-5)

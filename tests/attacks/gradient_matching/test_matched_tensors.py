@@ -1,0 +1,118 @@
+"""What `tensors: body` matches: all of the update but the classifier's head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import AttackFailed, create, solve
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
+
+PLANTED = {"hidden": [12], "head": {"width": 640, "planted": 512}}
+SHORT: dict[str, dict[str, Any]] = {
+    "deep_leakage": {"iterations": 3},
+    "idlg": {"iterations": 3},
+    "inverting_gradients": {"iterations": 3},
+    "grad_inversion": {"iterations": 2, "seeds": 2},
+    "generative_prior": {"iterations": 2},
+    "feature_inversion": {"iterations": 2, "prior": "pixel", "features": "none"},
+}
+over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
+
+
+def observed() -> tuple[Observation, GroundTruth]:
+    batch = example_batch(2)
+    return make_observation(*batch, model="mlp", model_parameters=PLANTED)
+
+
+def with_other(observation: Observation, part: str, factor: float) -> Observation:
+    """The observation, with the update of the parameters called `part.…` times `factor`."""
+    update = {
+        name: tensor * factor if name.startswith(f"{part}.") else tensor
+        for name, tensor in observation.update.items()
+    }
+    return replace(observation, update=update)
+
+
+@over_distances
+def test_the_body_alone_is_zero_at_the_truth_and_blind_to_the_head(distance: Distance) -> None:
+    observation, truth = observed()
+    images = normalize(truth.images, observation.model)
+
+    def value(seen: Observation, tensors: Any, at: torch.Tensor = images) -> float:
+        matching = Matching(seen, tensors=tensors)
+        candidate = matching.candidate(at, truth.labels, None)
+        return float(matching.differentiate(candidate, distance)[0])
+
+    other = with_other(observation, "head", -3.0)
+    assert abs(value(observation, "body")) < 1e-6
+    assert abs(value(other, "body")) < 1e-6
+    assert value(other, "all") > 1e-3
+    assert value(observation, "body", -images) > 1e-3
+
+
+@over_distances
+def test_the_gradient_of_the_body_alone_is_that_of_finite_differences(distance: Distance) -> None:
+    observation, truth = observed()
+    matching = Matching(observation, torch.float64, tensors="body")
+    images = normalize(1 - truth.images.double(), observation.model)
+
+    def value(at: torch.Tensor) -> torch.Tensor:
+        return matching.differentiate(matching.candidate(at, truth.labels, None), distance)[0]
+
+    _, (slope,) = matching.differentiate(matching.candidate(images, truth.labels, None), distance)
+    toward = torch.randn(
+        images.shape, generator=torch.Generator().manual_seed(0), dtype=images.dtype
+    )
+    step = 1e-6 * toward
+    expected = (value(images + step) - value(images - step)) / 2e-6
+    torch.testing.assert_close((slope * toward).sum(), expected, rtol=1e-4, atol=1e-9)
+
+
+def test_every_attack_that_matches_gradients_is_known_here() -> None:
+    """So that a new one is held to the tests below."""
+    having = {
+        name
+        for name in plugins.names("fedsim.attacks")
+        if "tensors" in plugins.load("fedsim.attacks", name).model_fields
+    }
+    assert having == set(SHORT)
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_an_attack_on_the_body_does_not_read_the_update_of_the_head(name: str) -> None:
+    observation, truth = observed()
+
+    def images(seen: Observation, tensors: str) -> torch.Tensor:
+        attack = create(name, {**SHORT[name], "tensors": tensors})
+        knowledge = Knowledge(labels="known", true_labels=truth.labels)
+        found = solve(attack, seen, knowledge, seed=0).reconstruction.images
+        assert found is not None
+        return found
+
+    other = with_other(observation, "head", -3.0)
+    assert torch.equal(images(observation, "body"), images(other, "body"))
+    assert not torch.equal(images(observation, "all"), images(other, "all"))
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_where_nothing_is_outside_of_the_head_the_body_is_refused(name: str) -> None:
+    observation, truth = observed()
+    seen, knowledge = grant(with_other(observation, "body", 0.0), truth, "known", "none")
+    attack = create(name, {**SHORT[name], "tensors": "body"})
+    with pytest.raises(AttackFailed, match="outside of the head: match tensors: all"):
+        solve(attack, seen, knowledge, seed=0)

@@ -1,0 +1,255 @@
+"""Gradient matching: zero at the truth, whatever the client did, and exact gradients elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedsim.contracts.attack import rebuild
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, LocalTraining, Observation
+from fedsim_attacks.fast_autograd import _second_order
+from fedsim_attacks.fast_autograd._convolution import Patches
+from fedsim_attacks.fast_autograd._second_order import accelerate
+from fedsim_attacks.fast_autograd._tape import PAYS
+from fedsim_attacks.fast_autograd._winograd import Winograd
+from fedsim_attacks.gradient_matching._matching import (
+    Distance,
+    Matching,
+    cosine_distance,
+    squared_distance,
+)
+
+over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
+
+FEDAVG = {"algorithm": "fedavg", "lr": 0.1, "steps": 3}
+BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batch"}}
+AGGREGATE = {"defense": [{"name": "aggregate"}], "num_clients": 2}
+
+CASES: dict[str, dict[str, Any]] = {
+    "one gradient": {},
+    "fedavg, same batch": {"training": {**FEDAVG, "batches": "same"}},
+    "fedavg, different batches": {"training": {**FEDAVG, "batches": "different"}},
+    "fedavg, momentum": {"training": {**FEDAVG, "momentum": 0.9}},
+    "batch norm, train mode": {**BATCH_NORM, "training": {"mode": "train"}},
+    "batch norm, eval mode": {**BATCH_NORM, "training": {"mode": "eval"}},
+    "batch norm, fedavg": {**BATCH_NORM, "training": {**FEDAVG, "mode": "train"}},
+    "accelerated layers": {"model": "convnet", "model_parameters": {"norm": "batch"}},
+    "two clients": AGGREGATE,
+    "two clients, fedavg": {**AGGREGATE, "training": FEDAVG},
+    "two clients, batch norm": {**AGGREGATE, **BATCH_NORM},
+}
+over_cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+
+
+def observe(case: dict[str, Any], batch_size: int = 2) -> tuple[Observation, GroundTruth]:
+    fields = {"algorithm": "fedsgd", "steps": 1, "lr": 0.1, **case.get("training", {})}
+    training = LocalTraining(batch_size=batch_size, **fields)
+    batch = example_batch(training.num_images * case.get("num_clients", 1))
+    return make_observation(*batch, **{**case, "training": training})
+
+
+def objective(
+    observation: Observation, images: Tensor, labels: Tensor, distance: Distance
+) -> float:
+    """At pixels `images`."""
+    matching = Matching(observation)
+    candidate = matching.candidate(normalize(images, observation.model), labels, None)
+    return float(matching.differentiate(candidate, distance)[0])
+
+
+@over_distances
+@over_cases
+def test_the_objective_is_zero_at_the_truth(case: dict[str, Any], distance: Distance) -> None:
+    observation, truth = observe(case)
+    assert abs(objective(observation, truth.images, truth.labels, distance)) < 1e-6
+    assert objective(observation, 1 - truth.images, truth.labels, distance) > 1e-3
+    wrong = (truth.labels + 1) % observation.model.num_classes
+    assert objective(observation, truth.images, wrong, distance) > 1e-3
+
+
+def test_soft_labels_are_the_hard_ones_in_the_limit() -> None:
+    observation, truth = observe({})
+    matching = Matching(observation)
+    images = normalize(truth.images, observation.model)
+    logits = 40.0 * F.one_hot(truth.labels, observation.model.num_classes)
+    candidate = matching.candidate(images, None, logits)
+    assert torch.equal(candidate.hard_labels(), truth.labels)
+    loss, (_, slope) = matching.differentiate(candidate, squared_distance)
+    assert abs(float(loss)) < 1e-6
+    assert slope.shape == logits.shape
+
+
+def plain_gradient(
+    observation: Observation, images: Tensor, labels: Tensor, distance: Distance
+) -> Tensor:
+    """Of the objective in the images, from the paper's formula and PyTorch's autograd alone."""
+    training = observation.training
+    model = rebuild(observation).double().train(training.mode == "train")
+    weights = [value.detach().requires_grad_() for value in model.parameters()]
+    names = [name for name, _ in model.named_parameters()]
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    images = images.detach().requires_grad_()
+    current, velocity = weights, [torch.zeros_like(w) for w in weights]
+    batches = [(images, labels)] * training.steps
+    if training.batches == "different":
+        pairs = zip(images.chunk(training.steps), labels.chunk(training.steps), strict=True)
+        batches = list(pairs)
+    for x, y in batches:
+        state = dict(zip(names, current, strict=True))
+        loss = F.cross_entropy(functional_call(model, (state, buffers), (x,)), y)
+        grads = torch.autograd.grad(loss, current, create_graph=True)
+        velocity = [training.momentum * v + g for v, g in zip(velocity, grads, strict=True)]
+        current = [w - training.lr * v for w, v in zip(current, velocity, strict=True)]
+    update = torch.cat([g.flatten() for g in grads])
+    if training.algorithm == "fedavg":
+        update = torch.cat([(c - w).flatten() for c, w in zip(current, weights, strict=True)])
+    target = torch.cat([observation.update[name].double().flatten() for name in names])
+    if distance is cosine_distance:
+        value = 1 - F.cosine_similarity(update, target, dim=0)
+    else:
+        value = (update - target).square().sum() / target.square().sum()
+    return torch.autograd.grad(value, images)[0]
+
+
+@over_distances
+@over_cases
+def test_the_gradient_is_autograds(
+    case: dict[str, Any], distance: Distance, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
+    if "num_clients" in case:
+        case = {name: value for name, value in case.items() if name not in AGGREGATE}
+    observation, truth = observe(case)
+    images = normalize(1 - truth.images.double(), observation.model)
+    matching = Matching(observation, torch.float64)
+    candidate = matching.candidate(images, truth.labels, None)
+    _, (slope,) = matching.differentiate(candidate, distance)
+    expected = plain_gradient(observation, images, truth.labels, distance)
+    assert float(expected.abs().max()) > 0
+    torch.testing.assert_close(slope, expected, rtol=1e-8, atol=1e-8 * float(expected.abs().max()))
+
+
+LAYERS: dict[str, Callable[[], list[nn.Module]]] = {
+    "plain": lambda: [nn.Conv2d(4, 6, 3, padding=1)],
+    "stride": lambda: [nn.Conv2d(4, 6, 3, stride=2, padding=1)],
+    "uneven": lambda: [nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(0, 1))],
+    "dilation": lambda: [nn.Conv2d(4, 6, 3, dilation=2, padding=2)],
+    "no padding": lambda: [nn.Conv2d(4, 6, 3)],
+    "no bias": lambda: [nn.Conv2d(4, 6, 3, padding=1, bias=False)],
+    "pointwise": lambda: [nn.Conv2d(4, 6, 1, stride=2, bias=False)],
+    "groups": lambda: [nn.Conv2d(4, 6, 3, padding=1, groups=2)],
+    "depthwise": lambda: [nn.Conv2d(4, 4, 3, padding=1, groups=4)],
+    "padding by name": lambda: [nn.Conv2d(4, 6, 3, padding="same")],
+    "reflection": lambda: [nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect")],
+    "batch norm": lambda: [nn.BatchNorm2d(4)],
+    "batch norm without statistics": lambda: [nn.BatchNorm2d(4, track_running_stats=False)],
+    "batch norm without weights": lambda: [nn.BatchNorm2d(4, affine=False)],
+    "group norm": lambda: [nn.GroupNorm(2, 4)],
+    "group norm of one group": lambda: [nn.GroupNorm(1, 4)],
+    "relu": lambda: [nn.Conv2d(4, 4, 1), nn.ReLU(inplace=True)],
+    "max pool": lambda: [nn.MaxPool2d(2)],
+    "overlapping max pool": lambda: [nn.MaxPool2d((3, 2), stride=2, padding=1, ceil_mode=True)],
+    "all": lambda: [nn.Conv2d(4, 6, 3, bias=False), nn.BatchNorm2d(6), nn.GroupNorm(3, 6)],
+}
+
+
+def network(middle: list[nn.Module]) -> nn.Module:
+    body = [nn.Conv2d(2, 4, 3, padding=1), nn.Softplus(), *middle, nn.Tanh()]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = nn.Sequential(*body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.LazyLinear(3))
+        model(torch.zeros(2, 2, 6, 6))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                torch.nn.init.uniform_(tensor, 0.2, 0.9)
+        for name, parameter in model.named_parameters():
+            if name.endswith("weight") and parameter.ndim > 1:
+                torch.nn.init.normal_(parameter)
+    return model.double()
+
+
+def second_derivative(model: nn.Module, images: Tensor, toward: int) -> Tensor:
+    """∂<g, v>/∂x for the gradient g of the loss after one step of descent, v fixed."""
+    images = images.clone().requires_grad_()
+    labels = torch.arange(len(images)) % 3
+    weights = {name: value.detach().requires_grad_() for name, value in model.named_parameters()}
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    for _ in range(2):
+        loss = F.cross_entropy(functional_call(model, (weights, buffers), (images,)), labels)
+        grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        weights = {n: w - 0.1 * g for (n, w), g in zip(weights.items(), grads, strict=True)}
+    stream = torch.Generator().manual_seed(toward)
+    v = [torch.randn(g.shape, generator=stream, dtype=g.dtype) for g in grads]
+    return torch.autograd.grad(grads, images, v)[0]
+
+
+def force(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions use `algorithm` wherever it applies, however small they are."""
+    monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
+    monkeypatch.setattr(
+        Patches, "pays", lambda problem: algorithm == "patches" and problem.geometry.groups == 1
+    )
+    monkeypatch.setattr(Winograd, "pays", lambda problem: algorithm == "winograd")
+
+
+@pytest.mark.parametrize("algorithm", ["direct", "patches", "winograd"])
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("layers", LAYERS.values(), ids=LAYERS.keys())
+def test_accelerated_layers_are_pytorchs(
+    layers: Callable[[], list[nn.Module]],
+    training: bool,
+    algorithm: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    force(algorithm, monkeypatch)
+    plain = network(layers()).train(training)
+    fast = deepcopy(plain)
+    accelerate(fast)
+    assert "forward" in vars(fast[0])  # type: ignore[index]
+    images = torch.randn(
+        3, 2, 7, 7, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    torch.testing.assert_close(fast(images), plain(images), rtol=1e-10, atol=1e-10)
+    expected = second_derivative(plain, images, toward=2)
+    found = second_derivative(fast, images, toward=2)
+    assert float(expected.abs().max()) > 1e-6
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8 * scale)
+
+
+def test_small_models_are_left_alone() -> None:
+    model = network([])
+    accelerate(model)
+    assert "forward" not in vars(model[0])  # type: ignore[index]
+
+
+@over_distances
+@over_cases
+@pytest.mark.parametrize("soft", [False, True])
+def test_replayed_iterations_are_the_same_bits(
+    case: dict[str, Any], distance: Distance, soft: bool
+) -> None:
+    observation, truth = observe(case)
+    results = []
+    for calls in (1, PAYS):
+        generator = torch.Generator().manual_seed(3)
+        matching = Matching(observation, calls=calls)
+        candidate = matching.random_candidate(None if soft else truth.labels, generator)
+        for _ in range(4):
+            loss, slopes = matching.differentiate(candidate, distance)
+            results.append([loss, *slopes])
+            with torch.no_grad():
+                for variable, slope in zip(candidate.variables, slopes, strict=True):
+                    variable -= slope / slope.abs().max()
+    for eager, replayed in zip(results[:4], results[4:], strict=True):
+        assert all(map(torch.equal, eager, replayed))

@@ -1,0 +1,82 @@
+"""The control has the prior of the attack that it controls, and nothing of the update."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import solve
+from fedsim.models.base import normalize
+from fedsim.testing.observation import example_batch, make_observation
+from fedsim.types import Knowledge, Observation
+from fedsim_attacks.gradient_matching._variation import chromatic_variation
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients, total_variation
+from fedsim_attacks.gradient_matching.prior_only import PriorOnly
+from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
+
+
+def observed(seed: int = 2) -> Observation:
+    return make_observation(*example_batch(2, (3, 16, 16)), seed=seed)[0]
+
+
+def drawn(**parameters: Any) -> Tensor:
+    observation = observed()
+    attack = PriorOnly(iterations=60, width=8, **parameters)
+    images = solve(attack, observation, Knowledge(), 4).reconstruction.images
+    assert images is not None
+    return images
+
+
+@pytest.mark.parametrize("prior", ["unet", "pixel"])
+def test_the_update_has_no_say(prior: str) -> None:
+    observation, other = observed(), observed(seed=3)
+    found = [
+        solve(PriorOnly(iterations=3, width=8, prior=prior), seen, Knowledge(), 4).reconstruction
+        for seen in (observation, other)
+    ]
+    assert found[0].images is not None and found[1].images is not None
+    assert torch.equal(found[0].images, found[1].images)
+
+
+def test_by_default_it_has_the_variation_of_feature_inversion() -> None:
+    names = ("prior", "width", "learning_rate", "total_variation")
+    control, attack = PriorOnly().model_dump(), FeatureInversion().model_dump()
+    assert {name: control[name] for name in names} == {name: attack[name] for name in names}
+    assert PriorOnly().stretched == InvertingGradients().stretched is False
+
+
+@pytest.mark.parametrize("prior", ["unet", "pixel"])
+def test_variation_falls_by_its_weight(prior: str) -> None:
+    spec = observed().model
+
+    def variation(images: Tensor) -> float:
+        return float(total_variation(normalize(images, spec))[0])
+
+    still = drawn(prior=prior, total_variation=0.0)
+    assert variation(drawn(prior=prior)) < 0.8 * variation(still)
+
+
+def test_chromatic_variation_takes_color_first() -> None:
+    spec = observed().model
+    assert spec.input_shape[0] == 3
+
+    def color(images: Tensor) -> float:
+        normal = normalize(images, spec)
+        return float(chromatic_variation(normal)[0] / total_variation(normal)[0])
+
+    settings: dict[str, Any] = {"prior": "pixel", "learning_rate": 0.01}
+    assert color(drawn(variation="chromatic", **settings)) < 0.9 * color(drawn(**settings))
+
+
+def test_stretched_it_fills_the_valid_pixels() -> None:
+    def width(images: Tensor) -> float:
+        return float((images.flatten(1).amax(1) - images.flatten(1).amin(1)).mean())
+
+    flat, stretched = drawn(), drawn(stretched=True)
+    assert width(stretched) > width(flat)
+    images = stretched.flatten(1)
+    left = torch.minimum(1 - images.amax(1), images.amin(1))
+    assert float(left.max()) < 0.02, "of each image some pixel is black or white"

@@ -1,0 +1,412 @@
+"""Attacks on the two-layer head: known features come out, and defenses change what they should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import Attack, AttackFailed, create, rebuild, solve
+from fedsim.scoring import Scores, score
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
+from fedsim_attacks.head_features import best_features, head_fit, unrolled_features
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features.spectral_features import span
+
+HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
+
+
+def observe(
+    count: int, head: dict[str, Any] | None = None, **case: Any
+) -> tuple[Observation, GroundTruth]:
+    """The features are the normalized images themselves: d = 36, their norm is about 7."""
+    images = torch.rand(count, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    labels = (3 * torch.arange(count)) % 10
+    parameters = {"hidden": [], "head": {**HEAD, **(head or {})}}
+    return make_observation(images, labels, model="mlp", model_parameters=parameters, **case)
+
+
+def attack(name: str, observation: Observation, truth: GroundTruth, **parameters: Any) -> Scores:
+    made: Attack[Any] = create(name, parameters)
+    found = solve(made, observation, Knowledge(), seed=1).reconstruction
+    return score(found, truth)
+
+
+def test_the_truth_is_what_the_head_gets() -> None:
+    _, truth = observe(3)
+    assert truth.features is not None
+    torch.testing.assert_close(truth.features, ((truth.images - 0.4) / 0.25).flatten(1))
+
+
+@pytest.mark.parametrize("count", [1, 2, 8, 16])
+@pytest.mark.parametrize("name", ["activation_features", "best_features"])
+def test_features_come_out_with_sign_and_norm(name: str, count: int) -> None:
+    scores = attack(name, *observe(count))
+    assert scores.feature_error is not None
+    assert max(scores.per_image["feature_error"]) < 1e-6
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6
+
+
+def test_rows_of_several_images_are_peeled() -> None:
+    """Among 30 images not all have neurons of their own from the start."""
+    images = 0.2 + 0.8 * torch.rand(30, 1, 6, 6, generator=rng.generator(0, "peeled"))
+    observation, truth = make_observation(
+        images,
+        (3 * torch.arange(30)) % 10,
+        model="mlp",
+        model_parameters={"hidden": [], "head": HEAD},
+    )
+    made = create("activation_features")
+    solution = solve(made, observation, Knowledge(), seed=1).reconstruction
+    assert solution.iterations > 1
+    cosines = torch.tensor(score(solution, truth).per_image["feature_cosine"])
+    assert float((cosines > 0.999).double().mean()) >= 0.95
+
+
+def test_an_image_whose_loss_nearly_vanishes_is_found() -> None:
+    """The model is certain of class 9: in all but the rows of its own its image is rounded away."""
+    images = torch.rand(4, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    observation, truth = make_observation(
+        images,
+        torch.tensor([9, 1, 2, 3]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": {**HEAD, "planted_gain": 50.0}},
+    )
+    shares = observation.update["head.hidden.bias"].abs()
+    assert float(shares[shares > 0].min() / shares.max()) < 1e-4
+    for name in ("activation_features", "spectral_features", "best_features"):
+        assert max(attack(name, observation, truth).per_image["subspace_error"]) < 1e-3
+
+
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_the_span_is_the_row_space(count: int) -> None:
+    scores = attack("spectral_features", *observe(count))
+    assert scores.subspace_error is not None
+    assert max(scores.per_image["subspace_error"]) < 1e-6
+    assert scores.feature_error is not None
+    if count > 1:
+        assert scores.feature_error > 0.1  # the span, not single features
+
+
+def test_clipping_changes_nothing() -> None:
+    for name in ("activation_features", "spectral_features", "best_features"):
+        scores = attack(name, *observe(4, defense=[{"name": "clip", "norm": 0.001}]))
+        assert max(scores.per_image["subspace_error"]) < 1e-6
+
+
+PAPER = {"divided": True, "unit_features": True, "planted_std": 1.0}
+"""The paper's scale: 1/m before the head, and features of unit length."""
+
+
+@pytest.mark.parametrize("name", ["activation_features", "spectral_features", "best_features"])
+def test_a_head_of_the_papers_scale_is_solved_as_well(name: str) -> None:
+    scores = attack(name, *observe(6, PAPER))
+    assert max(scores.per_image["subspace_error"]) < 1e-5
+    if name != "spectral_features":
+        assert min(scores.per_image["feature_cosine"]) > 1 - 1e-5
+        assert max(scores.per_image["feature_error"]) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["activation_features", "best_features"])
+def test_a_neuron_at_the_kink_hides_no_feature(name: str) -> None:
+    """Whether the client had it active is a matter of its rounding, and not of ours."""
+    observation, truth = observe(6, PAPER)
+    assert truth.features is not None
+    planted = HeadGradient.of(observation).server
+    weights = observation.parameters["head.hidden.weight"][planted].double()
+    changed = observation.parameters["head.hidden.bias"].double()
+    inputs = weights @ truth.features.double().T + changed[planted, None]
+    for image in range(6):
+        own = (inputs > 0).sum(1).eq(1) & (inputs[:, image] > 0)
+        nearest = torch.where(own, inputs[:, image], torch.inf)
+        neuron = int(nearest.argmin())
+        if own[neuron]:
+            changed[planted][neuron] -= nearest[neuron] + 1e-6
+    parameters = {**observation.parameters, "head.hidden.bias": changed.float()}
+    scores = attack(name, replace(observation, parameters=parameters), truth)
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-5
+
+
+def test_error_signals_have_their_own_scale_whatever_the_heads() -> None:
+    for paper in ({}, PAPER):
+        observation, truth = observe(3, paper)
+        assert truth.features is not None
+        errors = Objective(HeadGradient.of(observation))(truth.features).errors
+        chances = rebuild(observation).head(truth.features).softmax(1).detach()
+        expected = (chances - torch.eye(10)[truth.labels]).T / 3
+        torch.testing.assert_close(errors, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_noise_is_known_at_the_papers_scale() -> None:
+    """∂L/∂A is 1/m of what the formulas take it for, and so is its noise."""
+    std = 1e-6
+    for paper in ({}, PAPER):
+        seen, _ = observe(3, paper, defense=[{"name": "gaussian_noise", "std": std}])
+        divisor = HEAD["width"] if paper else 1
+        assert HeadGradient.of(seen).noise == pytest.approx((divisor * std) ** 2, rel=0.05)
+
+
+def test_neurons_that_show_more_count_more_behind_noise() -> None:
+    """Planted neurons have next to nothing to show in ∂L/∂W: their noise is not to count."""
+    faint = {"planted_gain": 0.01, "width": 4608}
+    weighted, alike = [], []
+    for seed in range(4):
+        noise = [{"name": "gaussian_noise", "std": 0.003}]
+        seen, truth = observe(4, faint, defense=noise, seed=seed)
+        weighted.append(attack("spectral_features", seen, truth).subspace_error or 1.0)
+        plain, _ = span(HeadGradient.of(seen).grad_hidden, 4)
+        found = Reconstruction(features=plain.float(), loss=0, iterations=0)
+        alike.append(score(found, truth).subspace_error or 0.0)
+    assert sum(weighted) < 0.85 * sum(alike)
+
+
+def test_the_order_of_the_batch_does_not_matter() -> None:
+    images = torch.rand(5, 1, 6, 6, generator=rng.generator(0, "order"))
+    labels = torch.arange(5)
+    parameters = {"hidden": [], "head": HEAD}
+    errors = []
+    for order in ([0, 1, 2, 3, 4], [3, 1, 4, 0, 2]):
+        case = make_observation(
+            images[order], labels[order], model="mlp", model_parameters=parameters
+        )
+        errors.append(sorted(attack("activation_features", *case).per_image["feature_cosine"]))
+    torch.testing.assert_close(torch.tensor(errors[0]), torch.tensor(errors[1]))
+    assert min(errors[0]) > 1 - 1e-6
+
+
+@pytest.mark.parametrize("std", [0.001, 0.01])
+def test_a_fit_sees_through_noise(std: float) -> None:
+    noisy = observe(4, defense=[{"name": "gaussian_noise", "std": std}])
+    fitted = attack("head_fit", *noisy).subspace_error
+    spectral = attack("spectral_features", *noisy).subspace_error
+    best = attack("best_features", *noisy).subspace_error
+    assert fitted is not None
+    assert spectral is not None
+    assert best is not None
+    assert fitted < 20 * std
+    assert fitted < spectral / 3
+    assert best < 20 * std
+
+
+def test_without_noise_a_fit_is_exact_and_finds_norms() -> None:
+    scores = attack("head_fit", *observe(3), iterations=400)
+    assert max(scores.per_image["subspace_error"]) < 1e-3  # of descent, which goes on falling
+    assert max(scores.per_image["feature_error"]) < 0.01  # norms are found on a grid
+
+
+@pytest.mark.parametrize("activation", ["tanh", "softplus"])
+def test_a_fit_takes_any_activation(activation: str) -> None:
+    scores = attack("head_fit", *observe(2, {"activation": activation}), iterations=300)
+    assert max(scores.per_image["subspace_error"]) < 0.02
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_pruning_hides_little(ratio: float) -> None:
+    pruned = observe(4, defense=[{"name": "gradient_pruning", "ratio": ratio}])
+    error = attack("best_features", *pruned).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_pruning_per_tensor_hides_little() -> None:
+    """It leaves ∂L/∂A a tenth of its entries, and ∂L/∂W its share."""
+    member = {"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}
+    scores = attack("best_features", *observe(4, {"planted_gain": 0.01}, defense=[member]))
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 0.02
+
+
+def test_several_local_steps_hide_little() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=0.05, batches="same")
+    error = attack("best_features", *observe(4, training=training)).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_several_clients_batches_come_out_of_their_sum() -> None:
+    scores = attack("best_features", *observe(6, defense=[{"name": "aggregate"}], num_clients=2))
+    assert max(scores.per_image["feature_error"]) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("name", "head", "message"),
+    [
+        ("activation_features", {"planted": 0}, "planted"),
+        ("tensor_features", {"planted": 0}, "planted"),
+        ("activation_features", {"activation": "tanh"}, "relu"),
+    ],
+)
+def test_what_cannot_work_says_what_would(name: str, head: dict[str, Any], message: str) -> None:
+    with pytest.raises(AttackFailed, match=message):
+        attack(name, *observe(2, head))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["spectral_features", "activation_features", "tensor_features", "head_fit", "best_features"],
+)
+def test_a_model_without_the_head_is_refused(name: str) -> None:
+    images, labels = torch.rand(2, 1, 6, 6), torch.tensor([1, 2])
+    case = make_observation(images, labels, model="mlp")
+    with pytest.raises(AttackFailed, match="two-layer head"):
+        attack(name, *case)
+
+
+def test_a_head_whose_update_was_removed_is_refused() -> None:
+    images = torch.rand(2, 1, 6, 6, generator=rng.generator(0, "feature example"))
+    parameters = {"hidden": [12], "head": HEAD}
+    observation, truth = make_observation(
+        images, torch.tensor([1, 2]), model="mlp", model_parameters=parameters
+    )
+    update: dict[str, Tensor] = {
+        name: torch.zeros_like(value) if name.startswith("head.") else torch.ones_like(value)
+        for name, value in observation.update.items()
+    }
+    stripped = Observation(**{**vars(observation), "update": update})
+    with pytest.raises(AttackFailed, match="nothing is left"):
+        attack("best_features", stripped, truth)
+
+
+def moving(hidden: list[int], lr: float, momentum: float) -> tuple[Observation, GroundTruth]:
+    """Three local steps on the same batch, with the features of an MLP."""
+    images = torch.rand(6, 1, 6, 6, generator=rng.generator(0, "moving"))
+    training = LocalTraining(
+        algorithm="fedavg", lr=lr, steps=3, batch_size=6, batches="same", momentum=momentum
+    )
+    return make_observation(
+        images,
+        (3 * torch.arange(6)) % 10,
+        model="mlp",
+        model_parameters={"hidden": hidden, "head": {**HEAD, "planted_gain": 0.01}},
+        training=training,
+    )
+
+
+@pytest.mark.parametrize(("lr", "momentum"), [(4.0, 0.0), (1.0, 0.9)])
+def test_the_features_before_local_steps_are_found(lr: float, momentum: float) -> None:
+    scores = attack("best_features", *moving([48], lr, momentum))
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 0.002
+    assert min(scores.per_image["feature_cosine"]) > 0.9999
+
+
+def test_features_that_move_far_need_their_steps_unrolled() -> None:
+    case = moving([256, 48], 1.0, 0.0)
+    unrolled = attack("unrolled_features", *case).subspace_error
+    as_one_step = attack("head_fit", *case).subspace_error
+    assert unrolled is not None and as_one_step is not None
+    assert unrolled < 0.1
+    assert 3 * unrolled < as_one_step
+
+
+def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=1e-3, batches="same")
+    observation, truth = observe(4, training=training)
+    scores = attack("unrolled_features", observation, truth)
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 1e-3
+
+
+def test_a_single_gradient_is_one_step() -> None:
+    scores = attack("unrolled_features", *observe(4))
+    assert scores.subspace_error is not None
+    assert scores.subspace_error < 1e-4
+    assert max(scores.per_image["feature_error"]) < 1e-2
+
+
+def test_a_feature_of_absurd_length_explains_nothing() -> None:
+    """Long enough, it makes the model certain of a wrong class, as its error signal says."""
+    observation, truth = moving([48], 4.0, 0.0)
+    seen = HeadGradient.of(observation)
+    assert truth.features is not None
+    logits = rebuild(observation).eval().head(truth.features)
+    errors = (logits.softmax(1) - F.one_hot(truth.labels, 10)).detach().T / len(truth.labels)
+    errors[:, 0] += 0.05 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
+    state = unrolled_features.begin(seen, rng.generator(0, "unused"))
+    decoy = truth.features[:1] - truth.features[1:2]
+    wrong = int(rebuild(observation).head(1e9 * decoy).argmax())
+    signal = torch.zeros(10, 1)
+    signal[[wrong, (wrong + 1) % 10]] = torch.tensor([[100.0], [-100.0]])
+    fit = replace(state.fit, features=torch.cat([truth.features, decoy]) @ state.basis.T)
+    chosen, left = unrolled_features._explained(state, fit, torch.cat([errors, signal], dim=1))
+    assert 0.005 < float(left) < 0.5
+    assert float(chosen.norm(dim=1).max()) < 2 * float(truth.features.norm(dim=1).max())
+
+
+@pytest.mark.parametrize(
+    ("images", "length", "left", "absurd"),
+    [
+        # One image over three steps of a ResNet-18: both others were the usual length before.
+        (1, [0.45, 18.29, 2.42], [8e-3, 1e-5, 6e-3], [1.0, 0.0, 1.0]),
+        (2, [18.0, 20.0, 900.0], [1e-3, 2e-3, 5e-4], [0.0, 0.0, 1.0]),
+        (2, [18.0, 900.0, 20.0, 1000.0], [1e-3, 1e-2, 2e-3, 1e-4], [0.0, 1.0, 0.0, 1.0]),
+        (3, [5.0, 6.0], [0.9, 0.8], [0.0, 0.0]),  # fewer were fitted than there are images
+    ],
+)
+def test_the_usual_length_is_of_those_that_are_explained_best(
+    images: int, length: list[float], left: list[float], absurd: list[float]
+) -> None:
+    found = unrolled_features._absurd(torch.tensor(length), torch.tensor(left), images)
+    assert found.tolist() == absurd
+
+
+def test_steps_are_not_unrolled_behind_noise() -> None:
+    observation, truth = observe(2, defense=[{"name": "gaussian_noise", "std": 0.01}])
+    with pytest.raises(AttackFailed, match="no exact row space"):
+        attack("unrolled_features", observation, truth)
+
+
+def test_eigenvectors_survive_a_solver_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As LAPACK's divide and conquer did once on the rows that pruning of 0.99 had left."""
+    rows = torch.randn(3, 8, generator=rng.generator(0, "few"), dtype=torch.float64)
+    expected = span(rows, 3)[0]
+
+    def gives_up(matrix: Tensor) -> None:
+        raise torch.linalg.LinAlgError("failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "eigh", gives_up)
+    found = span(rows, 3)[0]
+    torch.testing.assert_close(found.T @ found, expected.T @ expected)
+
+
+@pytest.mark.parametrize(("iterations", "endless"), [(100, True), (1500, False)])
+def test_a_blurred_row_space_is_only_where_the_fit_starts(
+    iterations: int, endless: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind pruning: first in some directions of 144, then in all, within the budget of both."""
+    if endless:  # no fit ends but by its budget
+        monkeypatch.setattr(best_features, "_GOOD", 0.0)
+        monkeypatch.setattr(head_fit, "_LITTLE", -1.0)
+    images = torch.rand(2, 1, 12, 12, generator=rng.generator(0, "coarse"))
+    observation, truth = make_observation(
+        images,
+        torch.tensor([1, 4]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": {**HEAD, "planted_gain": 0.01}},
+        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
+    )
+    made = create("best_features", {"iterations": iterations})
+    state = made.init(observation, Knowledge(), rng.generator(0, "attack", 0))
+    assert state.refine is not None
+    while not made.terminate(state):
+        state = made.step(state)
+    assert state.refine is None
+    total = made.total()
+    assert total is not None
+    assert state.iteration <= total
+    error = score(made.postprocess(state), truth).subspace_error
+    assert error is not None
+    assert error < 0.02
+
+
+def test_dropout_is_peeled() -> None:
+    """Each image meets neurons of its own: rows stay exact, and ∂L/∂A is not to be fitted."""
+    scores = attack("best_features", *observe(4, defense=[{"name": "dropout", "rate": 0.5}]))
+    assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6

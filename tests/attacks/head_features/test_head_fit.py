@@ -1,0 +1,236 @@
+"""What `head_fit` is made of: its objective, the ways out of local minima, and the fit of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.testing import make_observation
+from fedsim.testing.updates import near
+from fedsim_attacks.head_features import _row_fit, head_fit
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._split_merge import moves
+from fedsim_attacks.head_features.head_fit import (
+    Fit,
+    begin,
+    finished,
+    improve,
+    outcome,
+    random_starts,
+)
+
+HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
+PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
+
+
+def see(
+    count: int = 4, defense: list[dict[str, Any]] | None = None, labels: Tensor | None = None
+) -> tuple[HeadGradient, Tensor]:
+    """The head's gradient and the true features (N, 36)."""
+    images = torch.rand(count, 1, 6, 6, generator=rng.generator(0, "head fit"))
+    observation, truth = make_observation(
+        images,
+        (3 * torch.arange(count)) % 10 if labels is None else labels,
+        model="mlp",
+        model_parameters={"hidden": [], "head": HEAD},
+        defense=defense or [],
+    )
+    assert truth.features is not None
+    return HeadGradient.of(observation), truth.features
+
+
+def worst(found: Tensor, features: Tensor) -> float:
+    """The least cosine of a true feature with the found one that is nearest to it."""
+    cosines = F.normalize(features, dim=1) @ F.normalize(found, dim=1).T
+    return float(cosines.max(1).values.min())
+
+
+@pytest.mark.parametrize("defense", [None, PRUNED])
+def test_the_truth_explains_everything(defense: list[dict[str, Any]] | None) -> None:
+    seen, features = see(defense=defense)
+    value = Objective(seen)(features)
+    assert value.loss < 1e-10
+    assert Objective(seen)(near(features, 0.3)).loss > 1e-4
+    # One error signal an image: negative at its label only, and none in all.
+    assert value.errors.argmin(0).tolist() == [0, 3, 6, 9]
+    torch.testing.assert_close(value.errors.sum(0), torch.zeros(4), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("defense", [None, PRUNED])
+def test_the_slope_is_the_derivative(defense: list[dict[str, Any]] | None) -> None:
+    seen, features = see(defense=defense)
+    objective, at = Objective(seen), near(features, 0.3)
+    along = torch.randn(at.shape, generator=rng.generator(2, "along"))
+    along *= 1e-3 * at.norm() / along.norm()
+    rise = objective(at + along).loss - objective(at - along).loss
+    expected = 2 * (objective(at).slope * along).sum()
+    assert float(rise) == pytest.approx(float(expected), rel=0.02)
+
+
+def test_removed_entries_count_where_they_are_predicted_too_large() -> None:
+    """The residual of a removed entry is what exceeds the least kept one; of a kept one, all."""
+    seen, features = see(defense=PRUNED)
+    at = near(features, 0.3)
+    value = Objective(seen)(at)
+    predicted = value.errors @ seen.activation(at @ seen.hidden.T + seen.bias)
+    kept = seen.grad_output != 0
+    bound = seen.grad_output[kept].abs().min()
+    excess = predicted.abs().sub(bound).clamp(min=0) * predicted.sign()
+    assert bool((excess[~kept] != 0).any())
+    expected = torch.where(kept, seen.grad_output - predicted, -excess)
+    torch.testing.assert_close(value.residual, expected, atol=1e-5, rtol=1e-4)
+    # The best D: nothing of the residual is in the hidden values' span.
+    hidden = seen.activation(at @ seen.hidden.T + seen.bias)
+    assert bool((value.residual @ hidden.T).norm() < 1e-4 * value.residual.norm() * hidden.norm())
+
+
+def test_scaled_variables_curve_alike() -> None:
+    """Images of one label have nearly one column of D: unscaled, some directions are flat."""
+    seen, features = see(4, labels=torch.tensor([1, 1, 1, 4]))
+    objective = Objective(seen)
+    scale = objective.scale(objective(features), features)
+    across = torch.randn(36, generator=rng.generator(3, "step"))
+    basis = torch.linalg.qr(features.T)[0]  # D takes care of the features' own directions
+    across = F.normalize(across - basis @ (basis.T @ across), dim=0)
+    directions = torch.linalg.eigh(scale)[1].T  # the flat and the steep ones
+
+    def spread(root: Tensor) -> float:
+        steps = [0.02 * torch.outer(root @ direction, across) for direction in directions]
+        rises = [float(objective(features + step).loss) for step in steps]
+        return max(rises) / min(rises)
+
+    unscaled = float(features.norm(dim=1).mean()) * torch.eye(4)
+    assert spread(scale) < 1.5
+    assert spread(unscaled) > 3
+
+
+@pytest.mark.parametrize("std", [0.001, 0.1])
+def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
+    seen, features = see(defense=[{"name": "gaussian_noise", "std": std}])
+    assert seen.noise == pytest.approx(std**2, rel=0.05)
+    objective = Objective(seen)
+    loss = float(objective(features).loss)
+    assert loss == pytest.approx(objective.floor(seen.noise), rel=0.1)
+    assert see()[0].noise == 0
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "deterministic"])
+def test_rounding_is_estimated_from_its_grid(rounding: str) -> None:
+    seen, features = see(defense=[{"name": "quantization", "bits": 8, "rounding": rounding}])
+    objective = Objective(seen)
+    loss, floor = float(objective(features).loss), objective.floor(seen.noise)
+    assert 0.1 * floor < loss < 1.05 * floor
+
+
+def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
+    seen, features = see()
+    part = seen.part(2000)
+    assert part.hidden.shape == (500, 36)  # four images make four equations a neuron
+    assert part.config.width == 500
+    assert len(part.hidden[part.server]) == part.config.planted > 400
+    assert Objective(part)(features).loss < 1e-10
+    assert len(seen.part(2000, 700).hidden) == 700
+    assert seen.part(10**9) is seen
+
+
+def test_pruning_leaves_its_strongest_neurons_to_a_part() -> None:
+    seen, _ = see(defense=[{"name": "gradient_pruning", "ratio": 0.98}])
+    part = seen.part(1000)
+    made = (part.grad_output != 0).sum(0).clamp(max=4)
+    assert 1000 <= int(made.sum()) < 1004
+    assert float(made.float().mean()) > 1.5 * float((seen.grad_output != 0).float().sum(0).mean())
+
+
+@pytest.mark.parametrize("defense", [[], PRUNED])
+def test_a_single_image_has_nothing_to_split(defense: list[dict[str, Any]]) -> None:
+    seen, features = see(1, defense=[*defense, {"name": "gaussian_noise", "std": 0.0001}])
+    fit = begin(seen, list(random_starts(seen, 2, rng.generator(0, "start"))))
+    while not finished(fit, 1500):
+        fit = improve(fit, 1500 - fit.iteration)
+    assert worst(fit.features, features) > 0.9999
+
+
+def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
+    """Two images of one label have one feature; what is left over corrects it."""
+    seen, features = see(6, labels=torch.tensor([1, 1, 4, 4, 7, 9]))
+    mean = (features[0] + features[1]) / 2
+    stuck = torch.cat([mean[None], near(mean[None], 0.2), features[2:]])
+    first = next(iter(moves(Objective(seen), stuck)))
+    assert worst(first, features) > worst(stuck, features) + 0.01
+    fit = begin(seen, [first])
+    while not finished(fit, 400):
+        fit = improve(fit, 400 - fit.iteration)
+    assert worst(fit.features, features) > 0.9999
+
+
+def see_alike() -> tuple[HeadGradient, Tensor]:
+    """Eight images of two labels, those of one alike."""
+    base = torch.rand(2, 1, 6, 6, generator=rng.generator(4, "alike"))
+    shift = torch.rand(8, 1, 6, 6, generator=rng.generator(5, "alike"))
+    observation, truth = make_observation(
+        (base.repeat_interleave(4, 0) + shift) / 2,
+        torch.tensor([1, 1, 1, 1, 4, 4, 4, 4]),
+        model="mlp",
+        model_parameters={"hidden": [], "head": HEAD},
+    )
+    assert truth.features is not None
+    return HeadGradient.of(observation), truth.features
+
+
+def fitted(seen: HeadGradient, seed: int, spare: list[Tensor]) -> Fit:
+    fit = begin(seen, [*random_starts(seen, 1, rng.generator(seed, "start"))], spare=spare)
+    while not finished(fit, 1500):
+        fit = improve(fit, 1500 - fit.iteration)
+    return fit
+
+
+def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, features = see_alike()
+    for moving in (True, False):
+        if not moving:
+            monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
+        found = [worst(outcome(fitted(seen, seed, []))[1], features) for seed in range(3)]
+        assert min(found) > 0.999 if moving else min(found) < 0.95, found
+
+
+def test_another_go_is_taken_from_a_local_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what was left of the better one counts."""
+    monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
+    seen, features = see_alike()
+    (start,) = random_starts(seen, 1, rng.generator(1, "start"))
+    once, twice, saved = (fitted(seen, 0, spare) for spare in ([], [start], [near(features, 0.1)]))
+    assert once.missing
+    assert once.before is None
+    assert twice.missing
+    assert twice.before is not None
+    assert outcome(twice)[0] == min(twice.loss, twice.before[0])
+    assert not saved.missing
+    assert worst(outcome(saved)[1], features) > 0.999
+
+
+def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
+    """Pruning per tensor leaves ∂L/∂A few entries, and ∂L/∂W its share."""
+    seen, features = see(defense=[{"name": "gradient_pruning", "ratio": 0.7, "scope": "tensor"}])
+    assert _row_fit.applies(seen)
+    start = near(features, 0.05)
+    errors = Objective(seen)(features).errors
+    found = start
+    for _ in range(6):
+        found = _row_fit.improved(seen, found, errors)
+    assert _row_fit.left(seen, features, errors) < 1e-8
+    assert _row_fit.left(seen, start, errors) > 1e-4
+    assert worst(start, features) < 0.999 < worst(found, features)
+    # A coordinate that few rows tell of may be off, which one by how the processor rounds.
+    off = [float((each - features).abs().median()) for each in (start, found)]
+    assert off[1] < 0.02 * off[0]
+
+
+def test_rows_are_fitted_only_where_pruning_left_some() -> None:
+    assert not _row_fit.applies(see()[0])
+    assert not _row_fit.applies(see(defense=[{"name": "gradient_pruning", "ratio": 0.999}])[0])

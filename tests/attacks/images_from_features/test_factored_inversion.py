@@ -1,0 +1,249 @@
+"""Inversion with known features: zero at the truth behind each defense; slopes that see jumps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim import rng
+from fedsim.contracts.attack import solve
+from fedsim.models.base import normalize
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.testing.updates import same
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
+from fedsim_attacks.gradient_matching._matching import Target
+from fedsim_attacks.gradient_matching._variation import chromatic_variation
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit, signals
+from fedsim_attacks.images_from_features._later_steps import as_one_gradient
+from fedsim_attacks.images_from_features._unrolled_update import UnrolledUpdate, distance_by_part
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+MODEL: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8, "head": HEAD}}
+
+
+def observe(defense: list[dict[str, Any]], lr: float = 0.001) -> tuple[Observation, GroundTruth]:
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=3, lr=lr)
+    return make_observation(*example_batch(3), **MODEL, defense=defense, training=training)
+
+
+def misfit(
+    observation: Observation, truth: GroundTruth, images: Tensor, width: float = 0.0
+) -> Misfit:
+    """At pixels `images`, given the true features."""
+    assert truth.features is not None
+    several = observation.training.steps > 1
+    known = signals(observation, truth.features)
+    make = UnrolledUpdate if several else BodyGradient
+    objective = make(observation, truth.features, known, weight=1.0, width=width, calls=1)
+    return objective(normalize(images, observation.model))
+
+
+@pytest.mark.parametrize("width", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "defense",
+    [
+        [],
+        [{"name": "clip", "norm": 1e-3}],
+        [{"name": "gradient_pruning", "ratio": 0.9}],
+        [{"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}],
+        [{"name": "local_aggregation", "steps": 3, "batches": "same"}],
+        [
+            {"name": "local_aggregation", "steps": 3, "batches": "same"},
+            {"name": "clip", "norm": 1e-4},
+        ],
+        [{"name": "dropout", "rate": 0.5}],
+        [{"name": "dropout", "rate": 0.3}, {"name": "clip", "norm": 1e-3}],
+    ],
+    ids=[
+        "none",
+        "clip",
+        "pruning",
+        "pruning by tensor",
+        "local steps",
+        "local steps, clip",
+        "dropout",
+        "dropout, clip",
+    ],
+)
+def test_the_objective_is_zero_at_the_truth(defense: list[dict[str, Any]], width: float) -> None:
+    observation, truth = observe(defense)
+    right = misfit(observation, truth, truth.images, width)
+    assert float(right.update) < 1e-6
+    assert float(right.features) < 1e-6
+    wrong = misfit(observation, truth, 1 - truth.images, width)
+    assert float(wrong.update) > 1e-2
+    assert float(wrong.features) > 1e-2
+
+
+def test_what_pruning_removed_counts_only_beyond_its_bound() -> None:
+    """At images of half the gradient, a removed entry that stays below the bound is no misfit."""
+    observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
+    whole, _ = observe([])
+    removed = sum(
+        float((whole.update[n] - t).square().sum())
+        for n, t in observation.update.items()
+        if n.startswith("body.")
+    )
+    assert removed > 0
+    assert float(misfit(observation, truth, truth.images).update) < 1e-6
+
+
+@pytest.mark.parametrize("model", ["convnet", "resnet18"])
+def test_a_body_of_whose_update_nothing_is_left_leaves_its_features(model: str) -> None:
+    """As global pruning may leave it: not every loss is then undefined."""
+    parameters = {"head": HEAD, "width": 8} if model == "convnet" else {"head": HEAD}
+    observation, _ = make_observation(
+        *example_batch(2),
+        model=model,
+        model_parameters=parameters,
+        defense=[{"name": "gradient_pruning", "ratio": 0.5}],
+    )
+    for name, tensor in observation.update.items():
+        if name.startswith("body."):
+            tensor.zero_()
+    found = solve(FactoredInversion(iterations=6), observation, Knowledge(), 0)
+    assert math.isfinite(found.reconstruction.loss)
+
+
+LOCAL = [{"name": "local_aggregation", "steps": 3, "batches": "same"}]
+
+
+def test_small_steps_are_nearly_one_gradient() -> None:
+    observation, truth = observe(LOCAL, lr=1e-5)
+    one = as_one_gradient(observation)
+    assert one.training.steps == 1
+    assert 0 < float(misfit(one, truth, truth.images).update) < 1e-2
+    plain, _ = observe([])
+    assert same(as_one_gradient(plain).update, plain.update)
+
+
+def test_body_and_head_count_alike_whatever_their_size() -> None:
+    names = ["body.0.weight", "head.output.weight"]
+    target, update = [torch.ones(5), torch.ones(7)], [torch.full((5,), 1.5), torch.full((7,), 0.8)]
+    zero = torch.zeros(())
+
+    def at(factor: float) -> tuple[Tensor, list[Tensor]]:
+        scaled = [update[0], factor * update[1]]
+        goal = Target([target[0], factor * target[1]], square=zero, outside=zero)
+        loss, direction, scale = distance_by_part(names)(scaled, goal)
+        return loss, [scale * each for each in direction]
+
+    (loss, slopes), (other, others) = at(1.0), at(1000.0)
+    assert float(loss) == pytest.approx(0.25 + 0.04)
+    assert float(other) == pytest.approx(float(loss), rel=1e-4)
+    torch.testing.assert_close(slopes[0], torch.full((5,), 2 * 0.5 / 5))
+    torch.testing.assert_close(others[1], torch.full((7,), -2 * 0.2 / 7 / 1000), rtol=1e-3, atol=0)
+
+
+def test_a_clipped_update_of_several_steps_has_no_scale() -> None:
+    """And the slope is that of the loss: compared with differences of it."""
+    names = ["body.0.weight", "head.output.weight"]
+    stream = rng.generator(0, "scale")
+    target, at, along = ([torch.randn(n, generator=stream) for n in (5, 7)] for _ in range(3))
+    zero = torch.zeros(())
+
+    def loss(step: float, factor: float = 1.0) -> Tensor:
+        goal = Target([factor * t for t in target], square=zero, outside=zero)
+        moved = [u + step * v for u, v in zip(at, along, strict=True)]
+        return distance_by_part(names, clipped=True)(moved, goal)[0].double()
+
+    assert float(loss(0.0, 1e-3)) == pytest.approx(float(loss(0.0)), rel=1e-4)
+    _, direction, scale = distance_by_part(names, clipped=True)(
+        at, Target(target, square=zero, outside=zero)
+    )
+    slope = scale * sum((d * v).sum() for d, v in zip(direction, along, strict=True))
+    assert float(slope) == pytest.approx(float(loss(0.01) - loss(-0.01)) / 0.02, rel=1e-2)
+
+
+@pytest.mark.parametrize("defense", [[], LOCAL], ids=["one step", "local steps"])
+def test_several_steps_are_unrolled_in_the_end(defense: list[dict[str, Any]]) -> None:
+    observation, _ = observe(defense)
+    attack = FactoredInversion(iterations=10)
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    kinds = []
+    while not attack.terminate(state):
+        state = attack.step(state)
+        kinds.append(type(state.phase.misfit))
+    several = bool(defense)
+    assert kinds == [BodyGradient] * (7 if several else 10) + [UnrolledUpdate] * 3 * several
+    phase = state.phase
+    at = phase.misfit(state.best)
+    variation, _ = chromatic_variation(state.best)
+    final = 0.4 * phase.total_variation  # whatever the weight is by now
+    expected = at.update + phase.feature_weight * at.features + final * variation
+    torch.testing.assert_close(state.best_loss, expected)
+
+
+def test_features_tell_labels_signals_and_the_clipped_scale() -> None:
+    observation, truth = observe([{"name": "clip", "norm": 1e-3}])
+    plain, _ = observe([])
+    assert truth.features is not None
+    known = signals(observation, truth.features)
+    assert torch.equal(known.labels, truth.labels)
+    name = next(iter(plain.update))
+    scale = float(observation.update[name].norm() / plain.update[name].norm())
+    assert float(known.scale) == pytest.approx(scale, rel=1e-3)
+    assert float(signals(plain, truth.features).scale) == 1.0
+
+
+def second(function: Any, x: Tensor, pull: Tensor, toward: Tensor) -> Tensor:
+    """The derivative in x of <toward, the gradient of <pull, function(x)>>."""
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad((function(x) * pull).sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad((slope * toward).sum(), x)
+    return found
+
+
+def test_values_and_slopes_of_smoothed_layers_are_pytorchs() -> None:
+    x = torch.randn(2, 3, 7, 7, requires_grad=True)
+    for pool in (nn.MaxPool2d(3), nn.MaxPool2d(3, stride=2, padding=1), nn.MaxPool2d(2)):
+        pull = torch.randn_like(pool(x))
+        ours = max_pool(pool, x, width=0.5)
+        assert torch.equal(ours, pool(x))
+        found, wanted = (torch.autograd.grad((y * pull).sum(), x)[0] for y in (ours, pool(x)))
+        assert torch.allclose(found, wanted)
+    pull = torch.randn_like(x)
+    assert torch.equal(relu(x, width=0.5), F.relu(x))
+    found, wanted = (
+        torch.autograd.grad((y * pull).sum(), x)[0] for y in (relu(x, width=0.5), F.relu(x))
+    )
+    assert torch.equal(found, wanted)
+
+
+def test_second_derivatives_are_those_of_smooth_layers() -> None:
+    """Of softplus (width times) for ReLU, of log-sum-exp for max pooling, in closed form."""
+    width = 0.7
+    x, pull, toward = torch.randn(3, 2, 1, 9, 9, dtype=torch.float64).unbind()
+
+    def softplus(z: Tensor) -> Tensor:
+        return width * F.softplus(z / width)
+
+    assert torch.allclose(
+        second(lambda z: relu(z, width=width), x, pull, toward), second(softplus, x, pull, toward)
+    )
+
+    def smooth_pool(z: Tensor) -> Tensor:
+        windows = z.view(2, 1, 3, 3, 3, 3).permute(0, 1, 2, 4, 3, 5).reshape(2, 1, 3, 3, 9)
+        return width * torch.logsumexp(windows / width, -1)
+
+    # Their first derivatives differ, so that only the term of the second is compared.
+    pull = pull[..., :3, :3]
+    pool = nn.MaxPool2d(3)
+    assert torch.allclose(
+        second(lambda z: max_pool(pool, z, width=width), x, pull, toward),
+        second(smooth_pool, x, pull, toward),
+    )
+
+
+def test_a_jump_without_width_has_no_second_derivative() -> None:
+    x, pull, toward = torch.randn(3, 5).unbind()
+    assert second(lambda z: relu(z, width=1.0), x, pull, toward).abs().min() > 0
+    assert second(lambda z: relu(z, width=1e-9), x, pull, toward).abs().max() == 0

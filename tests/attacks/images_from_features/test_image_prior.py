@@ -1,0 +1,172 @@
+"""What public images tell: the regression's known answers, its law's calibration, and its use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.data.bundled import Digits
+from fedsim.models.base import normalize
+from fedsim.scoring import score
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, Observation
+from fedsim_attacks.images_from_features._image_prior import (
+    ImageLaw,
+    ImagePrior,
+    _precision,
+    _ridge,
+)
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.feature_regression import FeatureRegression
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+
+
+def noise(*shape: int, of: str) -> Tensor:
+    return torch.randn(*shape, generator=rng.generator(4, of))
+
+
+def test_what_is_linear_is_found() -> None:
+    inputs, weights = noise(300, 9, of="inputs"), noise(9, 5, of="weights")
+    inputs -= inputs.mean(0)
+    found, residuals = _ridge(inputs, inputs @ weights)
+    torch.testing.assert_close(found, weights, rtol=1e-3, atol=1e-3)
+    assert float(residuals.abs().max()) < 1e-3
+
+
+def test_of_what_is_unrelated_nothing_is_kept() -> None:
+    inputs, targets = noise(60, 40, of="inputs"), noise(60, 30, of="targets")
+    found, residuals = _ridge(inputs - inputs.mean(0), targets - targets.mean(0))
+    assert float((inputs @ found).square().mean()) < 0.02
+    assert float(residuals.square().mean()) == pytest.approx(1, abs=0.1)
+
+
+def test_residuals_are_as_large_as_those_of_other_images() -> None:
+    """A fit of 50 numbers to 100 samples leaves half of the variance there, and doubles it here."""
+    weights = noise(50, 20, of="weights") * 50**-0.5 * 3
+    inputs = noise(1100, 50, of="inputs")
+    targets = inputs @ weights + noise(1100, 20, of="noise")
+    found, residuals = _ridge(inputs[:100], targets[:100])
+    elsewhere = (targets[100:] - inputs[100:] @ found).square().mean()
+    fitted = (targets[:100] - inputs[:100] @ found).square().mean()
+    assert float(fitted) < 0.7 < 1.5 < float(elsewhere)
+    assert float(residuals.square().mean()) == pytest.approx(float(elsewhere), rel=0.15)
+
+
+def test_the_precision_is_the_inverse_covariance_and_few_samples_shrink_it() -> None:
+    spread = torch.tensor([3.0, 1.0, 0.3])
+    found = _precision(noise(20_000, 3, of="samples") * spread)
+    torch.testing.assert_close(found, torch.diag(spread**-2), rtol=0.05, atol=0.2)
+    few = _precision(noise(4, 30, of="few"))  # of rank 4: its inverse does not exist
+    assert 0.3 < float(few.diagonal().mean()) < 10
+
+
+@pytest.mark.parametrize("side", [8, 16, 32, 50])
+def test_energy_and_slope_of_a_law(side: int) -> None:
+    """Zero at the mean; 1 for draws, of images that are not averaged; a slope that is one."""
+    small = min(16, side)
+    size = 2 * small**2
+    factor = noise(size, size, of="factor") * size**-0.5 + torch.eye(size)
+    means = noise(3, 2, small, small, of="means")
+    law = ImageLaw(means, torch.linalg.inv(factor @ factor.T), torch.Size((side, side)))
+    assert law.means.shape == (3, 2, side, side)
+    if side == small:
+        assert float(law(means)[0]) == pytest.approx(0, abs=1e-6)
+        draws = (noise(3, size, of="draws") @ factor.T).view_as(means)
+        assert float(law(means + draws)[0]) == pytest.approx(1, abs=0.2)
+    images = law.means + 0.1 * noise(3, 2, side, side, of="images")
+    along = noise(3, 2, side, side, of="along")
+    before, after = (law(images + h * along)[0].double() for h in (-1e-2, 1e-2))
+    slope = float((law(images)[1] * along).sum())
+    assert slope == pytest.approx(float(after - before) / 2e-2, rel=0.02, abs=1e-3)
+
+
+def test_larger_images_are_those_of_their_areas() -> None:
+    """A law of 16x16 pixels does not see what averages out within each of a larger image."""
+    means = noise(1, 1, 16, 16, of="means")
+    law = ImageLaw(means, torch.eye(256), torch.Size((32, 32)))
+    checkered = torch.ones(32, 32)
+    checkered[::2, 1::2] = checkered[1::2, ::2] = -1
+    images = law.means
+    assert float(law(images + 5 * checkered)[0]) == pytest.approx(float(law(images)[0]), rel=1e-3)
+    assert float(law(images + 5)[0]) > 20
+
+
+def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, GroundTruth, Tensor]:
+    """Of a fresh network with a two-layer head; public are the test split's."""
+    data = Digits(size=16).load()
+    observation, truth = make_observation(
+        data.train_images[:count].float() / 255,
+        data.train_labels[:count],
+        model="convnet",
+        model_parameters={"width": 8, "head": HEAD},
+        defense=defense,
+    )
+    return observation, truth, data.test_images
+
+
+@pytest.mark.parametrize("std", [0.0, 0.003])
+def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
+    defense: list[dict[str, object]] = [{"name": "gaussian_noise", "std": std}] if std else []
+    observation, truth, public = digits(4, defense)
+    _, knowledge = grant(observation, truth, "none", "none", public_images=public)
+    found = solve(FeatureRegression(), observation, knowledge, 0).reconstruction
+    mean = (public.float() / 255).mean(0)
+    guessed = -10 * torch.log10((truth.images - mean).square().flatten(1).mean(1)).mean()
+    gained = score(found, truth).metrics()
+    assert gained["label_accuracy"] == 1
+    assert gained["psnr"] is not None
+    assert gained["psnr"] > float(guessed) + 2
+
+
+def test_features_in_doubt_are_not_read() -> None:
+    """Of features that are wrong a regression makes images that are worse than their mean."""
+    observation, _, public = digits(4, [{"name": "gaussian_noise", "std": 0.3}])
+    _, knowledge = grant(observation, None, "none", "none", public_images=public)
+    images = solve(FeatureRegression(), observation, knowledge, 0).reconstruction.images
+    assert images is not None
+    mean = (public.float() / 255).mean(0).expand_as(images)
+    torch.testing.assert_close(images, mean, rtol=0, atol=1e-4)
+
+
+def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted() -> None:
+    observation, truth, public = digits(2, [])
+    _, without = grant(observation, truth, "none", "none")
+    _, granted = grant(observation, truth, "none", "none", public_images=public)
+    attack = FactoredInversion(iterations=10)
+    plain = solve(attack, observation, without, 0).reconstruction
+    unused = solve(
+        attack.model_copy(update={"public": False}), observation, granted, 0
+    ).reconstruction
+    used = solve(attack, observation, granted, 0).reconstruction
+    assert plain.images is not None
+    assert unused.images is not None
+    assert torch.equal(plain.images, unused.images)
+    before, after = (score(each, truth).metrics()["psnr"] for each in (plain, used))
+    assert before is not None
+    assert after is not None
+    assert after > before + 5, "ten iterations from the regression's images, and not from noise"
+
+
+def test_public_images_of_another_shape_or_of_one_image_are_a_stated_failure() -> None:
+    observation, _ = make_observation(
+        *example_batch(2), model="mlp", model_parameters={"head": HEAD}
+    )
+    for public in (torch.zeros(9, 1, 8, 8, dtype=torch.uint8), torch.zeros(1, 1, 16, 16)):
+        with pytest.raises(AttackFailed, match="two or more"):
+            ImagePrior(observation, public)
+
+
+def test_without_features_the_law_is_that_of_all_public_images() -> None:
+    observation, _ = make_observation(
+        *example_batch(2), model="mlp", model_parameters={"head": HEAD}
+    )
+    images, _ = example_batch(1500)
+    law = ImagePrior(observation, (images[:1200] * 255).byte()).ignorant(300)
+    assert torch.equal(law.means[0], law.means[1])
+    assert float(law(normalize(images[1200:], observation.model))[0]) == pytest.approx(1, abs=0.15)

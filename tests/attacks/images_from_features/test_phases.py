@@ -1,0 +1,156 @@
+"""What comes when: deep bodies peeled and relaxed, or relaxed alone."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from deep_victims import observe
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.attacking.knowledge import grant
+from fedsim.contracts.attack import solve
+from fedsim.testing.observation import example_batch
+from fedsim.types import Knowledge, Observation
+from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
+from fedsim_attacks.images_from_features._image_prior import ImageLaw, ImagePrior
+from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._relaxation import Relaxation
+from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+
+
+def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
+    state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))
+    found = []
+    while not attack.terminate(state):
+        state = attack.step(state)
+        found.append(type(state.phase.misfit))
+    assert state.phase.contrast is not None
+    return found
+
+
+def test_a_deep_body_is_peeled_first_and_relaxed_last() -> None:
+    observation, _ = observe([])
+    found = kinds(observation, FactoredInversion(iterations=300))
+    assert found == [Peeling] * 105 + [PartGradient] * 120 + [Relaxation] * 75
+
+
+def test_what_peeling_loses_is_left_to_all_stages_together() -> None:
+    """Of three steps nothing is explained."""
+    observation, _ = observe([])
+    found = kinds(observation, FactoredInversion(iterations=10))
+    assert found == [Peeling] * 3 + [Relaxation] * 7
+
+
+@pytest.mark.parametrize("std", [1e-4, 1e-1])
+def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": std}])
+    found = kinds(observation, FactoredInversion(iterations=10))
+    assert (Peeling in found) == (std < 1e-3)
+
+
+@pytest.mark.parametrize(("std", "expected"), [(0.01, BodyGradient), (0.3, WholeGradient)])
+def test_noise_that_drowns_a_shallow_body_leaves_the_whole_update(
+    std: float, expected: type
+) -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
+    state = FactoredInversion().init(observation, Knowledge(), rng.generator(0, "phases"))
+    assert type(state.phase.misfit) is expected
+    assert state.phase.iterations == 1500
+
+
+def test_several_local_steps_of_a_deep_body_are_relaxed_and_not_unrolled() -> None:
+    observation, _ = observe([], steps=2)
+    assert kinds(observation, FactoredInversion(iterations=10)) == [Relaxation] * 10
+
+
+def test_one_iteration_is_too_few_to_peel() -> None:
+    observation, _ = observe([])
+    assert kinds(observation, FactoredInversion(iterations=1)) == [Relaxation]
+
+
+@pytest.mark.parametrize(
+    ("defense", "least"), [([], 13.0), ([{"name": "gaussian_noise", "std": 0.01}], 12.0)]
+)
+def test_images_of_a_deep_body_come_out(defense: list[dict[str, Any]], least: float) -> None:
+    """Two photographs behind a ResNet-18."""
+    observation, truth = observe(defense)
+    result = solve(FactoredInversion(iterations=400), observation, Knowledge(), 0)
+    images = result.reconstruction.images
+    assert images is not None
+    error = (images[:, None] - truth.images[None]).square().flatten(2).mean(2).min(1).values
+    assert float(-10 * error.log10().mean()) > least
+
+
+def public(observation: Observation) -> Knowledge:
+    images, _ = example_batch(30, observation.model.input_shape)
+    return grant(observation, None, "none", "none", public_images=(images * 255).byte())[1]
+
+
+@pytest.mark.parametrize("std", [1e-2, 0.3])
+def test_public_images_tell_of_features_where_these_are_known(std: float) -> None:
+    observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
+    state = FactoredInversion().init(observation, public(observation), rng.generator(0, "phases"))
+    assert state.phases.law is not None
+    apart = not torch.equal(*state.phases.law.means)
+    assert apart == (state.phase.features is not None) == (std < 0.1)
+    assert torch.equal(state.images, state.phases.law.means)
+
+
+def test_the_more_noise_the_more_the_law_of_public_images_counts() -> None:
+    def weight(std: float) -> float:
+        observation, _ = observe([{"name": "gaussian_noise", "std": std}] if std else [])
+        attack = FactoredInversion(iterations=1)
+        return attack.init(
+            observation, public(observation), rng.generator(0, "phases")
+        ).phases.law_weight
+
+    found = [weight(std) for std in (0.0, 1e-3, 1e-2, 1e-1)]
+    assert found[0] == 1e-3
+    assert sorted(found) == found
+    assert found[-1] > found[0]
+
+
+def test_the_law_is_asked_of_images_as_they_will_be_shown() -> None:
+    observation, _ = observe([])
+    attack = FactoredInversion(iterations=2)
+    state = attack.init(observation, public(observation), rng.generator(0, "phases"))
+    state = attack.step(state)  # on from the stages that were peeled in none
+    law, asked = state.phases.law, []
+    assert law is not None
+
+    def spied(images: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append(images)
+        return law(images)
+
+    state.phases.law = cast(ImageLaw, spied)
+    state.images = state.best = 0.01 * law.means
+    shown = state.shown
+    assert state.phase.contrast == 1
+    assert float(shown.abs().max()) > 10 * float(state.images.abs().max())
+    attack.step(state)
+    torch.testing.assert_close(asked[-1], shown)
+
+
+def test_once_images_tell_features_the_law_is_that_of_these(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    observation, truth = observe([], model="convnet")
+    monkeypatch.setattr(_image_features, "settled", lambda seen, found: False)
+    monkeypatch.setattr(_image_features, "fitted", lambda seen, images, found: truth.features)
+    attack, knowledge = FactoredInversion(iterations=8), public(observation)
+    state = attack.init(observation, knowledge, rng.generator(0, "phases"))
+    before = state.phases.law
+    while not attack.terminate(state):
+        state = attack.step(state)
+    assert before is not None
+    assert state.phases.law is not None
+    assert torch.equal(*before.means)
+    assert truth.features is not None
+    assert knowledge.public_images is not None
+    expected = ImagePrior(observation, knowledge.public_images).law(truth.features).means
+    torch.testing.assert_close(state.phases.law.means, expected)

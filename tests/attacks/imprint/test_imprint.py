@@ -1,0 +1,189 @@
+"""Images behind an imprint module: exact when alone in a bin; the segmentation of its rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.data.bundled import Photos
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import Batches, GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim_attacks.imprint._segmentation import Segmentation, segment
+from fedsim_attacks.imprint.imprint import ImprintAttack, _clear_jumps
+
+MODELS: dict[str, dict[str, Any]] = {
+    "convnet": {"width": 8},
+    "lenet": {},
+    "mlp": {"hidden": [32]},
+    "resnet18": {"width": 4},
+}
+
+
+def observe(
+    count: int, model: str = "convnet", *, imprint: dict[str, Any] | None = None, **case: Any
+) -> tuple[Observation, GroundTruth]:
+    """`count` photographs of different classes."""
+    photos = Photos().load()
+    order = photos.train_labels.argsort(stable=True).view(8, -1).T.flatten()[:count]
+    return make_observation(
+        photos.train_images[order].float() / 255,
+        photos.train_labels[order],
+        model=model,
+        model_parameters={**MODELS[model], "imprint": {"bins": 128, **(imprint or {})}},
+        **case,
+    )
+
+
+def attack(observation: Observation) -> Tensor:
+    found = solve(ImprintAttack(), observation, Knowledge(), seed=0).reconstruction.images
+    assert found is not None
+    return found
+
+
+def psnrs(found: Tensor, truth: GroundTruth) -> Tensor:
+    """(N,) in dB, of what comes closest to each true image, ascending."""
+    errors = (found[:, None] - truth.images[None]).square().mean((2, 3, 4)).amin(0)
+    return (-10 * errors.clamp_min(1e-20).log10()).sort().values
+
+
+def adjacent(observation: Observation) -> Tensor:
+    """Equation 5 as it stands: the quotients of the largest differences of adjacent rows."""
+    rows = [observation.update[f"imprint.hidden.{name}"] for name in ("weight", "bias")]
+    weight, bias = (-torch.cat([t, torch.zeros_like(t[:1])]).diff(dim=0) for t in rows)
+    largest = weight.square().sum(1).topk(observation.num_images).indices
+    images = (weight / bias[:, None])[largest].view(-1, 3, 32, 32)
+    return (images * 0.25 + 0.4).clamp(0, 1)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_most_images_of_a_batch_are_exact(model: str) -> None:
+    observation, truth = observe(8, model)
+    solution = solve(ImprintAttack(), observation, Knowledge(), seed=0).reconstruction
+    assert solution.images is not None
+    assert int((psnrs(solution.images, truth) > 40).sum()) >= 6
+    assert solution.loss < 1e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"defense": [{"name": "clip", "norm": 1e-2}]},
+        {"defense": [{"name": "dp_sgd", "norm": 1e-2, "noise_multiplier": 0.0}]},
+        {"defense": [{"name": "aggregate"}], "num_clients": 2},
+    ],
+    ids=["clip", "clip by example", "two clients"],
+)
+def test_clipping_and_adding_hide_nothing(case: dict[str, Any]) -> None:
+    assert float(psnrs(attack(observe(8)[0]), observe(8)[1])[2]) > 40
+    observation, truth = observe(8, **case)
+    assert float(psnrs(attack(observation), truth)[2]) > 40
+
+
+def test_rows_between_images_average_noise_out() -> None:
+    noise = [{"name": "gaussian_noise", "std": 0.001}]
+    observation, truth = observe(8, imprint={"scale": 0.01}, defense=noise)
+    ours, theirs = (psnrs(found, truth) for found in (attack(observation), adjacent(observation)))
+    assert float(ours.median()) > 30
+    assert float(ours.median()) > float(theirs.median()) + 5
+
+
+def test_what_pruning_leaves_is_used() -> None:
+    pruning = [{"name": "gradient_pruning", "ratio": 0.5}]
+    observation, truth = observe(4, imprint={"scale": 0.01}, defense=pruning)
+    assert float(psnrs(attack(observation), truth).median()) > 25
+
+
+@pytest.mark.parametrize(("batches", "size"), [("same", 8), ("different", 2)])
+def test_small_local_steps_hide_little(batches: Batches, size: int) -> None:
+    """More than if rows were averaged over pieces in which they drift."""
+    training = LocalTraining(
+        algorithm="fedavg", steps=4, batch_size=size, lr=0.001, batches=batches
+    )
+    as_one_step = replace(training, steps=1, batch_size=8)
+    gained = 0.0
+    for seed in range(3):
+        observation, truth = observe(8, training=training, seed=seed)
+        found = psnrs(attack(observation), truth)
+        assert float(found.median()) > 30
+        averaged = psnrs(attack(replace(observation, training=as_one_step)), truth)
+        gained += float(found.mean() - averaged.mean())
+    assert gained > 0
+
+
+def test_images_that_share_a_bin_come_out_as_their_mean() -> None:
+    """Of two images of the same brightness and a darker one: three images, one of them twice.
+
+    Weighted by what they contribute to the bin's bias: with one sign, at this seed's weights.
+    """
+    images, labels = example_batch(3)
+    images = 0.3 + 0.4 * images
+    images[1] += images[0].mean() - images[1].mean()
+    images[2] *= 0.5
+    observation, truth = make_observation(
+        images, labels, model_parameters={"imprint": {"bins": 64}}, seed=5
+    )
+    found = attack(observation)
+    assert found.shape == images.shape
+    dark, *shared = sorted(found, key=lambda image: float((image - truth.images[2]).abs().sum()))
+    assert torch.allclose(dark, truth.images[2], atol=1e-3)
+    first, second = truth.images[:2]
+    away = first - second
+    mean = shared[-1]
+    share = ((mean - second) * away).sum() / away.square().sum()
+    assert 0.05 < float(share) < 0.95
+    assert torch.allclose(mean, second + share * away, atol=1e-3)
+    assert torch.equal(shared[0], mean) or torch.equal(shared[0], dark)
+
+
+def test_what_cannot_be_read_is_a_stated_failure() -> None:
+    plain, _ = make_observation(*example_batch(2))
+    with pytest.raises(AttackFailed, match=r"no imprint module.*set model\.imprint"):
+        attack(plain)
+    observation, _ = observe(2)
+    pruned = {n: t * (not n.startswith("imprint")) for n, t in observation.update.items()}
+    with pytest.raises(AttackFailed, match=r"nothing is left.*model\.imprint\.scale"):
+        attack(replace(observation, update=pruned))
+    noisy, _ = observe(2, defense=[{"name": "gaussian_noise", "std": 1.0}])
+    with pytest.raises(AttackFailed, match=r"out of the noise.*model\.imprint\.scale"):
+        attack(noisy)
+
+
+def test_the_segmentation_is_the_best_of_all() -> None:
+    """Of pieces with their means, and a last one that is zero."""
+    rows = torch.randn(7, 3, generator=rng.generator(0, "test"), dtype=torch.float64)
+    for pieces in (1, 2, 3, 7):
+        costs = {}
+        for ends in combinations(range(1, 8), pieces):
+            starts = (0, *ends)
+            parts = [rows[a:b] - rows[a:b].mean(0) for a, b in zip(starts, ends, strict=False)]
+            costs[ends] = float(sum(part.square().sum() for part in [*parts, rows[ends[-1] :]]))
+        found = segment(rows, pieces)
+        assert tuple(found.ends) == min(costs, key=lambda ends: costs[ends])
+        assert float(found.residual) == pytest.approx(min(costs.values()), abs=1e-12)
+    assert torch.allclose(segment(rows, 7).means(rows), torch.cat([rows, torch.zeros(1, 3)]))
+
+
+def test_rounding_is_no_image() -> None:
+    """Sums of the same images in another order differ in the last bits: without noise, that too."""
+    rows = torch.tensor([1.0, 1.0, 1 + 1e-7, 1 + 1e-7, 0.0], dtype=torch.float64)
+    rows = rows[:, None].expand(-1, 3)
+    (jump,) = _clear_jumps(rows, segment(rows, 2), drifting=False)
+    assert torch.allclose(jump, rows[0], atol=1e-6)
+
+
+def test_an_image_counts_if_it_stands_out_of_the_noise_of_means() -> None:
+    """The noise of ten rows' mean, against a zero that is known without noise."""
+    noise = torch.randn(20, 50, generator=rng.generator(0, "test"), dtype=torch.float64)
+    rows = noise.clone()
+    rows[:10] += 1
+    found = Segmentation([10], (noise[:10] - noise[:10].mean(0)).square().sum() + 500)
+    assert len(_clear_jumps(rows, found, drifting=False)) == 1
+    assert len(_clear_jumps(rows - 0.9, found, drifting=False)) == 0

@@ -1,0 +1,213 @@
+"""Images of a KAN's update: exact up to its hidden units, whatever a client does to gradients."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from scipy.stats import truncnorm
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.models.base import normalize
+from fedsim.models.splines import spline_basis
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
+from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
+from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
+from fedsim_attacks.kan.spline_inversion import SplineInversion
+
+SPLINES = [(1, 3), (2, 1), (3, 4), (4, 5), (5, 2)]
+
+
+def observe(
+    count: int, *, model: dict[str, Any] | None = None, **case: Any
+) -> tuple[Observation, GroundTruth]:
+    """`count` images of 8x8 uniform pixels of different brightness, labels 3, 6, 9, 2, ..."""
+    images, labels = example_batch(count, (1, 8, 8))
+    images = images * torch.linspace(0.6, 1, count).view(-1, 1, 1, 1)
+    parameters = {"hidden": 16, "intervals": 4, "init_scale": 0.5, **(model or {})}
+    return make_observation(images, labels, model="kan", model_parameters=parameters, **case)
+
+
+def attack(observation: Observation, iterations: int = 3) -> Reconstruction:
+    found = SplineInversion(iterations=iterations)
+    return solve(found, observation, Knowledge(), seed=0).reconstruction
+
+
+def matched(found: Reconstruction, truth: GroundTruth) -> tuple[Tensor, Tensor]:
+    """Images and labels in the order of the truth."""
+    assert found.images is not None and found.labels is not None
+    errors = (found.images[None] - truth.images[:, None]).square().sum((2, 3, 4))
+    order = torch.from_numpy(linear_sum_assignment(errors)[1])
+    return found.images[order], found.labels[order]
+
+
+@pytest.mark.parametrize("train", ["all", "first"])
+@pytest.mark.parametrize(("degree", "intervals"), SPLINES)
+def test_one_image_is_exact(train: str, degree: int, intervals: int) -> None:
+    model = {"degree": degree, "intervals": intervals, "train": train}
+    observation, truth = observe(1, model=model)
+    found = attack(observation)
+    assert found.images is not None
+    torch.testing.assert_close(found.images, truth.images, atol=1e-5, rtol=0)
+    assert torch.equal(found.labels, truth.labels)
+
+
+@pytest.mark.parametrize("train", ["all", "first"])
+@pytest.mark.parametrize("degree", [2, 3, 5])
+def test_a_batch_is_exact_and_so_are_its_labels(train: str, degree: int) -> None:
+    observation, truth = observe(8, model={"train": train, "degree": degree})
+    found = attack(observation)
+    images, labels = matched(found, truth)
+    torch.testing.assert_close(images, truth.images, atol=1e-3, rtol=0)
+    assert torch.equal(labels, truth.labels)
+    assert found.loss < 1e-9
+
+
+def test_as_many_images_as_hidden_units_come_out_but_not_one_more() -> None:
+    observation, truth = observe(16)
+    images, _ = matched(attack(observation), truth)
+    assert float((images - truth.images).abs().max()) < 0.02
+    observation, _ = observe(17)
+    with pytest.raises(AttackFailed, match=r"17 images.*16 hidden units.*at most model\.hidden"):
+        attack(observation)
+
+
+FEDAVG = LocalTraining(algorithm="fedavg", steps=3, batch_size=2, lr=2.0, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"defense": [{"name": "clip", "norm": 1e-3}]},
+        {"defense": [{"name": "dp_sgd", "norm": 1e-3, "noise_multiplier": 0.0}]},
+        {"training": FEDAVG},
+        {"training": replace(FEDAVG, batch_size=6, batches="same")},
+        {
+            "defense": [{"name": "aggregate"}],
+            "num_clients": 3,
+            "training": replace(FEDAVG, steps=2, batch_size=1),
+        },
+    ],
+    ids=["clip", "clip by example", "local steps", "steps on one batch", "three clients"],
+)
+def test_no_clipping_step_or_sum_hides_anything(case: dict[str, Any]) -> None:
+    """What the splines meet depends on no weight: only the error signals change."""
+    observation, truth = observe(6, **case)
+    plain, _ = observe(6)
+    name = "body.3.weight"
+    assert not torch.allclose(observation.update[name], plain.update[name], rtol=0.1)
+    images, _ = matched(attack(observation), truth)
+    torch.testing.assert_close(images, truth.images, atol=1e-3, rtol=0)
+
+
+def test_neither_order_nor_scale_of_the_hidden_units_matter() -> None:
+    observation, truth = observe(4)
+    order = torch.randperm(16, generator=rng.generator(0, "test"))
+    for update in (lambda t: 1e-4 * t, lambda t: t[order]):
+        name = "body.3.weight"
+        changed = {**observation.update, name: update(observation.update[name])}
+        images, _ = matched(attack(replace(observation, update=changed)), truth)
+        torch.testing.assert_close(images, truth.images, atol=1e-3, rtol=0)
+
+
+def test_the_loss_is_zero_at_the_true_images_alone() -> None:
+    observation, truth = observe(4)
+    seen = SplineGradient.of(observation)
+
+    def loss(images: Tensor) -> float:
+        u = normalize(images, observation.model).double().flatten(1).tanh()
+        return float(seen.unexplained(spline_basis(u, seen.degree, seen.intervals)))
+
+    assert loss(truth.images) < 1e-12
+    assert loss(truth.images.flip(0)) < 1e-12
+    assert loss(truth.images * 0.99) > 1e-6
+    assert 0.1 < loss(1 - truth.images) <= 1
+
+
+def test_under_noise_images_fade_into_the_mean_of_the_normalization() -> None:
+    errors = []
+    for std in (1e-4, 1e-3, 1e-2, 10.0):
+        observation, truth = observe(1, defense=[{"name": "gaussian_noise", "std": std}])
+        found = attack(observation, iterations=30)
+        assert found.images is not None
+        errors.append(float((found.images - truth.images).square().mean()))
+    assert errors[0] < 1e-4
+    assert errors == sorted(errors)
+    prior = truncnorm(-1.6, 2.4, loc=0.4, scale=0.25).mean()
+    assert float((found.images - prior).abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("std", [1e-4, 1e-2])
+def test_noise_is_measured_in_the_update_itself(std: float) -> None:
+    """In the units of the gradient times √64."""
+    observation, _ = observe(8, defense=[{"name": "gaussian_noise", "std": std}])
+    assert SplineGradient.of(observation).noise == pytest.approx(8 * std, rel=0.1)
+    assert SplineGradient.of(observe(8)[0]).noise < 1e-6
+
+
+def test_posterior_means_beat_reading_pixels_off() -> None:
+    """One sweep is near what Marsden's identity says, which takes all noise for signal."""
+    observation, truth = observe(3, defense=[{"name": "gaussian_noise", "std": 3e-4}])
+    state = SplineInversion().init(observation, Knowledge(), rng.generator(0, "test"))
+    read = Reconstruction(
+        images=state.mean.view(-1, 1, 8, 8).float(),
+        labels=truth.labels,
+        loss=0.0,
+        iterations=0,
+    )
+    before, after = (
+        float((matched(found, truth)[0] - truth.images).square().mean())
+        for found in (read, attack(observation, iterations=30))
+    )
+    assert after < before / 20
+
+
+def test_what_cannot_be_read_is_a_stated_failure() -> None:
+    images, labels = example_batch(2, (1, 8, 8))
+    other, _ = make_observation(images, labels, model="mlp")
+    with pytest.raises(AttackFailed, match=r"the model is mlp: use `model: kan`"):
+        attack(other)
+    behind, _ = observe(1, model={"imprint": {"bins": 8}})
+    with pytest.raises(AttackFailed, match=r"use attack imprint"):
+        attack(behind)
+    observation, _ = observe(2)
+    name = "body.3.weight"
+    removed = {**observation.update, name: torch.zeros_like(observation.update[name])}
+    with pytest.raises(AttackFailed, match="nothing is left"):
+        attack(replace(observation, update=removed))
+    ambiguous, _ = observe(2, model={"degree": 1, "intervals": 1})
+    with pytest.raises(AttackFailed, match=r"raise model\.degree"):
+        attack(ambiguous)
+
+
+@pytest.mark.parametrize(("degree", "intervals"), SPLINES)
+def test_identities_of_the_splines(degree: int, intervals: int) -> None:
+    """Marsden's, and the quadrics' dimension: products span the splines of twice the degree."""
+    u = torch.linspace(-1, 1, 1001, dtype=torch.float64)
+    basis = spline_basis(u, degree, intervals)
+    torch.testing.assert_close(basis @ abscissae(degree, intervals), u)
+    forms = quadrics(degree, intervals)
+    values = torch.einsum("uk,qkl,ul->uq", basis, forms, basis)
+    assert values.numel() == 0 or float(values.abs().max()) < 1e-12
+    functions = intervals + degree
+    splines = 2 * degree + 1 + (intervals - 1) * (degree + 1)
+    assert len(forms) == functions * (functions + 1) // 2 - splines
+
+
+def test_unmixing_finds_what_was_mixed() -> None:
+    stream = rng.generator(0, "test")
+    u = 2 * torch.rand(5, 60, generator=stream, dtype=torch.float64) - 1
+    true = spline_basis(u, 3, 4)
+    mixed = torch.randn(5, 5, generator=stream, dtype=torch.float64) @ true.flatten(1)
+    span = torch.linalg.qr(mixed.T).Q.T.reshape(true.shape)
+    found = unmix(span, quadrics(3, 4), stream)
+    errors = (found[:, None] - true[None]).square().flatten(2).sum(2)
+    assert errors.min(0).values.max() < 1e-12
+    assert sorted(errors.argmin(0).tolist()) == [0, 1, 2, 3, 4]

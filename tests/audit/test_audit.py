@@ -1,0 +1,187 @@
+"""Lower bounds of ε from scores: known answers, coverage, invariances, bad input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy.stats import binom, norm
+
+from fedsim.audit.bounds import (
+    LEAST_DRAWS,
+    clopper_pearson,
+    gaussian_bound,
+    mu_bound,
+    threshold_bound,
+)
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.types import FedsimError
+
+Floats = NDArray[np.float64]
+Worlds = Callable[[int, np.random.Generator], tuple[Floats, Floats]]
+
+
+def shifted(mu: float) -> Worlds:
+    return lambda n, rng: (rng.normal(0, 1, n), rng.normal(mu, 1, n))
+
+
+def randomized_response(epsilon: float, delta: float) -> Worlds:
+    """The release that every (ε, δ)-private one is a function of (Kairouz, Oh and Viswanath)."""
+    stay = (1 - delta) / (1 + math.exp(-epsilon))
+    shares = [delta, stay, 1 - delta - stay, 0.0]
+
+    def draw(n: int, rng: np.random.Generator) -> tuple[Floats, Floats]:
+        kinds = np.array([-1.0, 0.0, 1.0, 2.0])
+        return rng.choice(kinds, n, p=shares), rng.choice(kinds, n, p=shares[::-1])
+
+    return draw
+
+
+@pytest.mark.parametrize(("successes", "trials"), [(0, 50), (1, 50), (17, 50), (50, 50)])
+def test_clopper_pearson_inverts_the_binomial_tails(successes: int, trials: int) -> None:
+    low, high = clopper_pearson(successes, trials, 0.01)
+    if successes:
+        assert binom.sf(successes - 1, trials, low) == pytest.approx(0.01, rel=1e-9)
+    else:
+        assert low == 0
+    if successes < trials:
+        assert binom.cdf(successes, trials, high) == pytest.approx(0.01, rel=1e-9)
+    else:
+        assert high == 1
+
+
+@pytest.mark.parametrize("epsilon", [0.2, 1.0, 4.0])
+@pytest.mark.parametrize("delta", [1e-6, 0.05])
+def test_randomized_response_is_found_almost_whole(epsilon: float, delta: float) -> None:
+    absent, present = randomized_response(epsilon, delta)(400_000, np.random.default_rng(1))
+    found = threshold_bound(absent, present, delta=delta)
+    assert 0.9 * epsilon < found.epsilon <= epsilon
+    assert (found.method, found.delta, found.confidence) == ("threshold", delta, 0.99)
+
+
+@pytest.mark.parametrize(
+    ("worlds", "truth"),
+    [
+        (shifted(1.0), gaussian.epsilon(1.0, 0.01)),
+        (randomized_response(1.0, 0.01), 1.0),
+        (shifted(0.0), 0.0),
+    ],
+)
+def test_it_is_too_high_no_more_often_than_its_confidence_allows(
+    worlds: Worlds, truth: float
+) -> None:
+    rng = np.random.default_rng(2)
+    found = [
+        threshold_bound(*worlds(2000, rng), delta=0.01, confidence=0.6).epsilon for _ in range(300)
+    ]
+    wrong = sum(epsilon > truth for epsilon in found)
+    assert binom.sf(wrong - 1, 300, 0.4) > 1e-3
+
+
+def test_the_gaussian_fit_is_too_high_no_more_often_than_its_confidence_allows() -> None:
+    rng = np.random.default_rng(3)
+    found = [mu_bound(*shifted(1.0)(2000, rng), error=0.2) for _ in range(300)]
+    wrong = sum(mu > 1 for mu in found)
+    assert wrong > 0
+    assert binom.sf(wrong - 1, 300, 0.4) > 1e-3
+
+
+@pytest.mark.parametrize("mu", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("delta", [1e-5, 1e-2])
+def test_a_gaussian_release_is_found_to_within_a_tenth(mu: float, delta: float) -> None:
+    absent, present = shifted(mu)(1_000_000, np.random.default_rng(4))
+    truth = gaussian.epsilon(1 / mu, delta)
+    fitted = gaussian_bound(absent, present, delta=delta).epsilon
+    assert 0.9 * truth < fitted <= truth
+    assert threshold_bound(absent, present, delta=delta).epsilon <= truth
+
+
+def test_both_directions_are_seen() -> None:
+    rng = np.random.default_rng(5)
+    narrow, wide = np.abs(rng.normal(0, 1, 100_000)), np.abs(rng.normal(0, 3, 100_000))
+    # what is rare under one of them is common under the other only in the upper tail
+    one = threshold_bound(narrow, wide, delta=1e-3).epsilon
+    other = threshold_bound(-wide, -narrow, delta=1e-3).epsilon
+    assert one > 4
+    assert one == other
+
+
+def test_only_the_order_of_the_scores_counts() -> None:
+    absent, present = shifted(1.0)(20_000, np.random.default_rng(6))
+    for bound in (threshold_bound, gaussian_bound):
+        plain = bound(absent, present, delta=1e-2).epsilon
+        assert plain > 0
+        assert bound(np.exp(absent), np.exp(present), delta=1e-2).epsilon == plain
+
+
+def test_an_infinite_score_is_one_that_decides() -> None:
+    absent, present = np.zeros(10_000), np.where(np.arange(10_000) % 2, np.inf, 0.0)
+    found = threshold_bound(absent, present, delta=1e-2).epsilon
+    assert found == pytest.approx(math.log(0.48 / (5.99 / 5000)), rel=0.05)
+
+
+def test_worlds_alike_show_nothing() -> None:
+    absent, present = shifted(0.0)(10_000, np.random.default_rng(7))
+    assert threshold_bound(absent, present, delta=1e-3).epsilon < 0.1
+    assert gaussian_bound(absent, present, delta=1e-3).epsilon < 0.1
+    same = np.zeros(1000)
+    assert threshold_bound(same, same, delta=1e-3).epsilon == 0
+    assert gaussian_bound(same, same, delta=1e-3).epsilon == 0
+
+
+def test_more_delta_is_less_epsilon() -> None:
+    absent, present = shifted(1.0)(50_000, np.random.default_rng(8))
+    for bound in (threshold_bound, gaussian_bound):
+        by_delta = [bound(absent, present, delta=d).epsilon for d in (1e-4, 1e-3, 1e-2, 0.1, 0.9)]
+        assert by_delta == sorted(by_delta, reverse=True)
+        assert by_delta[-1] == 0
+
+
+def test_the_mu_that_is_found_is_the_gaussian_tests() -> None:
+    """FPR and FNR counted by hand: one threshold is all there is to choose."""
+    absent, present = np.zeros(2000), np.ones(2000)
+    absent[::10] = 1.0
+    present[::4] = 0.0
+    error = 0.05
+    positives, misses = binom_high(100, 1000, error), binom_high(250, 1000, error)
+    expected = norm.ppf(1 - positives) - norm.ppf(misses)
+    assert mu_bound(absent, present, error=error) == pytest.approx(expected, rel=1e-9)
+
+
+def binom_high(successes: int, trials: int, error: float) -> float:
+    """The p with Pr[Bin(trials, p) <= successes] = error, by bisection."""
+    low, high = 0.0, 1.0
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (
+            (middle, high) if binom.cdf(successes, trials, middle) > error else (low, middle)
+        )
+    return low
+
+
+@pytest.mark.parametrize("bound", [threshold_bound, gaussian_bound])
+@pytest.mark.parametrize(
+    ("absent", "present", "delta", "confidence", "message"),
+    [
+        (np.zeros((1000, 2)), np.zeros(1000), 0.1, 0.9, r"absent: scores of shape \(1000, 2\)"),
+        (np.zeros(1000), np.zeros(LEAST_DRAWS - 1), 0.1, 0.9, "present: 99 scores are too few"),
+        (np.zeros(1000), np.full(1000, np.nan), 0.1, 0.9, "present: a score is NaN"),
+        (np.zeros(1000), np.zeros(1000), 0.0, 0.9, "delta: 0.0 is not"),
+        (np.zeros(1000), np.zeros(1000), 1.0, 0.9, "delta: 1.0 is not"),
+        (np.zeros(1000), np.zeros(1000), math.nan, 0.9, "delta: nan is not"),
+        (np.zeros(1000), np.zeros(1000), 0.1, 1.0, "confidence: 1.0 is not"),
+    ],
+)
+def test_bad_input_is_refused(
+    bound: Callable[..., object],
+    absent: Floats,
+    present: Floats,
+    delta: float,
+    confidence: float,
+    message: str,
+) -> None:
+    with pytest.raises(FedsimError, match=message):
+        bound(absent, present, delta=delta, confidence=confidence)

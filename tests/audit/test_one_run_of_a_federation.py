@@ -1,0 +1,257 @@
+"""Many canaries in one run: all are found without noise, none behind much, a lie is caught."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fedsim
+from fedsim.audit import one_run, quiet
+from fedsim.contracts.defense import LossFn
+from fedsim.report import describe, load_runs, utility
+from fedsim.report.figures import format_bound
+from fedsim.results import rows
+from fedsim.scenario.resolve import resolve
+from fedsim.training.workload import Workload, load_dataset
+from fedsim.types import FedsimError, Tensors
+from fedsim_defenses import dp_sgd
+
+AGGREGATE = {"name": "aggregate"}
+
+
+def client(multiplier: float) -> list[dict[str, Any]]:
+    return [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": multiplier}]
+
+
+def example(multiplier: float) -> list[dict[str, Any]]:
+    return [{"name": "dp_sgd", "norm": 0.2, "noise_multiplier": multiplier}]
+
+
+def workload(stack: list[dict[str, Any]], sampling: str = "without_replacement") -> Workload:
+    local = {"batch_size": 35, "lr": 0.2, "sampling": sampling}
+    if sampling == "balls_in_bins":
+        local["batch_size"] = 18
+    scenario = resolve(
+        {
+            "name": "tiny",
+            "seed": 5,
+            "data": {"source": {"name": "digits", "size": 8}, "clients": 40},
+            "model": {"name": "mlp", "hidden": [16]},
+            "training": {"rounds": 4, "local": local},
+            "defenses": {"tried": stack},
+            "observe": {"batch_sizes": [1]},
+            "privacy": {"probes": "outside"},
+            "attacks": [],
+            "audit": {"method": "one_run", "canaries": 1000, "confidence": 0.99},
+        }
+    )
+    return Workload(scenario, "tried", load_dataset(scenario))
+
+
+def audited_epsilon(audited: Workload) -> float:
+    row = rows.audit_row(audited)
+    assert row is not None
+    return float(row["audited_epsilon"])
+
+
+def told(audited: Workload) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    claim = rows.spent(audited, 4)
+    assert claim.unit is not None
+    assert claim.relation is not None
+    return one_run.scores(audited, claim.unit, claim.relation, 1000, quiet)
+
+
+def right(audited: Workload) -> float:
+    """The share of coins that the median score tells."""
+    scores, coins = told(audited)
+    return float(np.mean((scores > np.median(scores)) == coins))
+
+
+EVERY_KIND = [
+    pytest.param(client, [], "without_replacement", 40, id="clients"),
+    pytest.param(client, [AGGREGATE], "without_replacement", 40, id="clients, aggregated"),
+    pytest.param(example, [], "without_replacement", 1000, id="labels"),
+    pytest.param(example, [], "poisson", 1000, id="examples, Poisson"),
+    pytest.param(example, [], "balls_in_bins", 1000, id="examples, balls in bins"),
+]
+
+
+@pytest.mark.parametrize(("kind", "behind", "sampling", "canaries"), EVERY_KIND)
+def test_hardly_any_noise_shows_all_and_much_shows_none(
+    kind: Any, behind: list[dict[str, Any]], sampling: str, canaries: int
+) -> None:
+    scores, coins = told(workload([*kind(1e-4), *behind], sampling))
+    assert len(scores) == len(coins) == canaries
+    assert abs(np.mean(coins) - 0.5) < 3 * 0.5 / np.sqrt(canaries)
+    ordered = coins[np.argsort(scores)]
+    shown = (~ordered[: np.sum(~coins)]).mean()
+    assert shown > 0.97
+    hidden = right(workload([*kind(1e4), *behind], sampling))
+    assert abs(hidden - 0.5) < 3 * 0.5 / np.sqrt(canaries)
+
+
+@pytest.mark.parametrize(("kind", "behind", "sampling", "canaries"), EVERY_KIND)
+@pytest.mark.parametrize("multiplier", [0.5, 2.0])
+def test_a_true_claim_is_not_exceeded(
+    kind: Any, behind: list[dict[str, Any]], sampling: str, canaries: int, multiplier: float
+) -> None:
+    audited = workload([*kind(multiplier), *behind], sampling)
+    bound = audited_epsilon(audited)
+    assert 0 <= bound <= rows.spent(audited, 4).epsilon
+
+
+def test_most_of_what_a_thousand_canaries_can_show_is_shown_of_examples() -> None:
+    """All of 1,000 coins guessed refute 4.3."""
+    bound = audited_epsilon(workload(example(0.5)))
+    assert bound > 2.5
+
+
+def test_noise_that_was_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An honest claim of ε = 3 stands, and one whose noise is a tenth of it falls."""
+    audited = workload(example(5.5))
+    claim = rows.spent(audited, 4).epsilon
+    honest = audited_epsilon(audited)
+    assert honest <= claim < 3.5
+
+    def lying(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
+        return {
+            name: tensor + 0.1 * std * torch.randn(tensor.shape, generator=rng)
+            for name, tensor in update.items()
+        }
+
+    monkeypatch.setattr(dp_sgd, "add_gaussian", lying)
+    caught = audited_epsilon(audited)
+    assert caught > claim
+
+
+def test_examples_that_are_withheld_are_in_no_batch() -> None:
+    audited = workload(example(1.0), "poisson")
+    seen: list[int] = []
+
+    def counting(
+        loss: LossFn, parameters: Tensors, images: Any, labels: Any, *_: Any
+    ) -> dict[str, torch.Tensor]:
+        seen.append(len(images))
+        return {name: torch.zeros_like(value) for name, value in parameters.items()}
+
+    count = len(audited.dataset.train_labels)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dp_sgd, "clipped_mean", counting)
+        for withheld in (None, torch.arange(count) % 2 == 0, torch.ones(count, dtype=torch.bool)):
+            audited.withheld = withheld
+            audited.client_update(0, 1, *audited.initial(), {})
+    part = audited.parts[0]
+    assert seen[0] > seen[1] > seen[2] == 0
+    assert seen[1] <= int((part % 2 == 1).sum())
+
+
+def test_a_sketch_loses_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of contributions of 1,210 entries, compared by 800 sums of them."""
+    exact = right(workload(example(1.0)))
+    monkeypatch.setattr(one_run, "_SKETCHED", 800)
+    assert exact > 0.8
+    assert right(workload(example(1.0))) > exact - 0.06
+
+
+def test_it_is_reproducible_and_leaves_the_workload_as_it_was() -> None:
+    audited = workload(example(1.0), "poisson")
+    before = audited.dataset, audited.parts, audited.scenario, audited.withheld
+    images = audited.dataset.train_labels.clone()
+    first, second = told(audited), told(audited)
+    np.testing.assert_array_equal(first[0], second[0])
+    np.testing.assert_array_equal(first[1], second[1])
+    assert (audited.dataset, audited.parts, audited.scenario, audited.withheld) == before
+    assert torch.equal(audited.dataset.train_labels, images)
+
+
+def test_every_row_of_a_run_says_what_was_found(tmp_path: Path) -> None:
+    scenario = workload(client(0.5)).scenario
+    fedsim.run(
+        scenario.model_copy(
+            update={
+                "training": scenario.training.model_copy(update={"rounds": 1}),
+                "attacks": resolve_attacks(),
+            }
+        ),
+        out=tmp_path / "run",
+        workers=1,
+    )
+    found = [json.loads(line) for line in (tmp_path / "run/results.jsonl").read_text().splitlines()]
+    assert found
+    for row in found:
+        assert 0 < row["privacy"]["audited_epsilon"] <= row["privacy"]["epsilon"]
+
+
+def resolve_attacks() -> Any:
+    return resolve(
+        {
+            "name": "attacks",
+            "data": {"source": "digits"},
+            "model": {"name": "mlp"},
+            "attacks": ["label_inference"],
+        }
+    ).attacks
+
+
+def test_a_finished_audit_is_not_lost_and_is_told_where_nothing_is_attacked(
+    tmp_path: Path,
+) -> None:
+    scenario = workload(client(0.5)).scenario
+    out = tmp_path / "run"
+    fedsim.run(scenario, out=out, workers=1)
+    (line,) = (out / "audit.jsonl").read_text().splitlines()
+    found = json.loads(line)
+    assert (found["defense"], found["method"], found["holds"]) == ("tried", "one_run", True)
+    told = describe(utility(load_runs([out])))
+    assert f"audit: at least {format_bound(found['audited_epsilon'])}" in told
+    assert "Audited" in (out / "report.html").read_text()
+
+    (out / "audit.jsonl").write_text(json.dumps({**found, "audited_epsilon": 0.125}) + "\n{")
+    fedsim.run(scenario, out=out, workers=1, resume=True)
+    assert "audit: at least 0.125" in describe(utility(load_runs([out])))
+
+
+def test_too_few_clients_for_one_run_are_refused(tmp_path: Path) -> None:
+    scenario = workload(client(0.5)).scenario
+    few = scenario.model_copy(update={"data": scenario.data.model_copy(update={"clients": 19})})
+    with pytest.raises(FedsimError, match="whole clients, of which 19 in one run show too little"):
+        fedsim.run(few, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_many_canaries_for_one_run_are_refused(tmp_path: Path) -> None:
+    scenario = workload(example(0.5)).scenario
+    assert scenario.audit is not None
+    many = scenario.audit.model_copy(update={"canaries": 10_001})
+    with pytest.raises(FedsimError, match=r"audit\.canaries: 10001 in one run"):
+        fedsim.run(scenario.model_copy(update={"audit": many}), out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_weights_are_those_of_the_linear_model_and_their_scale_is_found() -> None:
+    """Rows in a space of 2,000 entries, weights of variance 4 about a mean of 30, noise of 1."""
+    stream = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 2000, generator=stream)
+    weights = 2 * torch.randn(60, generator=stream)
+    noise = torch.randn(2000, generator=stream)
+    certain = torch.randn(3, 2000, generator=stream)
+    vector = weights @ rows + 30 * certain.sum(0) + noise
+
+    def told(part: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part, (part @ vector)[:, None]], dim=1)
+
+    regression = one_run._Regression(vector, told(rows), told(certain))
+    mean = certain.sum(0) / certain.sum(0).norm()
+    left = vector - (vector @ mean) * mean
+    assert regression.energy == pytest.approx(float(left.square().sum()), rel=1e-3)
+    scale = one_run._likeliest([regression])
+    assert 1.5 < scale < 10
+    found = regression.weights(scale)[:60]
+    assert float((found - weights).abs().max()) < 0.2
+    shrunk = regression.weights(1e-4)[:60]
+    assert float(shrunk.norm()) < 0.5 * float(found.norm())

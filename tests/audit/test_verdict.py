@@ -1,0 +1,150 @@
+"""Every mechanism's claim tried, honest and with less noise; the command that does it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli.privacy import app
+from fedsim.privacy import calculator
+
+STEPS = {"steps": 3, "sampling_rate": 0.5, "correlation": 0.5, "noise_multiplier": 1.5}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("gaussian", {"sensitivity": 2.0, "sigma": 2.0}),
+    ("random_projection", {"leverage": 0.1, "r": 20}),
+    ("least_squares", {"p": 0.05, "q": 0.1, "r": 100, "d": 10}),
+    ("truncated_laplace", {"scale": 1.0, "bound": 4.5}),
+    ("gaussian_sampling", {"k": 100, "distance": 0.15}),
+    ("gaussian_sampling", {"k": 100, "beta": 0.05, "lift": 1.0}),
+    ("poisson_gaussian", {"steps": 4, "sampling_rate": 0.5, "noise_multiplier": 1.0}),
+    ("correlated_gaussian", {**STEPS, "sampling": "full"}),
+    ("correlated_gaussian", {**STEPS, "sampling": "single_epoch", "noise_multiplier": 0.8}),
+    ("correlated_gaussian", {**STEPS, "sampling": "fixed_size"}),
+]
+DELTA, DRAWS = 0.02, 150_000
+
+
+@pytest.mark.parametrize(("mechanism", "keys"), CASES)
+def test_an_honest_mechanism_holds_and_one_with_half_the_noise_is_caught(
+    mechanism: str, keys: dict[str, Any]
+) -> None:
+    honest = calculator.audit(mechanism, keys, delta=DELTA, draws=DRAWS)
+    assert honest.holds
+    assert 0.5 * honest.claim < honest.lower_bound <= honest.claim
+    lying = calculator.audit(mechanism, {**keys, "sabotage": 0.5}, delta=DELTA, draws=DRAWS)
+    assert lying.claim == honest.claim
+    assert not lying.holds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mechanism", "keys"), CASES)
+def test_a_fifth_less_noise_is_caught(mechanism: str, keys: dict[str, Any]) -> None:
+    honest = calculator.audit(mechanism, keys, delta=DELTA)
+    lying = calculator.audit(mechanism, {**keys, "sabotage": 0.8}, delta=DELTA)
+    assert honest.holds
+    assert not lying.holds
+
+
+def test_the_gaussian_is_found_to_within_a_tenth_and_less_noise_is_caught() -> None:
+    keys = {"sensitivity": 1.0, "sigma": 1.0}
+    honest = calculator.audit("gaussian", keys, delta=1e-5)
+    assert honest.draws == 1_000_000
+    assert 0.9 * honest.claim < honest.lower_bound <= honest.claim
+    assert honest.lower_bound == max(honest.bounds.values())
+    assert not calculator.audit("gaussian", {**keys, "sabotage": 0.8}, delta=1e-5).holds
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "keys"),
+    [
+        ("gaussian", {"sensitivity": 1.0, "sigma": 4.0}),
+        ("random_projection", {"leverage": 0.02, "r": 20}),
+        ("poisson_gaussian", {"steps": 4, "sampling_rate": 0.5, "noise_multiplier": 4.0}),
+    ],
+)
+def test_one_run_of_a_thousand_rows_bears_the_claim_and_catches_a_tenth_of_the_noise(
+    mechanism: str, keys: dict[str, Any]
+) -> None:
+    honest = calculator.audit(mechanism, keys, delta=1e-5, draws=1000, method="one_run")
+    assert honest.holds
+    assert list(honest.bounds) == ["one_run"]
+    lying = calculator.audit(
+        mechanism, {**keys, "sabotage": 0.1}, delta=1e-5, draws=1000, method="one_run"
+    )
+    assert not lying.holds
+    assert lying.lower_bound < math.log(1000 / 4.6)
+
+
+def test_one_run_says_less_than_two_worlds() -> None:
+    keys = {"sensitivity": 1.0, "sigma": 1.0}
+    run = calculator.audit("gaussian", keys, delta=1e-5, method="one_run")
+    assert run.draws == 10_000
+    assert 1 < run.lower_bound < 0.5 * run.claim
+
+
+def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
+    """KAN under correlated noise, Theorem F.12 (by F.8): at λ = 0 and T = 1 the others tell."""
+    keys = {"steps": 1, "sampling_rate": 0.1, "noise_multiplier": 1.0, "sampling": "fixed_size"}
+    exact = calculator.audit("correlated_gaussian", keys, delta=1e-3, draws=DRAWS)
+    assert exact.holds
+    amplified = calculator.epsilon(
+        "correlated_gaussian", {**keys, "sampling": "poisson"}, delta=1e-3
+    ).epsilon
+    assert exact.lower_bound > amplified
+
+
+def test_the_same_seed_is_the_same_verdict() -> None:
+    keys = {"leverage": 0.1, "r": 20}
+    one, same, other = (
+        calculator.audit("random_projection", keys, delta=DELTA, draws=10_000, seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert one == same
+    assert one.lower_bound != other.lower_bound
+
+
+def test_the_command_says_what_was_found() -> None:
+    words = ["audit", "gaussian", "sensitivity=1", "sigma=1", "--delta", "0.01"]
+    done = CliRunner().invoke(app, [*words, "--draws", "20000", "--json"])
+    assert done.exit_code == 0, done.output
+    said = json.loads(done.output)
+    assert said["holds"] is True and said["verdict"] == "holds"
+    assert 0 < said["lower_bound"] < said["claim"]
+    assert (said["draws"], said["delta"], said["confidence"]) == (20000, 0.01, 0.99)
+
+
+def test_a_refuted_claim_is_exit_status_1() -> None:
+    words = ["audit", "gaussian", "sensitivity=1", "sigma=1", "sabotage=0.5", "--delta", "0.01"]
+    done = CliRunner().invoke(app, [*words, "--draws", "20000"])
+    assert done.exit_code == 1
+    assert "REFUTED: the mechanism leaks more than it claims" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["gaussian", "sigma=1"], "--delta is missing"),
+        (["gaussian", "sigma=1", "--delta", "1"], "delta: got 1"),
+        (["gaussian", "sigma=1", "--delta", "0.1", "--draws", "50"], "too few"),
+        (["gaussian", "sigma=1", "--delta", "0.1", "--draws", "0"], "draws"),
+        (["gaussian", "sigma=1", "--delta", "0.1", "--confidence", "1"], "confidence"),
+        (["gaussian", "sigma=1", "sabotage=0", "--delta", "0.1"], "sabotage"),
+        (["gaussian", "--delta", "0.1"], "sigma: missing"),
+        (["gausian", "sigma=1", "--delta", "0.1"], "gaussian"),
+        (["normal", "--delta", "0.1"], "has no experiment"),
+    ],
+)
+def test_what_cannot_be_audited_is_exit_status_2(words: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["audit", *words])
+    assert done.exit_code == 2
+    assert message in done.output
+
+
+def test_no_claim_is_no_lie() -> None:
+    found = calculator.audit("gaussian_sampling", {"k": 5, "distance": 0.99}, delta=0.1, draws=1000)
+    assert math.isfinite(found.lower_bound)
+    assert found.holds

@@ -1,0 +1,282 @@
+"""The command line: thin, quick to answer, and honest in its exit status."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import typer.main
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+from fedsim import __version__, pipeline, report
+from fedsim.cli.commands import app
+from fedsim.contracts.attack import AttackFailed
+from fedsim.results.record import Run
+from fedsim.types import FedsimError, RunFailed
+
+SCENARIO = """\
+name: tiny
+seed: 5
+data: {source: {name: faces, size: 16}, clients: 2}
+model: {name: mlp, hidden: [12]}
+training: {rounds: 2, local: {batch_size: 2}}
+defenses:
+  none: []
+  noise: [{name: gaussian_noise, std: 0.01}]
+attacks: [{name: inverting_gradients, iterations: 3}]
+observe: {rounds: [1], clients: [0], batch_sizes: [1]}
+"""
+
+
+def invoke(*words: object) -> Result:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run made by `fedsim run`."""
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "tiny.yaml").write_text(SCENARIO, encoding="utf-8")
+    result = invoke("run", folder / "tiny.yaml", "--out", folder / "out", "--workers", 1)
+    assert result.exit_code == 0, result.output
+    assert "inverting_gradients" in result.stdout
+    assert f"report: {folder / 'out' / 'report.html'}" in result.stdout
+    return folder / "out"
+
+
+def recording(run: Path, stack: str = "none") -> Path:
+    (found,) = (run / "observations" / stack).rglob("client-*.json")
+    return found
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from fedsim.cli.commands import app\n"
+        "assert 'leaderboard' in CliRunner().invoke(app, ['--help']).output\n"
+        "assert '--resume' in CliRunner().invoke(app, ['run', '--help']).output\n"
+        "assert CliRunner().invoke(app, ['--version']).exit_code == 0\n"
+        "print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "fedsim" in loaded
+    assert not loaded & {"torch", "numpy", "pydantic", "flwr", "ray", "yaml", "matplotlib"}
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"fedsim {__version__}\n"
+
+
+def test_a_run_leaves_what_it_promises(finished: Path) -> None:
+    for name in ("scenario.yaml", "record.json", "rounds.jsonl", "results.jsonl", "report.html"):
+        assert (finished / name).is_file(), name
+
+
+def test_options_reach_the_python_function(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got: dict[str, Any] = {}
+
+    def run(scenario: Path, **options: Any) -> Run:
+        got.update(options, scenario=scenario)
+        return Run(path.parent)
+
+    monkeypatch.setattr(pipeline, "run", run)
+    words = ["--set", "training.rounds=3", "--set", "name=b", "--seed", 9, "--device", "auto"]
+    result = invoke("run", path, "--out", "o", *words, "--resume", "--workers", 2, "--quiet")
+    assert result.exit_code == 0, result.output
+    assert got == {
+        "scenario": path,
+        "out": Path("o"),
+        "overrides": ["training.rounds=3", "name=b", "seed=9", "device=auto"],
+        "resume": True,
+        "workers": 2,
+        "quiet": True,
+    }
+    assert result.output == ""
+
+
+def test_every_option_has_its_python_counterpart() -> None:
+    command = typer.main.get_command(app)
+    shorthand = {"settings", "seed", "device"}  # of `overrides`
+    options = {parameter.name for parameter in command.commands["run"].params}  # type: ignore[attr-defined]
+    python = set(inspect.signature(pipeline.run).parameters)
+    assert options - shorthand == python - {"overrides"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (FedsimError("data.clients: too many"), 2, "data.clients: too many"),
+        (RunFailed("the disk is full; free some space"), 1, "the disk is full"),
+        (AttackFailed("nothing to see"), 1, "nothing to see"),
+        (PermissionError(13, "Permission denied", "/out"), 1, "Permission denied: '/out'"),
+        (KeyboardInterrupt(), 130, "interrupted; continue with: fedsim run x.yaml --resume"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_exit_status(
+    error: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pipeline, "run", run)
+    monkeypatch.setattr(sys, "argv", ["fedsim", "run", "x.yaml", "--resume"])
+    result = invoke("run", "x.yaml", "--resume")
+    assert result.exit_code == status
+    assert said in result.stderr
+    assert "Traceback" not in result.output
+    assert result.stdout == ""
+
+
+def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "run", lambda *args, **options: 1 / 0)
+    assert isinstance(invoke("run", "x.yaml").exception, ZeroDivisionError)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["nonsense"],
+        ["run"],
+        ["run", "x.yaml", "--workers", "0"],
+        ["attack", "x.json"],
+        ["attack", "x.json", "--attack", "idlg", "--labels", "all"],
+        ["attack", "x.json", "--attack", "idlg", "--restarts", "0"],
+        ["leaderboard"],
+        ["leaderboard", "x", "--format", "xml"],
+        ["list", "clients"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_status_2(words: list[str]) -> None:
+    result = invoke(*words)
+    assert result.exit_code == 2
+    assert "Usage: " in result.output
+
+
+def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> None:
+    result = invoke(
+        *("attack", recording(finished), "--attack", "inverting_gradients", "--quiet"),
+        *("--set", "iterations=2", "--restarts", 2, "--labels", "known", "--out", tmp_path / "o"),
+    )
+    assert result.exit_code == 0, result.output
+    row = json.loads(result.stdout)
+    assert row["attack"]["name"] == "inverting_gradients"
+    assert row["attack"]["parameters"]["iterations"] == 2
+    assert row["attack"]["restarts"] == 2
+    assert row["knowledge"]["labels"] == "known"
+    assert row["metrics"]["psnr"] > 0
+    assert row == json.loads((tmp_path / "o" / "result.json").read_text("utf-8"))
+    images = load_file(tmp_path / "o" / "reconstruction.safetensors")["images"]
+    assert images.shape == (1, 1, 16, 16)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--attack", "inverting_gradient"], "did you mean 'inverting_gradients'?"),
+        (["--attack", "inverting_gradients", "--set", "iteratons=2"], "did you mean 'iterations'?"),
+        (
+            ["--attack", "inverting_gradients", "--set", "iterations=x"],
+            "--set iterations=x: iterations: expected a whole number, got 'x'",
+        ),
+        (["--attack", "inverting_gradients", "--set", "restarts=2"], "restarts: unknown key"),
+        (["--attack", "inverting_gradients", "--device", "cuda:99"], "not available"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_attack_refuses(words: list[str], said: str, finished: Path, tmp_path: Path) -> None:
+    result = invoke("attack", recording(finished), *words, "--out", tmp_path / "o")
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert not (tmp_path / "o").exists()
+
+
+def test_attack_refuses_a_folder_that_cannot_be(finished: Path, tmp_path: Path) -> None:
+    """Before the attack, not after hours of it."""
+    (tmp_path / "file").write_text("")
+    words = ("attack", recording(finished), "--attack", "label_inference", "--out")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = invoke(*words, wrong)
+        assert result.exit_code == 2, result.output
+        assert f"--out {wrong}: {tmp_path / 'file'} is a file and no folder" in result.stderr
+        assert not result.stdout
+
+
+def test_attack_refuses_what_is_no_recording(finished: Path, tmp_path: Path) -> None:
+    for wrong in (tmp_path / "absent.json", finished / "record.json"):
+        result = invoke("attack", wrong, "--attack", "inverting_gradients")
+        assert result.exit_code == 2, result.output
+        assert str(wrong) in result.stderr
+
+
+def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = invoke("leaderboard", finished)
+    assert shown.exit_code == 0, shown.output
+    assert "inverting_gradients" in shown.stdout
+    assert shown.stdout == report.render(report.leaderboard_rows([finished]), "table", width=120)
+    document = json.loads(invoke("leaderboard", finished, "--format", "json").stdout)
+    assert {row["defense"] for row in document["rows"]} == {"none", "noise"}
+    header, *lines = invoke(
+        "leaderboard", finished, finished, "--format", "csv"
+    ).stdout.splitlines()
+    assert "psnr_mean" in header.split(",")
+    assert len(lines) == 2, "the same run twice counts once"
+
+
+def test_report_is_written_again(finished: Path, tmp_path: Path) -> None:
+    result = invoke("report", finished, "--out", tmp_path / "r.html")
+    assert result.exit_code == 0, result.output
+    assert result.stdout == f"{tmp_path / 'r.html'}\n"
+    assert "<html" in (tmp_path / "r.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("command", ["leaderboard", "report"])
+def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None:
+    for wrong in (tmp_path, tmp_path / "absent"):
+        result = invoke(command, wrong)
+        assert result.exit_code == 2, result.output
+        assert str(wrong) in result.stderr
+
+
+def test_list() -> None:
+    every = invoke("list").stdout
+    for heading in ("ATTACKS", "DEFENSES", "MODELS", "DATA"):
+        assert f"{heading}\n" in every
+    assert "iterations" in every
+    rows = json.loads(invoke("list", "defenses", "--format", "json").stdout)
+    (clip,) = [row for row in rows if row["name"] == "clip"]
+    assert (clip["kind"], clip["package"], clip["error"]) == ("defenses", "fedsim", None)
+    assert [item["name"] for item in clip["parameters"]] == ["norm"]
+
+
+def test_schema_is_json() -> None:
+    assert json.loads(invoke("schema").stdout)["title"] == "fedsim scenario"
+
+
+def test_validate(path: Path) -> None:
+    assert invoke("validate", path).stdout == f"{path}: valid\n"
+    swept = invoke("validate", path, "--set", 'sweep["seed"]=[1, 2]').stdout
+    assert swept == f"{path}: valid\n  seed=1\n  seed=2\n"
+    resolved = invoke("validate", path, "--resolved").stdout
+    path.write_text(resolved, encoding="utf-8")
+    assert invoke("validate", path, "--resolved").stdout == resolved
+    assert "algorithm: fedsgd" in resolved
+    assert invoke("validate", path, "--set", "seed=x").exit_code == 2

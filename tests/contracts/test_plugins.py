@@ -1,0 +1,290 @@
+"""Plugins of third parties: found, listed, run, and broken ones kept apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fedsim.cli.commands import app
+from fedsim.contracts import listing, plugins
+from fedsim.scenario import ScenarioError, json_schema, resolve
+
+THIRDPARTY = Path(__file__).parents[1] / "thirdparty"
+Install = Callable[..., None]
+
+BUILD = """
+import shutil, sys
+from setuptools import build_meta
+shutil.copytree(sys.argv[1], "source")
+import os
+os.chdir("source")
+build_meta.build_wheel(sys.argv[2])
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which `tests/thirdparty` is installed from its wheel."""
+    work, target = tmp_path_factory.mktemp("work"), tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(THIRDPARTY), str(work)],
+        cwd=work,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = work.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    return target
+
+
+@pytest.fixture
+def seen(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The third party's package, visible to this process."""
+    monkeypatch.syspath_prepend(str(site))
+    plugins._entry_points.cache_clear()
+    yield
+    plugins._entry_points.cache_clear()
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Makes a distribution of one module visible to this process."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def install(package: str, code: str, group: str, **points: str) -> None:
+        module = package.replace("-", "_")
+        (tmp_path / f"{module}.py").write_text(code, encoding="utf-8")
+        info = tmp_path / f"{module}-1.2.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+        lines = [f"{name} = {module}:{attribute}" for name, attribute in points.items()]
+        (info / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines, ""]))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+        plugins._entry_points.cache_clear()
+
+    yield install
+    plugins._entry_points.cache_clear()
+
+
+def scenario(**changes: object) -> dict[str, object]:
+    least = {"name": "x", "data": {"source": "faces"}, "model": "mlp", "attacks": []}
+    return {**least, **changes}
+
+
+@pytest.mark.usefixtures("seen")
+def test_a_third_partys_plugins_are_listed_with_their_package() -> None:
+    rows = {row["name"]: row for row in listing.rows(["attacks", "defenses"])}
+    attack = rows["first_layer"]
+    assert (attack["package"], attack["version"]) == ("fedsim-example-plugins", "2.5.1")
+    assert attack["paper"].startswith("Phong et al.")
+    assert attack["parameters"] == [
+        {
+            "name": "neurons",
+            "type": "integer",
+            "default": 1,
+            "required": False,
+            "range": ">= 1, <= 4096",
+            "description": "How many neurons, those with the largest bias gradients, are averaged.",
+        }
+    ]
+    assert rows["clip"]["package"] == "fedsim"
+    shown = CliRunner().invoke(app, ["list", "defenses"]).stdout
+    assert "sign  (fedsim-example-plugins 2.5.1)" in shown
+    assert "scale  = 0.001  number: > 0, <= 1e+06  Magnitude of every entry sent" in shown
+
+
+@pytest.mark.usefixtures("seen")
+def test_a_broken_plugin_is_listed_with_the_cause_and_stops_no_other() -> None:
+    result = CliRunner().invoke(app, ["list", "attacks"])
+    assert result.exit_code == 0
+    assert "unimportable  (fedsim-example-plugins 2.5.1)\n    BROKEN: " in result.stdout
+    assert "No module named 'a_module_that_is_not_installed'" in result.stdout
+    assert "first_layer" in result.stdout
+    resolve(scenario(attacks=["first_layer"]))
+    with pytest.raises(ScenarioError, match=r"a_module_that_is_not_installed.*repair or"):
+        resolve(scenario(attacks=["unimportable"]))
+    titles = [
+        form.get("title") for form in json_schema()["properties"]["attacks"]["items"]["anyOf"]
+    ]
+    assert "first_layer" in titles
+    assert "unimportable" not in titles
+
+
+SCENARIO = """\
+name: thirdparty
+seed: 3
+data: {source: {name: faces, size: 16}, clients: 2}
+model: {name: mlp, hidden: [16]}
+training: {rounds: 2, local: {batch_size: 4}}
+defenses:
+  none: []
+  sign: [{name: sign, scale: 0.01}]
+attacks: [{name: first_layer, neurons: 3}]
+observe: {rounds: [1], clients: [0], batch_sizes: [1, 2]}
+"""
+
+
+def test_a_third_partys_attack_and_defense_run_in_a_scenario(site: Path, tmp_path: Path) -> None:
+    """Exact without defense, defeated by the third party's; two images are a failure with a reason.
+
+    In a process of its own, as a user would run it.
+    """
+    path = tmp_path / "x.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    words = ["run", str(path), "--out", str(tmp_path / "out"), "--workers", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "fedsim", *words],
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "out" / "results.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = {(row["defense"]["name"], row["batch_size"]): row for row in map(json.loads, lines)}
+    assert len(rows) == 4
+    assert rows["none", 1]["attack"]["parameters"] == {"neurons": 3}
+    assert rows["none", 1]["metrics"]["psnr"] > 50
+    assert rows["sign", 1]["metrics"]["psnr"] < 20
+    assert rows["sign", 1]["defense"]["stack"] == [{"name": "sign", "scale": 0.01}]
+    assert rows["none", 2]["status"] == "failed"
+    assert "only one image can be divided out, not 2" in rows["none", 2]["reason"]
+
+
+ATTACK = """
+from fedsim.contracts.attack import Attack, AttackState, Needs
+from pydantic import Field, field_validator
+
+class Needy(Attack[AttackState]):
+    "Needs what a scenario has to grant."
+    needs = Needs(labels="known", bn="running")
+    def init(self, observation, knowledge, rng): raise NotImplementedError
+    def step(self, state): raise NotImplementedError
+    def terminate(self, state): raise NotImplementedError
+    def postprocess(self, state): raise NotImplementedError
+
+class Reserved(Needy):
+    restarts: int = 3
+
+class Failing(Needy):
+    depth: int = 0
+    @field_validator("depth")
+    @classmethod
+    def _fails(cls, value): raise ZeroDivisionError("by design")
+
+class Unwritable(Needy):
+    then: type = int
+
+class Abstract(Attack[AttackState]):
+    pass
+
+class NoPlugin:
+    pass
+"""
+
+
+def test_what_an_attack_needs_has_to_be_granted(install: Install) -> None:
+    install("odd", ATTACK, "fedsim.attacks", needy="Needy")
+    written = scenario(attacks=["needy"], knowledge={"labels": "known", "bn": "running"})
+    assert resolve(written).attacks[0].label == "needy"
+    for knowledge, said in (
+        ({"labels": "inferred", "bn": "running"}, "needs knowledge.labels: known"),
+        ({"labels": "known", "bn": "none"}, "needs knowledge.bn: running"),
+    ):
+        with pytest.raises(ScenarioError, match=rf"attacks\[0\]: needy {said}.*grant it") as caught:
+            resolve(scenario(attacks=["needy"], knowledge=knowledge))
+        assert caught.value.path == "attacks[0]"
+
+
+def test_what_a_parameter_needs_has_to_be_granted() -> None:
+    oracle = {"name": "tensor_features", "oracle": True}
+    with pytest.raises(ScenarioError, match=r"needs knowledge\.features: known"):
+        resolve(scenario(attacks=[oracle]))
+    resolve(scenario(attacks=[oracle], knowledge={"features": "known"}))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [
+        ("Reserved", "has a parameter called 'restarts', which a scenario uses itself"),
+        ("Abstract", "is abstract; its author has to implement init, postprocess, step, terminate"),
+        ("NoPlugin", "expected a class derived from fedsim.contracts.plugins.Plugin"),
+        ("Absent", "cannot be imported: AttributeError"),
+        ("Unwritable", "its plugin failed on it: PydanticSerializationError"),
+    ],
+)
+def test_a_plugin_that_cannot_be_used_says_whose_fault_it_is(
+    install: Install, attribute: str, said: str
+) -> None:
+    install("odd", ATTACK, "fedsim.attacks", odd=attribute, needy="Needy")
+    with pytest.raises(ScenarioError, match=r"^attacks\[0\]: ") as caught:
+        resolve(scenario(attacks=["odd"]))
+    assert said in str(caught.value)
+    rows = {row["name"]: row["error"] for row in listing.rows(["attacks"])}
+    assert rows["needy"] is None
+    assert rows["odd"] or attribute == "Reserved"
+    assert "needy" in str(json_schema())
+
+
+@pytest.mark.parametrize("code", ["raise SystemExit(3)", "1 / 0", "import nothing_like_it", "def"])
+def test_a_package_that_cannot_be_imported_stops_only_who_names_it(
+    install: Install, code: str
+) -> None:
+    install("odd", code, "fedsim.models", odd="Model")
+    (row,) = [row for row in listing.rows(["models"]) if row["name"] == "odd"]
+    assert "plugin 'odd' of odd cannot be imported: " in row["error"]
+    resolve(scenario(model="mlp"))
+    with pytest.raises(ScenarioError, match=r"^model: plugin 'odd' of odd cannot be imported"):
+        resolve(scenario(model="odd"))
+
+
+def test_a_validator_that_fails_is_named(install: Install) -> None:
+    install("odd", ATTACK, "fedsim.attacks", odd="Failing")
+    with pytest.raises(ScenarioError, match=r"^attacks\[0\]: .*ZeroDivisionError: by design"):
+        resolve(scenario(attacks=[{"name": "odd", "depth": 1}]))
+
+
+def test_a_plugin_of_the_wrong_kind_is_refused(install: Install) -> None:
+    install("odd", ATTACK, "fedsim.defenses", odd="Needy")
+    with pytest.raises(ScenarioError, match="does not derive from UpdateDefense or Training"):
+        resolve(scenario(defenses={"a": ["odd"]}))
+
+
+def test_two_packages_with_one_name_are_a_conflict_until_it_is_resolved(install: Install) -> None:
+    install("odd-one", ATTACK, "fedsim.attacks", idlg="Needy")
+    with pytest.raises(plugins.PluginError, match=r"registered twice, by .*odd-one.*uninstall"):
+        plugins.load("fedsim.attacks", "idlg")
+    (row,) = [row for row in listing.rows(["attacks"]) if row["name"] == "idlg"]
+    assert "registered twice" in row["error"]
+
+
+def test_a_defense_whose_guarantee_fails_is_named(install: Install) -> None:
+    code = (
+        "from fedsim.contracts.defense import UpdateDefense\n"
+        "class Odd(UpdateDefense):\n"
+        "    def init(self, update, sensitivity): return {}\n"
+        "    def apply(self, update, state, rng): return update, state\n"
+        "    def guarantee(self, before): return 1 / 0\n"
+    )
+    install("odd", code, "fedsim.defenses", odd="Odd")
+    with pytest.raises(ScenarioError, match=r"^defenses\.a\[1\]: its plugin failed: ZeroDivision"):
+        resolve(scenario(defenses={"a": [{"name": "clip", "norm": 1}, "odd"]}))
+
+
+def test_every_builtin_plugin_loads_and_says_where_it_comes_from() -> None:
+    for group in plugins.GROUPS:
+        for plugin in plugins.installed(group):
+            if plugin.package == "fedsim":
+                assert plugin.error is None, plugin.error
+                assert plugin.summary
+    for row in listing.rows(["attacks", "defenses"]):
+        assert row["paper"], row["name"]

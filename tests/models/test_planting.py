@@ -1,0 +1,129 @@
+"""A server that plants neurons only in the weights that it sends with a probe, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.recording.files import load_observation, load_truth
+from fedsim.report.control import positive_controls
+from fedsim.report.leaderboard import leaderboard_rows
+from fedsim.report.verdict import verdicts
+from fedsim.scenario.resolve import resolve
+from fedsim.training import refusals
+from fedsim.training.workload import Workload
+from fedsim.types import FedsimError
+
+HEAD = {"width": 640, "planted": 512, "planted_std": 0.1}
+TINY: dict[str, Any] = {
+    "name": "planted",
+    "seed": 3,
+    "data": {"source": "digits", "clients": 2},
+    "model": {"name": "mlp", "hidden": [24], "head": HEAD},
+    "training": {"rounds": 2, "local": {"batch_size": 6, "lr": 0.1}},
+    "defenses": {"none": [], "noise": [{"name": "gaussian_noise", "std": 0.001}]},
+    "attacks": ["activation_features", {"name": "best_features", "iterations": 100}],
+    "observe": {"rounds": ["last"], "clients": [0], "batch_sizes": [2], "trials": 2, "plant": True},
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("planted") / "out"
+    fedsim.run(resolve(TINY), out=out)
+    return out
+
+
+def test_rows_say_that_the_server_planted(finished: Path) -> None:
+    lines = (finished / "results.jsonl").read_text().splitlines()
+    assert {json.loads(line)["server"] for line in lines} == {"planted"}
+    recording = next((finished / "observations").rglob("*-b2-t0.json"))
+    _, row = fedsim.attack(recording, "spectral_features")
+    assert row["server"] == "planted"
+
+
+def test_probes_see_planted_neurons_and_training_does_not(finished: Path) -> None:
+    workload = Workload(resolve(TINY), "none")
+    start, _ = workload.initial()
+    rows = start["head.output.weight"][:, -512:]
+    assert float(rows.std(1).min()) > 0  # trained like all others, from an ordinary start
+    seen = load_observation(next((finished / "observations").rglob("*-b2-t0.json")))
+    planted = seen.parameters["head.output.weight"][:, -512:]
+    expected = torch.arange(1.0, 11)[:, None].expand(10, 512) / 512
+    torch.testing.assert_close(planted, expected)
+    assert float(seen.parameters["head.hidden.weight"][-512:].std()) == pytest.approx(0.1, rel=0.05)
+
+
+def test_the_truth_holds_the_heads_inputs(finished: Path) -> None:
+    path = next((finished / "observations").rglob("*-b2-t0.json"))
+    seen = load_observation(path)
+    truth = load_truth(finished, seen.id)
+    assert truth.features is not None
+    flat = (truth.images.flatten(2) - torch.tensor(seen.model.mean)[:, None]) / torch.tensor(
+        seen.model.std
+    )[:, None]
+    weights = seen.parameters
+    expected = torch.relu(flat.flatten(1) @ weights["body.1.weight"].T + weights["body.1.bias"])
+    torch.testing.assert_close(truth.features, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_features_pass_the_positive_control_and_reach_the_verdict(finished: Path) -> None:
+    rows = leaderboard_rows([finished])
+    (control,) = positive_controls(rows)
+    assert control.status == "passed" and "span error" in control.reason
+    by_name = {verdict.strongest.defense: verdict for verdict in verdicts(rows, control)}
+    assert by_name["none"].level == "features"
+    assert by_name["noise"].strongest.attack == "best_features"
+    assert "span error" in by_name["none"].sentence
+    report = (finished / "report.html").read_text()
+    assert "512 hidden neurons of the head are of its own choice" in report
+    lines = (finished / "results.jsonl").read_text().splitlines()
+    controls = [json.loads(line)["control"]["other_update"] for line in lines]
+    assert all(control["subspace_error"] > 0.05 for control in controls)  # others' features
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": {"name": "mlp"}}, "model.head.planted"),
+        ({"observe": {"clients": [0], "plant": True}}, "set observe.batch_sizes"),
+    ],
+)
+def test_nothing_to_plant_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(FedsimError, match=message):
+        refusals.check(Workload(resolve({**TINY, **changes}), "none"))
+
+
+IMPRINTED: dict[str, Any] = {
+    **TINY,
+    "name": "imprinted",
+    "data": {"source": {"name": "faces", "size": 16}, "clients": 2},
+    "model": {"name": "mlp", "hidden": [24], "imprint": {"bins": 64}},
+    "training": {"rounds": 3, "local": {"batch_size": 6, "lr": 0.5}},
+    "defenses": {"none": []},
+    "attacks": ["imprint"],
+    "observe": {**TINY["observe"], "batch_sizes": [4]},
+}
+
+
+def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> None:
+    for plant in (True, False):
+        scenario = {**IMPRINTED, "observe": {**IMPRINTED["observe"], "plant": plant}}
+        start, _ = Workload(resolve(scenario), "none").initial()
+        assert bool(start["imprint.output.weight"].any()) != plant
+        out = tmp_path / str(plant)
+        fedsim.run(resolve(scenario), out=out)
+        seen = load_observation(next((out / "observations").rglob("*-b4-t0.json")))
+        weight = seen.parameters["imprint.hidden.weight"]
+        assert bool((weight == weight[0, 0]).all()) == plant
+        rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+        assert [row["status"] for row in rows] == ["ok", "ok"]
+        assert all(row["model"]["parameters"]["imprint"]["bins"] == 64 for row in rows)
+        assert "module of 64 neurons in front of the model" in (out / "report.html").read_text()
+        if plant:
+            assert max(row["metrics"]["psnr"] for row in rows) > 30

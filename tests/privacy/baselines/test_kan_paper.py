@@ -1,0 +1,134 @@
+"""Errors of the KAN paper's privacy analysis, each demonstrated.
+
+Population Risk Bounds for Kolmogorov-Arnold Networks Trained by DP-SGD with Correlated Noise, 2026.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import beta, norm
+
+from fedsim.privacy.baselines import correlated_paper
+from fedsim.privacy.composition import correlated
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.types import FedsimError
+
+RATE, SIGMA, EPSILON = 0.1, 1.0, 1.0
+
+
+def hockey_stick(here: dict[float, float], there: dict[float, float]) -> float:
+    """δ(1) between two mixtures of N(mean, 1), written as {mean: weight}, by quadrature."""
+    x = np.linspace(-12, 15, 400_001)
+    first, second = (
+        sum(weight * norm.pdf(x - mean) for mean, weight in mixture.items())
+        for mixture in (here, there)
+    )
+    excess = np.maximum(first - math.exp(EPSILON) * second, 0)
+    return float(excess.sum() * (x[1] - x[0]))
+
+
+def test_f8_claims_too_little_for_batches_of_a_fixed_size() -> None:
+    """Theorem F.8 drops the other examples' gradients: their sum depends on who was drawn."""
+    claimed = hockey_stick({0.0: 1 - RATE, 1.0: RATE}, {0.0: 1.0})
+    # one step, batches of one: every other gradient is -1, the example's is +1, or 0 if zeroed out
+    true = hockey_stick({-1.0: 1 - RATE, 1.0: RATE}, {-1.0: 1 - RATE, 0.0: RATE})
+    assert claimed == pytest.approx(2.07e-4, rel=0.01)
+    assert true >= 7.7e-3
+    assert true > 37 * claimed
+
+
+def test_f8_is_refuted_by_running_the_algorithm() -> None:
+    """Ten examples, batches of one, one step: the event x > 1.6 alone exceeds the claim."""
+    draw, runs = np.random.default_rng(0), 400_000
+
+    def released(gradient_of_the_first: float) -> np.ndarray:
+        gradients = np.full(10, -1.0)
+        gradients[0] = gradient_of_the_first
+        batch = draw.integers(10, size=runs)
+        return gradients[batch] + SIGMA * draw.standard_normal(runs)
+
+    hits = [int((released(gradient) > 1.6).sum()) for gradient in (1.0, 0.0)]
+    surely = 0.0005  # each side, Clopper-Pearson
+    least = beta.ppf(surely, hits[0], runs - hits[0] + 1)
+    most = beta.ppf(1 - surely, hits[1] + 1, runs - hits[1])
+    assert least - math.exp(EPSILON) * most > 10 * 2.1e-4
+
+
+def test_what_is_claimed_here_for_a_fixed_size_covers_the_counterexample() -> None:
+    true = hockey_stick({-1.0: 1 - RATE, 1.0: RATE}, {-1.0: 1 - RATE, 0.0: RATE})
+    keys = {"steps": 1, "sampling_rate": RATE, "noise_multiplier": SIGMA, "sampling": "fixed_size"}
+    claimed = CorrelatedCurve.model_validate(keys).delta(EPSILON).delta
+    assert true <= claimed
+    assert claimed == pytest.approx(RATE * math.exp(gaussian.log_delta(SIGMA, EPSILON)), rel=1e-9)
+
+
+def test_f8_is_right_for_poisson_sampling() -> None:
+    keys = {"steps": 1, "sampling_rate": RATE, "noise_multiplier": SIGMA, "sampling": "poisson"}
+    claimed = CorrelatedCurve.model_validate(keys).delta(EPSILON).delta
+    exact = hockey_stick({0.0: 1 - RATE, 1.0: RATE}, {0.0: 1.0})
+    assert claimed == pytest.approx(exact, rel=0.02)
+    # whatever the others add, it is added to both neighbours
+    shifted = hockey_stick(
+        {-2.0: 0.5 * (1 - RATE), -1.0: 0.5, 0.0: 0.5 * RATE}, {-2.0: 0.5, -1.0: 0.5}
+    )
+    assert shifted <= exact
+
+
+def test_f12_speaks_of_long_runs_only() -> None:
+    """η <= 1 needs T q >= 3 log(2 / δ): 36.6 expected participations at δ = 1e-5."""
+    with pytest.raises(FedsimError, match=r"36\.6.*exact"):
+        correlated_paper.noise(1.0, 1e-5, steps=360, sampling_rate=0.1, correlation=0.5)
+    correlated_paper.noise(1.0, 1e-5, steps=370, sampling_rate=0.1, correlation=0.5)
+    assert correlated_paper.least_delta(370, 0.1) < 1e-5 < correlated_paper.least_delta(360, 0.1)
+    keys = {"steps": 100, "sampling_rate": 0.1, "correlation": 0.5, "sampling": "fixed_size"}
+    curve = CorrelatedCurve.model_validate({**keys, "variant": "paper", "noise_multiplier": 50.0})
+    with pytest.raises(FedsimError, match=r"F\.12"):
+        curve.epsilon(1e-5)
+    assert curve.epsilon(0.1).delta == 0.1
+    with pytest.raises(FedsimError, match="ε > 0"):
+        curve.delta(0.0)
+
+
+def test_f12_rests_on_a_gaussian_step_that_fails_above_one() -> None:
+    epsilon, delta = 10.0, 1e-2
+    classical = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
+    assert math.exp(gaussian.log_delta(classical, epsilon)) > 4 * delta
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
+def test_f12_holds_below_one_and_wastes_noise(correlation: float) -> None:
+    """Its strategy (bound the participations, then the Gaussian mechanism) survives F.8's fall."""
+    shape = {"steps": 400, "sampling_rate": 0.1, "correlation": correlation}
+    noise = correlated_paper.noise(1.0, 1e-3, **shape)
+    log_delta = correlated.log_delta_revealed(noise, 1.0, **shape, factor=1.0)
+    assert log_delta < math.log(1e-3)
+    assert correlated.log_delta_revealed(noise / 1.8, 1.0, **shape, factor=1.0) < math.log(1e-3)
+
+
+def test_f12_counts_correlation_as_if_all_participations_were_in_a_row() -> None:
+    """1 / (1 - λ) against 1 / sqrt(1 - λ²) for participations far apart."""
+    shape = {"steps": 400, "sampling_rate": 0.1}
+    lam = 0.9
+    paper = correlated_paper.noise(1.0, 1e-3, **shape, correlation=lam) / correlated_paper.noise(
+        1.0, 1e-3, **shape, correlation=0.0
+    )
+    apart = correlated.sensitivity(400, lam, 1) / correlated.sensitivity(400, 0.0, 1)
+    assert paper == pytest.approx(10)
+    assert apart == pytest.approx(1 / math.sqrt(1 - lam**2))
+
+
+def test_theorems_5_4_and_5_1_do_not_join_as_correlation_vanishes() -> None:
+    """λ -> 0 must end at λ = 0; theirs is off by a factor that grows like 1 / sqrt(q)."""
+
+    def jump(rate: float) -> float:
+        steps = round(100 / rate)  # as many participations
+        shape = {"steps": steps, "sampling_rate": rate}
+        vanishing = correlated_paper.noise(0.5, 1e-5, **shape, correlation=1e-12)
+        return vanishing / correlated_paper.independent_noise(0.5, 1e-5, **shape)
+
+    assert jump(0.01) > 3
+    assert jump(0.0001) / jump(0.01) == pytest.approx(10)

@@ -1,0 +1,110 @@
+"""The composition of whole curves: against closed forms, and never below them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from fedsim.contracts.guarantee import Composed, CurveMechanism
+from fedsim.privacy.composition import curves
+from fedsim.privacy.composition.curves import LogDelta
+from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics.special import Array
+
+
+def normal(multiplier: float) -> LogDelta:
+    return lambda epsilons: gaussian.log_delta(multiplier, epsilons)
+
+
+def response(epsilon: float, lost: float) -> LogDelta:
+    """Randomized response, which tells for sure with probability `lost`."""
+
+    def curve(epsilons: Array) -> Array:
+        rest = np.maximum(0.0, -np.expm1(np.minimum(epsilons - epsilon, 0)))
+        with np.errstate(divide="ignore"):
+            return np.log(lost + (1 - lost) * rest / (1 + math.exp(-epsilon)))
+
+    return curve
+
+
+@pytest.mark.parametrize(
+    ("multipliers", "delta"),
+    [((1.0, 1.0), 1e-5), ((3.0, 0.7), 1e-3), ((20.0, 5.0), 1e-6), ((4.0, 4.0, 2.0), 1e-4)],
+)
+def test_gaussian_mechanisms_compose_to_one(multipliers: tuple[float, ...], delta: float) -> None:
+    together = 1 / math.sqrt(sum(m**-2 for m in multipliers))
+    expected = float(gaussian.epsilon(together, delta))
+    found = curves.epsilon([normal(m) for m in multipliers], delta)
+    assert expected <= found <= 1.001 * expected
+
+
+def test_a_single_curve_is_exact() -> None:
+    for delta in (1e-9, 1e-2):
+        expected = float(gaussian.epsilon(1.3, delta))
+        assert curves.epsilon([normal(1.3)], delta) == pytest.approx(expected, rel=1e-9)
+    assert curves.epsilon([normal(50.0)], 0.5) == 0.0
+    assert curves.epsilon([], 1e-5) == 0.0
+
+
+def test_randomized_responses_compose_as_they_must() -> None:
+    """Two of ε = 1: at δ below both being answered truly, ε is 2; at more it is that of the sum."""
+    both = (math.e / (1 + math.e)) ** 2
+    for epsilon in (0.5, 1.0, 1.7):
+        delta = both * -math.expm1(epsilon - 2)
+        found = curves.epsilon([response(1.0, 0.0)] * 2, delta)
+        assert epsilon <= found <= epsilon + 1e-6
+
+
+def test_what_is_lost_for_sure_is_lost() -> None:
+    """δ never falls below what the mechanisms give away: with less there is no ε."""
+    curves = [normal(1.0), response(0.1, 1e-4)]
+    assert curves.epsilon(curves, 0.9e-4) == math.inf
+    assert curves.epsilon(curves, 1.1e-4) < math.inf
+    with_it, without = (
+        curves.epsilon([normal(1.0), response(0.1, lost)], 1e-3) for lost in (5e-4, 0.0)
+    )
+    assert with_it > without
+
+
+def test_it_is_less_than_the_sum_and_nothing_costs_nothing() -> None:
+    alone = float(gaussian.epsilon(1.0, 5e-6))
+    together = curves.epsilon([normal(1.0), normal(1.0)], 1e-5)
+    assert together < 0.8 * 2 * alone
+    nothing: LogDelta = lambda epsilons: np.full_like(epsilons, -np.inf)  # noqa: E731
+    expected = float(gaussian.epsilon(1.0, 1e-5))
+    assert curves.epsilon([normal(1.0), nothing], 1e-5) == pytest.approx(expected, rel=1e-3)
+    assert curves.epsilon([nothing], 1e-5) == 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known(CurveMechanism):
+    """A mechanism of which the curve is known: a Gaussian one."""
+
+    multiplier: float
+
+    def log_delta(self, epsilons: Array) -> Array:
+        return gaussian.log_delta(self.multiplier, epsilons)
+
+
+def test_releases_count_as_often_as_they_are_made() -> None:
+    """Four of a noise multiplier of 2 are one of 1, however they come together."""
+    one = Known(unit="example", relation="close", accountant="normal", beta=1.0, multiplier=2.0)
+    expected = float(gaussian.epsilon(1.0, 1e-5))
+    for mechanism, releases in (
+        (one, 4),
+        (Composed.of((one, one)), 2),
+        (Composed.of((one,) * 4), 1),
+    ):
+        assert expected <= mechanism.epsilon(1e-5, releases) <= 1.001 * expected
+
+
+def test_one_relative_claim_makes_all_relative() -> None:
+    close, relative = (
+        Known(unit="example", relation=relation, accountant="normal", beta=1.0, multiplier=2.0)
+        for relation in ("close", "relative")
+    )
+    for parts, relation in (((close, close), "close"), ((close, relative), "relative")):
+        assert Composed.of(parts).relation == relation

@@ -1,0 +1,145 @@
+"""δ of sketched least squares against mpmath by two methods, its limits, and raw matrices."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath as mp
+import numpy as np
+import pytest
+from ndis_reference import regression_terms, two_groups, vertical
+
+from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.numerics import ndis
+from fedsim.types import FedsimError
+
+WAYS = ("forward", "reverse")
+POINTS = [
+    (0.02, 0.05, 300, 12, 1.0),
+    (0.01, 0.0199, 1000, 12, 0.5),  # q = 2 p - p²: the first group has hardly a square
+    (0.3, 0.9, 4, 3, 2.0),
+    (1e-4, 0.2, 50, 1, 0.1),
+    (0.2, 0.2001, 900, 5, 0.5),
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("point", POINTS)
+def test_it_agrees_with_high_precision(
+    point: tuple[float, float, int, int, float], way: str
+) -> None:
+    p, q, r, d, epsilon = point
+    with mp.workdps(20):
+        a1, a2, b1, c = regression_terms(p, q, r, d, epsilon, way == "reverse")
+        expected = two_groups(a1, a2, b1, c, d - 1)
+        found = float(regression.log_delta(p, q, r, d, epsilon, way))  # type: ignore[arg-type]
+        assert abs(mp.expm1(found - mp.log(expected))) < 1e-10
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_second_method_agrees_with_the_first(way: str) -> None:
+    p, q, r, d, epsilon = 0.02, 0.05, 300, 12, 1.0
+    with mp.workdps(25):
+        a1, a2, b1, c = regression_terms(p, q, r, d, epsilon, way == "reverse")
+
+        def log_moment(s: object) -> object:
+            groups = -(mp.log1p(s * a1) + (d - 1) * mp.log1p(s * a2)) / 2
+            return groups + s**2 * b1**2 / (1 + s * a1) / 2 - s * (c - epsilon)
+
+        expected = vertical(log_moment, epsilon, at=4.0, step=0.2, count=1500)
+        found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+        assert abs(mp.expm1(float(found) - mp.log(expected))) < 1e-9
+
+
+def test_the_limits_are_random_projections() -> None:
+    q = 10.0 ** -np.arange(0.1, 9, 0.8)
+    for way, other in (WAYS, WAYS[::-1]):
+        for epsilon in (0.0, 1e-3, 0.2, 5.0):
+            keys = {"r": 50, "d": 7, "epsilon": epsilon, "direction": way}
+            no_residual = regression.log_delta(q, q, **keys)  # type: ignore[arg-type]
+            linear = projection.log_delta(q, 1, epsilon, other)  # type: ignore[arg-type]
+            assert np.allclose(no_residual, linear, rtol=1e-11, atol=1e-10)
+            no_leverage = regression.log_delta(0.0, q, **keys)  # type: ignore[arg-type]
+            wide = projection.log_delta(q, 7, epsilon, way)  # type: ignore[arg-type]
+            assert np.allclose(no_leverage, wide, rtol=1e-11, atol=1e-10)
+
+
+def test_it_is_that_of_the_two_normal_releases() -> None:
+    """Lemma 1's distributions of a data set with and without a row, as normals of any kind."""
+    stream = np.random.default_rng(3)
+    rows, d, r = 12, 3, 40
+    features, target = stream.normal(size=(rows, d)), stream.normal(size=rows)
+
+    def release(b: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        solution, residual, *_ = np.linalg.lstsq(b, y, rcond=None)
+        return solution, float(residual[0]) * np.linalg.inv(b.T @ b) / r
+
+    def leverage(b: np.ndarray) -> float:
+        return float(b[0] @ np.linalg.solve(b.T @ b, b[0]))
+
+    p, q = leverage(features), leverage(np.column_stack([features, target]))
+    present, absent = release(features, target), release(features[1:], target[1:])
+    for epsilon in (0.0, 0.5, 2.0):
+        for way, pair in (
+            ("forward", ndis.pair(*present, *absent)),
+            ("reverse", ndis.pair(*absent, *present)),
+        ):
+            found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+            assert float(found) == pytest.approx(float(pair.log_delta(epsilon)), rel=1e-9)
+
+
+def test_nothing_is_lost_over_the_whole_range() -> None:
+    stream = np.random.default_rng(0)
+    q = np.concatenate([10 ** stream.uniform(-15, 0, 300), 1 - 10 ** stream.uniform(-12, 0, 100)])
+    p = q * stream.random(400) ** stream.integers(1, 9, 400)
+    r, d = 10 ** stream.uniform(0, 6, 400), np.round(10 ** stream.uniform(0, 3, 400))
+    epsilon = np.where(stream.random(400) < 0.2, 0.0, 10 ** stream.uniform(-9, 1, 400))
+    for way in WAYS:
+        found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
+        assert not np.isnan(found).any()
+        assert (found <= 0).all()
+    assert regression.delta(0.3, 1.0, 10, 2, 5.0) == 1.0
+    assert regression.delta(0.0, 0.0, 10, 2, 0.0) == 0.0
+
+
+def test_epsilon_returns_to_where_it_came_from() -> None:
+    log_delta = np.array([-2.0, -12.0, -400.0])
+    for way in WAYS:
+        keys = (0.02, 0.05, 300, 12)
+        epsilon = regression.epsilon(*keys, np.exp(log_delta), way)  # type: ignore[arg-type]
+        again = regression.log_delta(*keys, epsilon, way)  # type: ignore[arg-type]
+        assert np.allclose(again, log_delta, rtol=1e-10)
+    assert regression.epsilon(0.5, 1.0, 3, 2, 0.1) == math.inf
+
+
+def test_the_worst_row_is_not_beaten_by_any_other() -> None:
+    stream = np.random.default_rng(1)
+    for bound, r, d, epsilon in ((0.1, 1000, 10, 1.0), (0.3, 20, 2, 3.0), (0.04, 300, 12, 1.0)):
+        found = regression.worst(bound, r, d, epsilon)
+        assert 0 <= found.p <= found.q <= bound
+        q = bound * np.sqrt(stream.random(3000))
+        others = regression.log_delta(q * stream.random(3000), q, r, d, epsilon)
+        assert others.max() <= found.log_delta + 1e-9
+
+
+def test_the_noise_is_the_least_that_keeps_every_row_private() -> None:
+    sigma = regression.sigma(1.0, 100, 5, 1.0, 1e-4)
+    worst = regression.worst(1 / (1 + sigma**2), 100, 5, 1.0)
+    assert worst.log_delta == pytest.approx(math.log(1e-4), rel=1e-9)
+    weaker = regression.worst(1 / (1 + (0.99 * sigma) ** 2), 100, 5, 1.0)
+    assert weaker.log_delta > math.log(1e-4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((0.3, 0.2, 5, 2, 1.0), "more than q"),
+        ((0.1, 1.2, 5, 2, 1.0), "q: got 1.2"),
+        ((0.1, 0.2, 0.5, 2, 1.0), "r: got 0.5"),
+        ((0.1, 0.2, 5, math.nan, 1.0), "d: got nan"),
+        ((0.1, 0.2, 5, 2, math.inf), "epsilon"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
+    with pytest.raises(FedsimError, match=said):
+        regression.log_delta(*arguments)

@@ -1,0 +1,132 @@
+"""Gaussian sampling: against the normal pair itself, the worst eigenvalues, the paper's lemma."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from fedsim.privacy.mechanisms import gaussian, wishart
+from fedsim.privacy.numerics import ndis, quadratic
+from fedsim.types import FedsimError
+
+
+def of_eigenvalues(a: np.ndarray, k: float, epsilon: float) -> np.ndarray:
+    """The larger direction of log δ for K^(1/2) K'^-1 K^(1/2) with eigenvalues 1 - a."""
+    back = -a / (1 - a)
+    count = np.full(a.shape, float(k))
+    forward = quadratic.log_delta(a, 1 - a, np.zeros_like(a), count, epsilon)
+    return np.maximum(
+        forward, quadratic.log_delta(back, 1 - back, np.zeros_like(a), count, epsilon)
+    )
+
+
+def test_it_is_that_of_the_draws() -> None:
+    """k independent draws are one normal vector of k blocks."""
+    stream = np.random.default_rng(0)
+    root = stream.normal(size=(3, 3)) + 2 * np.eye(3)
+    kernel, a = root @ root.T, np.array([0.3, -0.2, 0.05])
+    other = np.linalg.inv(np.linalg.inv(root).T @ np.diag(1 - a) @ np.linalg.inv(root))
+    blocks = [np.kron(np.eye(4), each) for each in (kernel, other)]
+    pairs = (
+        ndis.pair(np.zeros(12), blocks[0], np.zeros(12), blocks[1]),
+        ndis.pair(np.zeros(12), blocks[1], np.zeros(12), blocks[0]),
+    )
+    for epsilon in (0.0, 0.5, 3.0):
+        expected = max(float(pair.log_delta(epsilon)) for pair in pairs)
+        assert float(of_eigenvalues(a, 4, epsilon)) == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.parametrize("distance", [0.01, 0.3, 0.9])
+@pytest.mark.parametrize("k", [1, 5, 100])
+def test_no_other_eigenvalues_at_that_distance_are_worse(distance: float, k: int) -> None:
+    stream = np.random.default_rng(k)
+    mean = distance * math.sqrt(k / 2)
+    for epsilon in (0.0, 0.01 * mean, 0.3 * mean, mean, 4 * mean):
+        bound = float(wishart.log_delta(k, distance, epsilon))
+        for size in (2, 3, 6):
+            directions = stream.normal(size=(60, size)) ** stream.choice([1, 3], size=(60, 1))
+            a = distance * directions / np.linalg.norm(directions, axis=1, keepdims=True)
+            assert of_eigenvalues(a, k, epsilon).max() <= bound + 1e-9
+
+
+@pytest.mark.parametrize(("up", "down"), [(0.2, 0.1), (0.0, 0.4), (1.5, 0.6)])
+def test_two_eigenvalues_are_those_of_the_draws_and_smaller_ones_tell_less(
+    up: float, down: float
+) -> None:
+    stream = np.random.default_rng(1)
+    bounds = np.array([[up, down]])
+    for epsilon in (0.0, 0.5, 2.0):
+        found = float(wishart.log_delta_of(7, bounds, epsilon))
+        a = np.array([-up, down])
+        expected = quadratic.log_delta(a, 1 - a, np.zeros(2), np.full(2, 7.0), epsilon)
+        assert found == pytest.approx(float(expected), rel=1e-12)
+        for share in stream.random((20, 2)):
+            assert float(wishart.log_delta_of(7, bounds * share, epsilon)) <= found + 1e-9
+        both = np.concatenate([bounds / 2, bounds, bounds / 3])
+        assert float(wishart.log_delta_of(7, both, epsilon)) == found
+    curve = wishart.log_delta_of(7, bounds, np.array([0.0, 0.5, 2.0]))
+    assert curve.shape == (3,)
+    assert float(curve[2]) == found
+
+
+def test_the_most_draws_of_two_eigenvalues() -> None:
+    bounds = np.array([[0.02, 0.0196]])
+    draws = wishart.max_draws_of(bounds, 1.0, 1e-3)
+    kept, lost = (float(wishart.log_delta_of(k, bounds, 1.0)) for k in (draws, draws + 1))
+    assert kept <= math.log(1e-3) < lost
+    assert draws > wishart.max_draws(math.hypot(0.02, 0.0196), 1.0, 1e-3)
+    epsilon = wishart.epsilon_of(draws, bounds, 1e-3)
+    assert float(wishart.log_delta_of(draws, bounds, epsilon)) == pytest.approx(math.log(1e-3))
+    assert wishart.log_delta_of(3, np.array([[0.5, 1.0]]), 5.0) == 0.0
+    assert wishart.epsilon_of(3, np.array([[0.5, 1.0]]), 0.1) == math.inf
+    assert wishart.epsilon_of(3, np.array([[1e-6, 1e-6]]), 0.1) == 0.0
+
+
+def test_laws() -> None:
+    epsilons = np.array([0.0, 0.01, 0.3, 2.0, 10.0])
+    curve = wishart.log_delta(50, 0.2, epsilons)
+    assert (np.diff(curve) < 0).all()
+    assert (wishart.log_delta(51, 0.2, epsilons) > curve).all()
+    assert (wishart.log_delta(50, 0.21, epsilons) > curve).all()
+    assert (curve >= gaussian.log_delta(1 / (0.2 * 5), epsilons) - 1e-12).all()
+    assert wishart.log_delta(3, 0.0, 0.0) == -math.inf
+    assert wishart.log_delta(3, 1.0, 5.0) == 0.0
+
+
+def test_the_inverses_return_to_where_they_came_from() -> None:
+    epsilon = wishart.epsilon(1000, 0.05, 1e-3)
+    assert float(wishart.log_delta(1000, 0.05, epsilon)) == pytest.approx(math.log(1e-3), rel=1e-10)
+    distance = wishart.max_distance(1000, epsilon, 1e-3)
+    assert distance == pytest.approx(0.05, rel=1e-9)
+    draws = wishart.max_draws(0.05, 1.0, 1e-3)
+    kept, lost = (float(wishart.log_delta(k, 0.05, 1.0)) for k in (draws, draws + 1))
+    assert kept <= math.log(1e-3) < lost
+    assert wishart.epsilon(5, 1.0, 0.1) == math.inf
+
+
+@pytest.mark.parametrize("k", [1, 10, 1000])
+@pytest.mark.parametrize("delta", [2e-3, 1e-6])
+def test_the_papers_lemma_holds_and_is_very_loose(k: int, delta: float) -> None:
+    for epsilon in (0.1, 0.9):
+        allowed = float(wishart.paper_max_distance(k, epsilon, delta))
+        assert wishart.max_distance(k, epsilon, delta) > 1.5 * allowed
+        assert wishart.paper_epsilon(k, allowed, delta) == pytest.approx(epsilon)
+    assert wishart.paper_epsilon(k, 1.01 * allowed / 0.9, delta) == math.inf
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((0, 0.1, 1.0), "k: got 0"), ((5, -0.1, 1.0), "distance"), ((5, 0.1, math.nan), "epsilon")],
+)
+def test_what_is_out_of_range_is_refused(arguments: tuple[float, ...], said: str) -> None:
+    with pytest.raises(FedsimError, match=said):
+        wishart.log_delta(*arguments)
+
+
+def test_the_papers_radius_is_its_two_terms() -> None:
+    """log(1/δ) = 8: the first is less from k = 8 on."""
+    delta = math.exp(-8.0)
+    assert wishart.paper_max_distance(100, 0.5, delta) == pytest.approx(0.5 / 80)
+    assert wishart.paper_max_distance(2, 0.5, delta) == pytest.approx(0.5 / 64)

@@ -1,0 +1,53 @@
+"""The record's lines survive a kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedsim.results.record import append_line, drop_torn_line, environment, read_lines, write_lines
+from fedsim.types import FedsimError
+
+
+def test_lines_are_read_as_written(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = [{"a": 1.5, "b": None}, {"a": "ü\n", "b": [1, 2]}]
+    for row in rows:
+        append_line(path, row)
+    assert read_lines(path) == rows
+    write_lines(path, reversed(rows))
+    assert read_lines(path) == rows[::-1]
+
+
+def test_a_line_cut_short_is_left_out_and_appended_over(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    append_line(path, {"n": 1})
+    append_line(path, {"n": 2})
+    path.write_bytes(path.read_bytes()[:-3])
+    assert read_lines(path) == [{"n": 1}]
+    drop_torn_line(path)
+    append_line(path, {"n": 3})
+    assert read_lines(path) == [{"n": 1}, {"n": 3}]
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"\0\0", b"\xff{}", b"[]", b'{"n": ', b'{"m": 1}', b"[" * 9999]
+)
+def test_a_damaged_line_is_named_and_never_skipped(damage: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"n": 1}\n' + damage + b'\n{"n": 3}\n')
+    with pytest.raises(FedsimError, match=r"rows\.jsonl, line 2: damaged.*remove the line"):
+        read_lines(path, lambda row: row["n"] > 0)
+
+
+def test_no_nan_is_ever_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="JSON compliant"):
+        append_line(tmp_path / "rows.jsonl", {"psnr": float("nan")})
+    assert not (tmp_path / "rows.jsonl").exists() or not read_lines(tmp_path / "rows.jsonl")
+
+
+def test_the_environment_names_versions_and_hardware() -> None:
+    found = environment()
+    assert found["packages"]["fedsim"] and found["packages"]["torch"]
+    assert found["processor"] and found["cores"] >= 1
