@@ -26,7 +26,8 @@ from fedsim.contracts.attack import AttackFailed, create, solve
 from fedsim.scenario import Scenario, expand, open_document
 from fedsim.scoring import score
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset, Knowledge
 
 _GAIN = 0.01

@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs, rebuild
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
+from fedsim.models.victim import rebuild
 from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32

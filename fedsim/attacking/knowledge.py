@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.contracts.attack import rebuild
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.types import (
     BatchNormKnowledge,
     FeatureKnowledge,

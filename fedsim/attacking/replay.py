@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
@@ -11,7 +12,6 @@ from fedsim.attacking.knowledge import from_truth
 from fedsim.attacking.targets import Granted, question
 from fedsim.contracts.attack import create
 from fedsim.recording import files
-from fedsim.results.record import Row
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
 from fedsim.types import (
@@ -44,7 +44,7 @@ def attack(
     threads: int = 1,
     truth: str | Path | None = None,
     on_progress: jobs.OnProgress | None = None,
-) -> tuple[Reconstruction, Row]:
+) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
 
     Args:

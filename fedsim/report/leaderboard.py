@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import Gained, gains, over_other
-from fedsim.report.runs import (
+from fedsim.report.victims import images, units
+from fedsim.results.reading import (
     Metrics,
     ResultRow,
     RoundRow,
@@ -24,7 +25,6 @@ from fedsim.report.runs import (
     load_runs,
     measurements,
 )
-from fedsim.report.victims import images, units
 from fedsim.scoring import Accuracy, Summary, accuracy, learning_problem, summarize
 from fedsim.types import Server
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.report.pictures import reconstruction_file
-from fedsim.report.runs import ResultRow, Run, load_runs
+from fedsim.results.reading import ResultRow, Run, load_runs
 from fedsim.scoring import psnr
 
 OVERVIEW = "overview.png"

@@ -23,10 +23,10 @@ from fedsim.report.figures import (
 from fedsim.report.gallery import Plate, gallery
 from fedsim.report.leaderboard import LeaderboardRow, aggregate
 from fedsim.report.recovered import accused, clouds
-from fedsim.report.runs import ResultRow, Run, load_runs, measurements
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
 from fedsim.report.verdict import Verdict, verdicts
+from fedsim.results.reading import ResultRow, Run, load_runs, measurements
 from fedsim.scoring import Summary
 
 _WIDE, _NARROW = 760, 380

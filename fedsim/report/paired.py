@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fedsim.report.runs import Metrics, ResultRow
+from fedsim.results.reading import Metrics, ResultRow
 
 Gained = Literal["psnr", "label_accuracy", "membership_auc"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fedsim.report.runs import ResultRow
+from fedsim.results.reading import ResultRow
 
 _VANTAGE = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "

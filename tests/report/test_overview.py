@@ -14,7 +14,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
 from fedsim.report.overview import _chosen, _recovered, _strongest
-from fedsim.report.runs import load_runs
+from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
 
 

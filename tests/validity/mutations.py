@@ -341,7 +341,7 @@ MUTATIONS = (
     Mutation(
         name="runs of other seeds are dropped as copies",
         item=11,
-        file="fedsim/report/runs.py",
+        file="fedsim/results/reading.py",
         old='    rows = {(str(run.setting("seed")), '
         "row.identity): row for run in runs for row in run.rows}\n",
         new="    rows = {row.identity: row for run in runs for row in run.rows}\n",

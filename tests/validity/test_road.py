@@ -24,11 +24,12 @@ import fedsim
 from fedsim.attacking.jobs import reconstruction_path, seed_of
 from fedsim.attacking.knowledge import grant
 from fedsim.contracts import plugins
-from fedsim.contracts.attack import Attack, AttackState, rebuild, solve
+from fedsim.contracts.attack import Attack, AttackState, solve
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, read_tensors
 from fedsim.results.record import Row, Run
 from fedsim.types import Dataset, GroundTruth, Knowledge, Observation, Reconstruction, Tensors

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from fedsim.attacking.knowledge import grant
-from fedsim.contracts.attack import rebuild, solve
+from fedsim.contracts.attack import solve
 from fedsim.data.bundled import Faces
 from fedsim.models.base import denormalize
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Knowledge, Labels, Observation
 from fedsim_attacks.gradient_matching._matching import cosine_distance

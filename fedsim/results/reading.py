@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from fedsim.report.settings import differences
 from fedsim.results.record import strict_json
+from fedsim.results.settings import differences
 from fedsim.system import paths
 from fedsim.types import FedsimError, Server, server_of
 
