@@ -8,7 +8,7 @@ from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.rows import FALSE_POSITIVES, row_baseline, score_rows
 from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
-from fedsim.scoring.statistics import LEAST, Summary, student_interval, summarize
+from fedsim.scoring.statistics import LEAST, Share, Summary, share, student_interval, summarize
 
 __all__ = [
     "FALSE_POSITIVES",
@@ -24,6 +24,7 @@ __all__ = [
     "Metric",
     "Scores",
     "ScoringError",
+    "Share",
     "Summary",
     "Unavailable",
     "accuracy",
@@ -39,6 +40,7 @@ __all__ = [
     "row_baseline",
     "score",
     "score_rows",
+    "share",
     "student_interval",
     "summarize",
 ]
