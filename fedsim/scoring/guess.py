@@ -65,6 +65,10 @@ class Guess:
     """(N,) int64: of the images; the granted ones, if labels are known."""
     labels_alone: Tensor
     """(N,) int64: the guess of what is compared without images."""
+    public: int
+    """Public images that it was learned from."""
+    public_per_image: float
+    """Of them, for each image of the guess; with granted labels of the label that has fewest."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
         """The guess as an attack would hand it in, which has no objective."""
@@ -134,6 +138,15 @@ class Guesser:
             images=(levels / 255).float().view(count, *self._images.shape[1:]),
             labels=said,
             labels_alone=alone,
+            public=len(self._labels),
+            public_per_image=self._per_image(count, granted),
+        )
+
+    def _per_image(self, count: int, granted: tuple[int, ...] | None) -> float:
+        if granted is None:
+            return len(self._labels) / count
+        return min(
+            int((self._labels == label).sum()) / granted.count(label) for label in set(granted)
         )
 
 

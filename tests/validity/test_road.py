@@ -7,7 +7,7 @@ Tests of the parts pass while the road between them is broken. Here nothing is c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from itertools import permutations
 from pathlib import Path
@@ -131,6 +131,16 @@ class Witness(Dice):
         return state
 
 
+class Half(Dice):
+    """Answers the first of its images alone."""
+
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """One image and its label."""
+        found = super().postprocess(state)
+        assert found.images is not None and found.labels is not None
+        return replace(found, images=found.images[:1], labels=found.labels[:1])
+
+
 class Breaks(UpdateDefense):
     """Fails in every second call: the first one is the check before training."""
 
@@ -167,7 +177,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 MEMBERS = {
-    "fedsim.attacks": {"dice": Dice, "witness": Witness},
+    "fedsim.attacks": {"dice": Dice, "half": Half, "witness": Witness},
     "fedsim.defenses": {"breaks": Breaks},
     "fedsim.data": {"lamps": Lamps},
 }
@@ -362,6 +372,52 @@ def test_the_other_update_is_a_reconstruction_of_another_one(finished: Run) -> N
             if name != row["observation"]
         ]
         assert any(control["psnr"] == pytest.approx(other, abs=1e-3) for other in others)
+
+
+def test_a_saved_label_is_that_of_the_image_it_came_with(finished: Run) -> None:
+    """Rule 9: also where it is scored again, as the other update's, by the same pairing."""
+    rows = of(finished, "dice", "none")
+    saved = {
+        row["observation"]: read_tensors(
+            reconstruction_path(finished.out, "dice", row["observation"])
+        )
+        for row in rows
+    }
+    for row in rows:
+        own = saved[row["observation"]]
+        right = (own["labels"] == own["truth_labels"]).double().mean()
+        assert row["metrics"]["label_accuracy"] == float(right)
+        others = []
+        for name, other in saved.items():
+            if name != row["observation"]:
+                orders = [list(o) for o in permutations(range(len(own["truth"])))]
+                images = other["reconstruction"]
+                best = min(orders, key=lambda o: float((images[o] - own["truth"]).square().sum()))
+                right = (other["labels"][best] == own["truth_labels"]).double().mean()
+                others.append((psnr(images[best], own["truth"]), float(right)))
+        control = row["control"]["other_update"]
+        near = [right for value, right in others if abs(value - control["psnr"]) < 1e-3]
+        assert control["label_accuracy"] in near
+
+
+def test_the_guess_says_of_how_many_images_it_is_made(finished: Run) -> None:
+    """Rule 12: of 40 public images, for each image that an update has."""
+    for row in of(finished, "dice", "none"):
+        size = len(row["victims"])
+        assert row["baseline"]["public"] == 40
+        assert row["baseline"]["public_per_image"] == 40 / size
+
+
+def test_what_a_replay_did_not_reconstruct_is_missing_and_not_scored(finished: Run) -> None:
+    """Rule 11: away from a run there is no guess, and no gray stands for it."""
+    row = of(finished, "dice", "none")[0]
+    path = finished.out / "observations" / f"{row['observation']}.json"
+    found, told = fedsim.attack(path, "half", seed=3)
+    truth = truth_of(finished, row)
+    assert found.images is not None and len(found.images) == 1
+    assert told["missing"] == len(truth.images) - 1 == 2
+    scored = [psnr(found.images, one[None]) for one in truth.images]
+    assert told["metrics"]["psnr"] == pytest.approx(max(scored), abs=1e-3)
 
 
 def best_psnr(found: Tensor, truth: Tensor) -> float:
