@@ -1,7 +1,7 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.guess import Guess, Guesser, baseline, mean_image
+from fedsim.scoring.guess import Guess, Guesser, baseline, guess_problem, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
@@ -31,6 +31,7 @@ __all__ = [
     "align",
     "baseline",
     "check_pixels",
+    "guess_problem",
     "learning_problem",
     "load_lpips",
     "match",

@@ -64,6 +64,11 @@ class Share:
     """Clopper and Pearson's, at `confidence`: it holds however rare the property is."""
     confidence: float
 
+    def best_of(self, compared: int) -> Share:
+        """The same, chosen among so many shares: with Bonferroni's interval."""
+        wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
+        return replace(wide, confidence=self.confidence)
+
     def __str__(self) -> str:
         """`1 of 10 (0 to 45%)`."""
         return f"{self.count} of {self.n} ({100 * self.low:.0f} to {self.high:.0%})"
