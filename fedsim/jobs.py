@@ -22,6 +22,7 @@ from torch import Tensor
 from fedsim import processes, rng, scoring, threads
 from fedsim.adversary import Progress, Solution, create
 from fedsim.interrupts import held
+from fedsim.public_features import MOST, public_features
 from fedsim.recording import (
     checked_id,
     load_observation,
@@ -32,6 +33,7 @@ from fedsim.recording import (
 from fedsim.theory import observed_rate
 from fedsim.types import (
     FedsimError,
+    GroundTruth,
     Observation,
     Reconstruction,
     RowTruth,
@@ -209,7 +211,7 @@ def run_job(
         reason=reason,
         metrics=metrics,
         per_image=per_image,
-        baseline=_baseline(truth, found, setting, lpips),
+        baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
         tensor_rate=rate,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
@@ -248,12 +250,16 @@ def _local_losses(truth: Truth) -> tuple[float, float] | None:
 
 
 def _baseline(
+    observation: Observation,
     truth: Truth,
     found: Reconstruction | None,
     setting: Setting,
     lpips: scoring.LpipsMetric | scoring.Unavailable,
 ) -> dict[str, float | str | None]:
-    """The guess of someone who is granted what the attack is, matched as `found` is."""
+    """The guess of someone who is granted what the attack is, matched as `found` is.
+
+    Of features too, where `found` has them, or may have had: where there is nothing.
+    """
     if isinstance(truth, RowTruth):
         return {"name": "mean_of_others", **_NOT_LEARNED, **scoring.row_baseline(truth)}
     assert setting.guesser is not None
@@ -266,7 +272,18 @@ def _baseline(
         "public": guess.public,
         "public_per_image": guess.public_per_image,
         **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips),
+        **_of_features(observation, truth, found, setting),
     }
+
+
+def _of_features(
+    observation: Observation, truth: GroundTruth, found: Reconstruction | None, setting: Setting
+) -> dict[str, float]:
+    assert setting.guesser is not None
+    if truth.features is None or (found is not None and found.features is None):
+        return {}
+    public = public_features(observation, setting.guesser.public(MOST))
+    return {} if public is None else scoring.feature_baseline(public, truth.features)
 
 
 def _victims(truth: Truth) -> list[str]:

@@ -1,6 +1,7 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
+from fedsim.scoring.features import feature_baseline
 from fedsim.scoring.guess import Guess, Guesser, baseline, guess_problem, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
@@ -31,6 +32,7 @@ __all__ = [
     "align",
     "baseline",
     "check_pixels",
+    "feature_baseline",
     "guess_problem",
     "learning_problem",
     "load_lpips",

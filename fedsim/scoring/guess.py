@@ -104,6 +104,11 @@ class Guesser:
             images, labels = images[kept], labels[kept]
         self._images, self._labels = images, labels
 
+    def public(self, most: int) -> Tensor:
+        """(P, C, H, W), uint8: at most so many of the public images, evenly among all of them."""
+        step = -(-len(self._images) // most)
+        return self._images[::step]
+
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
         """The guess of a batch of `count` images, of which the `labels` are known if given.
 

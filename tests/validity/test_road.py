@@ -31,6 +31,7 @@ from fedsim.knowledge import grant
 from fedsim.models.base import normalize
 from fedsim.record import Row, Run
 from fedsim.recording import load_observation, load_truth, read_tensors
+from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.types import Dataset, GroundTruth, Knowledge, Observation, Reconstruction, Tensors
 
 RESTARTS = 4
@@ -141,6 +142,22 @@ class Half(Dice):
         return replace(found, images=found.images[:1], labels=found.labels[:1])
 
 
+class Dreams(Dice):
+    """Answers features of noise under the public weights, and reads nothing off the update."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+        """Draws images and computes their features."""
+        state = super().init(observation, knowledge, rng)
+        model = rebuild(observation).eval()
+        with torch.no_grad():
+            state.labels = model.features(normalize(state.images, observation.model))
+        return state
+
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """The features alone."""
+        return Reconstruction(features=state.labels, loss=0.0, iterations=1)
+
+
 class Breaks(UpdateDefense):
     """Fails in every second call: the first one is the check before training."""
 
@@ -177,7 +194,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 MEMBERS = {
-    "fedsim.attacks": {"dice": Dice, "half": Half, "witness": Witness},
+    "fedsim.attacks": {"dice": Dice, "dreams": Dreams, "half": Half, "witness": Witness},
     "fedsim.defenses": {"breaks": Breaks},
     "fedsim.data": {"lamps": Lamps},
 }
@@ -406,6 +423,36 @@ def test_the_guess_says_of_how_many_images_it_is_made(finished: Run) -> None:
         size = len(row["victims"])
         assert row["baseline"]["public"] == 40
         assert row["baseline"]["public_per_image"] == 40 / size
+
+
+def test_features_are_guessed_from_public_images(installed: None, tmp_path: Path) -> None:
+    """Rule 12: a blind attack on features passes no control, though one trial has no other."""
+    scenario = {
+        **SCENARIO,
+        "data": {"source": {"name": "lamps", "dark": 220}, "clients": 2},
+        "model": {"name": "mlp", "hidden": [16], "head": {"width": 8}},
+        "defenses": {"none": []},
+        "attacks": ["dreams"],
+        "observe": {"clients": [0], "batch_sizes": [4], "trials": 1, "rounds": [1]},
+    }
+    run = fedsim.run(scenario, out=tmp_path / "out", workers=1)
+    (row,) = run.rows()
+    assert row["metrics"]["subspace_error"] < 0.5, "as an attack that recovers most of them"
+    seen, truth = recorded(run, row), truth_of(run, row)
+    assert truth.features is not None
+    with torch.no_grad():
+        images = Lamps(dark=220).load().test_images.float() / 255
+        public = rebuild(seen).eval().features(normalize(images, seen.model)).double()
+    units = public / public.norm(dim=1, keepdim=True)
+    basis = torch.linalg.svd(units).Vh[:4]
+    wanted = truth.features.double()
+    wanted = wanted / wanted.norm(dim=1, keepdim=True)
+    outside = (wanted - wanted @ basis.T @ basis).norm(dim=1).mean()
+    assert row["baseline"]["subspace_error"] == pytest.approx(float(outside), abs=1e-6)
+    lines = leaderboard_rows([run.out])
+    (control,) = positive_controls(lines)
+    assert control.status == "failed"
+    assert "half of what the guess leaves" in control.reason, row["baseline"]["subspace_error"]
 
 
 def test_what_a_replay_did_not_reconstruct_is_missing_and_not_scored(finished: Run) -> None:
