@@ -945,4 +945,28 @@ MUTATIONS = (
         new="        guessed = None\n",
         tests=(BOARD,),
     ),
+    Mutation(
+        name="a field of results that no document describes",
+        item=16,
+        file="fedsim/rows.py",
+        old='            "releases": seen.releases,\n',
+        new='            "releases": seen.releases,\n            "copies": seen.releases,\n',
+        tests=("tests/test_formats.py",),
+    ),
+    Mutation(
+        name="features guessed from nothing",
+        item=16,
+        file="fedsim/jobs.py",
+        old="    return {} if public is None else scoring.feature_baseline(",
+        new="    return {} if True else scoring.feature_baseline(",
+        tests=(ROAD,),
+    ),
+    Mutation(
+        name="a prior in the picture of what leaks",
+        item=16,
+        file="fedsim/report/overview.py",
+        old="key=lambda own: (_sees(own), _mean_psnr(own))",
+        new="key=_mean_psnr",
+        tests=("tests/report/test_overview.py",),
+    ),
 )
