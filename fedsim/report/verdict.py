@@ -188,10 +188,14 @@ def _same_labels(row: LeaderboardRow) -> bool:
 
 
 def _tells_members(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    gain, over = _chosen(row, rows, lambda r: r.membership_gain), row.membership_over_other
-    if gain is None or (over is not None and over.mean < _MEMBERSHIP_GAIN):
-        return False
-    return gain.certain >= _MEMBERSHIP_GAIN
+    gain = _chosen(row, rows, lambda r: r.membership_gain)
+    return gain is not None and gain.certain >= _MEMBERSHIP_GAIN and not _same_members(row)
+
+
+def _same_members(row: LeaderboardRow) -> bool:
+    """Whether it tells members of its own release no better than of another, as far as is known."""
+    over = row.membership_over_other
+    return over is not None and over.mean < _MEMBERSHIP_GAIN
 
 
 def _membership(rows: Sequence[LeaderboardRow]) -> str | None:
@@ -199,12 +203,16 @@ def _membership(rows: Sequence[LeaderboardRow]) -> str | None:
     tried = [row for row in rows if row.metrics["membership_auc"]]
     if not tried:
         return None
-    best = max(tried, key=lambda row: row.strength[-1])
+    best = max(tried, key=lambda row: (not _same_members(row), row.strength[-1]))
     area = format_summary(best.metrics["membership_auc"], 2)
     text = (
         f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack}, batch size "
         f"{best.batch_size}"
     )
+    if best.no_control:
+        text += f" ({best.no_control})"
+    elif _same_members(best):
+        text += ", and no better than with another release"
     if best.membership_auc_limit is not None:
         text += f"; the privacy claim allows at most {best.membership_auc_limit:.2f}"
     return text
@@ -230,6 +238,8 @@ def _sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> str:
             f"{'; '.join(row.failures)}."
         )
     where = f"at batch size {row.batch_size}, round {row.round}"
+    if row.no_control:
+        where += f" ({row.no_control})"
     if gain is None or row.gain is None:
         span = row.metrics["subspace_error"]
         if span is None:

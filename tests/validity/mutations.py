@@ -901,8 +901,8 @@ MUTATIONS = (
         name="memberships of any release as a leak",
         item=16,
         file="fedsim/report/verdict.py",
-        old="(over is not None and over.mean < _MEMBERSHIP_GAIN)",
-        new="False",
+        old="    return over is not None and over.mean < _MEMBERSHIP_GAIN\n",
+        new="    return False\n",
         tests=(BOARD,),
     ),
     Mutation(

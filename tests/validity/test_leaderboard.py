@@ -692,6 +692,7 @@ def test_a_single_trial_says_that_it_has_no_control(tmp_path: Path) -> None:
     assert record["no_control"] == "no control: one trial"
     assert any("no control: one trial" in w for w in json.loads(render(rows, "json"))["warnings"])
     assert "(no control: one trial)" in positive_controls(rows)[0].reason
+    assert "4.0 dB at batch size 1, round 1 (no control: one trial)" in judged(rows).sentence
     page = write_report(tmp_path).read_text()
     assert "<td>no control: one trial</td>" in page
     rows = board(tmp_path, [line(16.0, other=None), line(None, trial=1)])
@@ -735,7 +736,9 @@ def test_memberships_that_any_release_yields_are_no_leak(tmp_path: Path) -> None
             row["baseline"]["membership_auc"] = 0.5
             row["control"] = {"other_update": {"membership_auc": other}}
         rows = board(tmp_path, lines)
-        assert judged(rows).level == level
+        verdict = judged(rows)
+        assert verdict.level == level and verdict.membership is not None
+        assert ("no better than with another release" in verdict.membership) == (other == 0.9)
         assert positive_controls(rows)[0].status == ("passed" if other < 0.9 else "failed")
 
 
