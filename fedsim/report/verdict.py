@@ -222,9 +222,10 @@ def _rarely(row: LeaderboardRow, leaking: Share | None, level: Level) -> str:
     """In how many trials the attack of `row` gained something, where the mean may hide it."""
     if leaking is None or level not in ("unseen", "partial", "labels", "membership"):
         return ""
+    over = "guessing and over another update" if row.over_other else "guessing"
     return (
         f" In {leaking.count} of {leaking.n} trials {row.attack} gained {REQUIRED_GAIN:g} dB or "
-        f"more from this update; {leaking.confidence:.0%} interval of that chance "
+        f"more over {over}; {leaking.confidence:.0%} interval of that chance "
         f"{100 * leaking.low:.0f} to {leaking.high:.0%}."
     )
 
@@ -395,7 +396,7 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     made = "pictures" if strongest.subject == "images" else "rows"
     if strongest.no_control:
         found.append(
-            f"{strongest.no_control[0].upper()}{strongest.no_control[1:]}: what the attack knew "
+            f"{strongest.no_control[0].upper()}{strongest.no_control[1:]}; what the attack knew "
             "beforehand is not told from what it read off the update."
         )
     if strongest.gain is not None and strongest.gain.mean > 0:
