@@ -59,11 +59,11 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
         own = [row for row in rows if row.comparison == comparison]
         where = f"{describe_comparison(comparison)}, " if several else ""
         found |= {f"{where}{row.defense}: {p}": None for row in own if (p := row.learning_problem)}
-        found |= {
-            f"{where}batch size {row.batch_size}: {p}": None
-            for row in own
-            if (p := row.guess_problem)
-        }
+        poor = [row for row in own if row.guess_problem]
+        if poor:
+            worst = min(poor, key=lambda row: row.guess_public_per_image or 0.0)
+            sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
+            found[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
         for reason in dict.fromkeys(row.no_control for row in own if row.no_control):
             attacks = dict.fromkeys(row.attack for row in own if row.no_control == reason)
             found[f"{where}{', '.join(attacks)}: {reason}{_NO_CONTROL}"] = None

@@ -787,6 +787,9 @@ def test_a_guess_of_few_public_images_is_called_poor(tmp_path: Path) -> None:
     ):
         assert "learned from 1 public image, 0.25 for each image" in text
         assert "20 are needed" in text and "more test images" in text
+    wide = [line(20.0, batch_size=2) | {"baseline": {"public": 1, "public_per_image": 0.5}}]
+    (warning,) = json.loads(render(board(tmp_path, [*lines, *wide]), "json"))["warnings"]
+    assert warning.startswith("batch size 2, 4, at worst: ") and "0.25 for each" in warning
     for row in lines:
         row["baseline"] |= {"public": 80, "public_per_image": 20.0}
     assert "public images, " not in told(tmp_path, board(tmp_path, lines))
