@@ -62,7 +62,8 @@ def attack(
 
     Returns:
         The reconstruction, and a row with the observation's id, the resolved attack, the kind of
-        server, knowledge, metrics (null without truth) and cost.
+        server, knowledge, metrics (null without truth), how many images are `missing` from the
+        reconstruction, which no metric of images is of (null without truth), and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -100,7 +101,7 @@ def attack(
             progress=on_progress,
         )
         found = jobs.on_cpu(solution.reconstruction)
-        metrics = _metrics(found, victim)
+        scores = _scores(found, victim)
     return found, {
         "observation": observation.id,
         "attack": {
@@ -116,14 +117,16 @@ def attack(
             "rows": rows,
             "public": public,
         },
-        "metrics": metrics,
+        "metrics": scores and scores.metrics(),
+        "missing": scores and scores.missing,
         "cost": jobs.cost(solution),
     }
 
 
-def _metrics(found: Reconstruction, truth: Truth | None) -> dict[str, float | None] | None:
+def _scores(found: Reconstruction, truth: Truth | None) -> scoring.Scores | None:
     if truth is None:
         return None
+    # Only a run has the public images that a guess is learned from.
     if isinstance(truth, RowTruth):
-        return scoring.score_rows(found, truth).metrics()
-    return scoring.score(found, truth).metrics()
+        return scoring.score_rows(found, truth)
+    return scoring.score(found, truth)

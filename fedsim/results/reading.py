@@ -85,6 +85,14 @@ class KnowledgeOf(_Part):
     public: str = "none"
 
 
+class BaselineOf(Metrics):
+    """Scores of the zero-information guess, and what it was learned from."""
+
+    public: int | None = None
+    """Images; None of a guess that none has a part in, and of rows that do not tell."""
+    public_per_image: float | None = None
+
+
 class ControlOf(_Part):
     """The same attack's reconstruction of another update, scored against this truth."""
 
@@ -179,7 +187,7 @@ class ResultRow(_Part):
     metrics: Metrics | None = None
     victims: list[str] | None = None
     """A digest of each true image, or row of a table that took part."""
-    baseline: Metrics | None = None
+    baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
     utility: UtilityOf | None = None
