@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import from_truth
-from fedsim.attacking.targets import Granted, question
+from fedsim.attacking.targets import Granted, question, unanswerable
 from fedsim.contracts.attack import create
 from fedsim.recording import files
 from fedsim.system.device import resolve_device
@@ -43,6 +43,7 @@ def attack(
     device: str = "cpu",
     threads: int = 1,
     truth: str | Path | None = None,
+    on_start: Callable[[], None] | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
@@ -58,6 +59,7 @@ def attack(
             same bytes.
         truth: The run's folder that holds `truth/`, and the public images. For a recording given
             by path it is found by itself. Without truth nothing is scored.
+        on_start: Called when everything that can be refused beforehand was accepted.
         on_progress: Told of the attack's loss now and then.
 
     Returns:
@@ -83,12 +85,17 @@ def attack(
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     chosen = create(name, parameters)
+    if reason := unanswerable(chosen, observation, victim):
+        raise FedsimError(reason)
     if unmet := chosen.required().unmet(labels, bn, features, rows, public):
         raise FedsimError(f"attack {name} {unmet}")
     if public != "none" and root is None:
         raise FedsimError(
             "public images lie in a run's folder, and none was found: name it (--truth)"
         )
+    public_images = files.load_public(root) if root and public != "none" else None
+    if on_start:
+        on_start()
     with fixed(threads):
         solution = question(
             chosen,
@@ -96,7 +103,7 @@ def attack(
             victim,
             Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
             jobs.seed_of(observation, name) if seed is None else seed,
-            public_images=files.load_public(root) if root and public != "none" else None,
+            public_images=public_images,
             restarts=restarts,
             progress=on_progress,
         )
