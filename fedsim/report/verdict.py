@@ -225,7 +225,7 @@ def _rarely(row: LeaderboardRow, leaking: Share | None, level: Level) -> str:
         return ""
     over = "guessing and over another update" if row.over_other else "guessing"
     return (
-        f" In {leaking.count} of {leaking.n} trials {row.attack} gained {REQUIRED_GAIN:g} dB or "
+        f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack} gained {REQUIRED_GAIN:g} dB or "
         f"more over {over}; {leaking.confidence:.0%} interval of that chance "
         f"{100 * leaking.low:.0f} to {leaking.high:.0%}."
     )
@@ -376,8 +376,8 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
         )
     elif strongest.gain and strongest.gain.n >= LEAST and strongest.gain.low is None:
         found.append(
-            f"All {strongest.gain.n} trials gained the same: no interval is given of equal values, "
-            "which says nothing of what is rare."
+            f"All of {number_of(strongest.gain.n, 'trial')} gained the same: no interval is given of "
+            "equal values, which says nothing of what is rare."
         )
     if strongest.independent < strongest.n:
         found.append(
