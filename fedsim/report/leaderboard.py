@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fedsim.contracts.grant import Grant
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import Gained, gains, over_other
 from fedsim.report.runs import (
@@ -88,11 +89,7 @@ class LeaderboardRow:
     vantage: str
     server: Server
     """What the server has done to the model."""
-    labels: str
-    bn: str
-    features: str
-    rows: str
-    public: str
+    knowledge: Grant
     batch_size: int
     round: int
     n: int
@@ -282,11 +279,7 @@ def _aggregate(
         attack=first.attack.label,
         vantage=first.vantage,
         server=first.server,
-        labels=first.knowledge.labels,
-        bn=first.knowledge.bn,
-        features=first.knowledge.features,
-        rows=first.knowledge.rows,
-        public=first.knowledge.public,
+        knowledge=first.knowledge,
         batch_size=first.batch_size,
         round=first.round,
         n=len(rows),

@@ -132,7 +132,7 @@ def _exposed(row: LeaderboardRow) -> bool:
 
 def _leaks_labels(row: LeaderboardRow) -> bool:
     # Labels that the attacker was given are no leak.
-    if row.labels == "known" or row.label_gain is None:
+    if row.knowledge.labels == "known" or row.label_gain is None:
         return False
     return row.label_gain.certain >= _LABEL_GAIN
 
@@ -214,7 +214,9 @@ def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
     found = [
         (row.label_gain.mean if row.label_gain else summary.mean, summary.mean, row)
         for row in rows
-        if row.n_ok and row.labels != "known" and (summary := row.metrics["label_accuracy"])
+        if row.n_ok
+        and row.knowledge.labels != "known"
+        and (summary := row.metrics["label_accuracy"])
     ]
     if not found:
         return None

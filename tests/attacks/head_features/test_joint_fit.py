@@ -11,9 +11,10 @@ import torch.nn.functional as F
 
 from fedsim import rng
 from fedsim.contracts.attack import create, rebuild, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
 from fedsim_attacks.head_features._feature_norms import labels_of
 from fedsim_attacks.head_features._head_gradient import HeadGradient
