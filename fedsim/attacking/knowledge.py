@@ -47,11 +47,14 @@ def hand_over(
 ) -> tuple[Observation, Knowledge]:
     """The observation as the threat model shows it, and what is handed over beside it.
 
-    Of `truth` and of `public` only what is `granted` (of features nothing if the model has no head
-    whose features are recorded). The client's new batch-norm buffers, from which its batch's
-    statistics follow, are withheld below `inferred`.
-
     What is handed over of the truth is a copy: an attack that writes into it changes no score.
+
+    Args:
+        observation: As recorded. The client's new batch-norm buffers, from which its batch's
+            statistics follow, are withheld below `bn: inferred`.
+        truth: Of the observation. It has features only if the model has a head to record them of.
+        granted: What the threat model grants; nothing else is handed over.
+        public: Of the observation's run.
 
     Raises:
         ValueError: what is granted is not there to be handed over.

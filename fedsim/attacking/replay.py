@@ -17,8 +17,6 @@ from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
 from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
 
-_USUAL = Grant()
-
 
 def attack(
     observation: Observation | str | Path,
@@ -26,7 +24,7 @@ def attack(
     parameters: Mapping[str, object] | None = None,
     *,
     restarts: int = 1,
-    grant: Grant = _USUAL,
+    grant: Grant = Grant(),
     seed: int | None = None,
     device: str = "cpu",
     threads: int = 1,

@@ -7,7 +7,7 @@ in `fedsim.attacking.knowledge`: scenarios, the command line, rows and reports f
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -15,22 +15,27 @@ from torch import Tensor
 from fedsim.types import Tensors
 
 
-@dataclass(frozen=True, kw_only=True)
 class Meaning:
     """What a field of `Grant` is about, and what each of its values means."""
 
-    of: Literal["images", "rows"]
-    """What an attack to which it is granted is after."""
-    from_truth: str | None = None
-    """The least value that holds what only the victim knows; None if none does."""
-    words: tuple[str, ...]
-    """What the attacker is granted by each value, in their order; empty if that needs no saying."""
+    def __init__(
+        self, of: Literal["images", "rows"], *words: str, from_truth: str | None = None
+    ) -> None:
+        """A meaning that says itself.
+
+        Args:
+            of: What an attack to which it is granted is after.
+            words: What the attacker is granted by each value, in their order; empty if that needs
+                no saying.
+            from_truth: The least value that holds what only the victim knows; None if none does.
+        """
+        self.of, self.words, self.from_truth = of, words, from_truth
 
 
 class Grant(BaseModel):
     """What the attacker is granted beyond the observation."""
 
-    # The values of a field are in order, from least to most.
+    # Values of a field: from least to most.
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
     )
@@ -38,52 +43,44 @@ class Grant(BaseModel):
     labels: Annotated[
         Literal["none", "inferred", "known"],
         Meaning(
-            of="images",
+            "images",
+            "nothing of the labels",
+            "no labels, but may infer them from the update",
+            "the true labels of the attacked batch, which few real attackers have",
             from_truth="known",
-            words=(
-                "nothing of the labels",
-                "no labels, but may infer them from the update",
-                "the true labels of the attacked batch, which few real attackers have",
-            ),
         ),
     ] = "inferred"
     bn: Annotated[
         Literal["none", "running", "inferred", "exact"],
         Meaning(
-            of="images",
+            "images",
+            "no batch-norm statistics",
+            "the global model’s running batch-norm statistics, which are public",
+            "the client’s new batch-norm statistics, which travel with the update",
+            "the exact batch-norm statistics of the victim’s batch, which no real attacker "
+            "has: read these figures as an upper bound",
             from_truth="exact",
-            words=(
-                "no batch-norm statistics",
-                "the global model’s running batch-norm statistics, which are public",
-                "the client’s new batch-norm statistics, which travel with the update",
-                "the exact batch-norm statistics of the victim’s batch, which no real attacker "
-                "has: read these figures as an upper bound",
-            ),
         ),
     ] = "none"
     features: Annotated[
         Literal["none", "known"],
         Meaning(
-            of="images",
+            "images",
+            "",
+            "the true features, for oracles that order by them, which no real attacker has: "
+            "read their figures as an upper bound",
             from_truth="known",
-            words=(
-                "",
-                "the true features, for oracles that order by them, which no real attacker has: "
-                "read their figures as an upper bound",
-            ),
         ),
     ] = "none"
     """`known` is for oracles alone: no attacker has the features that it is after."""
     rows: Annotated[
         Literal["none", "others"],
         Meaning(
-            of="rows",
+            "rows",
+            "no row",
+            "every row that took part but the one that it is after, as the informed adversary "
+            "of differential privacy: read these figures as an upper bound",
             from_truth="others",
-            words=(
-                "no row",
-                "every row that took part but the one that it is after, as the informed adversary "
-                "of differential privacy: read these figures as an upper bound",
-            ),
         ),
     ] = "none"
     """Of a closed-form release. `others`: the attacker knows every row that took part but the one
@@ -91,8 +88,7 @@ class Grant(BaseModel):
     public: Annotated[
         Literal["none", "test"],
         Meaning(
-            of="images",
-            words=("", "the test split: images of the same kind, of which no client holds any"),
+            "images", "", "the test split: images of the same kind, of which no client holds any"
         ),
     ] = "none"
     """Images that no client holds. `test`: the attacker has the test split (of more than 10,000
@@ -119,7 +115,7 @@ class Grant(BaseModel):
         Raises:
             ValidationError: there is no such field or value.
         """
-        least: dict[str, Any] = {name: values[0] for name, values in cls.values().items()}
+        least = {name: values[0] for name, values in cls.values().items()}
         return Grant.model_validate(least | more)
 
     @classmethod

@@ -92,17 +92,11 @@ def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
 
 
 def _granted(rows: Sequence[ResultRow]) -> str:
-    values = Grant.values()
-    return _sentence(
-        [
-            _each(
-                rows,
-                dict(zip(values[name], meaning.words, strict=True)),
-                attrgetter(f"knowledge.{name}"),
-            )
-            for name, meaning in Grant.meanings(rows[0].subject).items()
-        ]
-    )
+    said = []
+    for name, meaning in Grant.meanings(rows[0].subject).items():
+        phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
+        said.append(_each(rows, phrases, attrgetter(f"knowledge.{name}")))
+    return _sentence(said)
 
 
 def _conduct(rows: Sequence[ResultRow]) -> str:
