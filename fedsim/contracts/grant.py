@@ -102,11 +102,12 @@ class Grant(BaseModel):
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
         """The meaning of each field, or of those that attacks on `of` (images, rows) can use."""
-        found = {
-            name: next(one for one in info.metadata if isinstance(one, Meaning))
+        return {
+            name: one
             for name, info in Grant.model_fields.items()
+            for one in info.metadata
+            if isinstance(one, Meaning) and of in (None, one.of)
         }
-        return {name: one for name, one in found.items() if of in (None, one.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
