@@ -102,12 +102,8 @@ class Grant(BaseModel):
     @classmethod
     def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
         """The meaning of each field, or of those that attacks on `of` (images, rows) can use."""
-        return {
-            name: one
-            for name, info in Grant.model_fields.items()
-            for one in info.metadata
-            if isinstance(one, Meaning) and of in (None, one.of)
-        }
+        own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
+        return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
 
     @classmethod
     def least(cls, **more: str) -> Grant:
