@@ -32,12 +32,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng, scoring
-from fedsim.contracts.attack import create, rebuild
+from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.data.folder import ImageFolder
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, root_of
 from fedsim.system.memory import keep_freed
 from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction

@@ -31,10 +31,10 @@ from torch.func import functional_call
 from fedsim import rng
 from fedsim.data.bundled import Digits
 from fedsim.data.folder import ImageFolder
+from fedsim.learners.sgd import as_pixels
 from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import loss_function
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration
-from fedsim.training.workload import as_pixels
 from fedsim.types import Dataset, LocalTraining, ModelSpec
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 

@@ -27,7 +27,8 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.scenario import Scenario, expand, open_document
 from fedsim.scoring import score
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset
 
 _GAIN = 0.01

@@ -28,7 +28,8 @@ from fedsim.system.device import resolve_device
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
 from fedsim.training import refusals
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
 
 

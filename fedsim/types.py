@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch import Tensor
@@ -412,6 +412,15 @@ class Dataset:
         _, c, h, w = self.train_images.shape
         return (c, h, w)
 
+    def without_training(self) -> Dataset:
+        """The description and the test split: what may leave the clients. No training image."""
+        return replace(
+            self,
+            train_images=self.train_images.new_empty((0, *self.input_shape)),
+            train_labels=self.train_labels.new_empty(0),
+            client_of=None,
+        )
+
 
 _ROUNDING = 1e-12
 """Relative error of a norm that is exactly at its bound. A claim changes as little by it."""
@@ -461,6 +470,15 @@ class Table:
                 f"row_norm declares at most {self.row_norm:.6g}; scale rows down to it "
                 "(`fedsim.data.rows.bounded`), or declare a larger bound"
             )
+
+    def without_training(self) -> Table:
+        """The description and the test split: what may leave the clients. No training row."""
+        return replace(
+            self,
+            train_rows=self.train_rows.new_empty((0, self.train_rows.shape[1])),
+            train_labels=self.train_labels.new_empty(0),
+            client_of=None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,58 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE, ATTACKS, DEFENSES = ROOT / "fedsim", ROOT / "attacks", ROOT / "defenses"
+PACKAGES = {"fedsim": CORE, "fedsim_attacks": ATTACKS, "fedsim_defenses": DEFENSES}
+
+BASE = {"types", "rng", "system"}
+ROOMS: dict[str, set[str]] = {
+    "types": set(),
+    "rng": {"types"},
+    "system": {"types"},
+    "contracts": BASE,
+    "recording": BASE,
+    "models": {*BASE, "contracts", "recording"},
+    "scenario": {*BASE, "contracts", "models"},
+    "data": {*BASE, "contracts", "scenario"},
+    "learners": {*BASE, "contracts", "models"},
+    "scoring": BASE,
+    "privacy": {*BASE, "contracts", "scenario"},
+    "progress": {"privacy"},
+    "training": {*BASE, "contracts", "data", "learners", "models", "recording", "scenario"},
+    "federation": {*BASE, "contracts", "recording", "scenario", "training"},
+    "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
+    "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
+    "results": {
+        *BASE,
+        *("attacking", "audit", "contracts", "federation", "privacy", "recording", "scenario"),
+        *("scoring", "training"),
+    },
+    "report": {*BASE, "contracts", "recording", "results", "scoring"},
+    "testing": {*BASE, "attacking", "contracts", "learners", "models", "recording", "scenario"},
+    "fedsim_attacks": {*BASE, "contracts", "models"},
+    "fedsim_defenses": {*BASE, "contracts", "privacy"},
+}
+"""Each room, and the rooms that it may import. `pipeline` sees all stages, `cli` all of it."""
+FREE = {"pipeline", "cli", "__main__", ""}
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the product by its import name."""
+    found = {}
+    for package, folder in PACKAGES.items():
+        for path in folder.rglob("*.py"):
+            parts = [package, *path.relative_to(folder).with_suffix("").parts]
+            found[".".join(part for part in parts if part != "__init__")] = path
+    return found
+
+
+MODULES = modules()
 
 
 def imports(path: Path) -> Iterator[str]:
@@ -23,6 +69,23 @@ def imports(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arrows() -> dict[str, set[str]]:
+    """The modules of the product that each of them imports."""
+    found: dict[str, set[str]] = {name: set() for name in MODULES}
+    for name, path in MODULES.items():
+        for target in imports(path):
+            module = target if target in MODULES else target.rpartition(".")[0]
+            if module in MODULES and module != name:
+                found[name].add(module)
+    return found
+
+
+def room(module: str) -> str:
+    """Where a module stands: a folder or file of the core, or the attacks, or the defenses."""
+    top, _, rest = module.partition(".")
+    return rest.partition(".")[0] if top == "fedsim" else top
 
 
 def offenders(folder: Path, is_wrong: object, allowed: tuple[Path, ...] = ()) -> list[str]:
@@ -40,14 +103,76 @@ def starts(*prefixes: str) -> object:
     return lambda name: any(name == p or name.startswith(p + ".") for p in prefixes)
 
 
-def own_except(*allowed: str) -> object:
-    within = starts(*allowed)
-    assert callable(within)
-    return lambda name: name.startswith("fedsim") and not within(name)
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """The nodes of one circle; none if there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
 
 
-def test_types_imports_nothing_of_fedsim() -> None:
-    assert not [name for name in imports(CORE / "types.py") if name.startswith("fedsim")]
+def test_a_circle_is_found() -> None:
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) in (
+        ["a", "b", "c", "a"],
+        ["b", "c", "a", "b"],
+        ["c", "a", "b", "c"],
+        ["a", "c", "b", "a"],
+        ["b", "a", "c", "b"],
+        ["c", "b", "a", "c"],
+    )
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert not circle(arrows())
+
+
+def test_rooms_import_only_what_stands_below_them() -> None:
+    assert not circle(ROOMS)
+    known = ROOMS.keys() | FREE
+    assert {room(name) for name in MODULES} == known
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in arrows().items()
+        for target in sorted(targets)
+        if room(module) not in FREE
+        and room(target) not in {room(module), *ROOMS[room(module)]}
+        and target not in {"fedsim", "fedsim_attacks", "fedsim_defenses"}
+    ]
+    assert not wrong
+
+
+def test_families_of_attacks_do_not_import_each_other_in_circles() -> None:
+    families: dict[str, set[str]] = {}
+    for module, targets in arrows().items():
+        if module.startswith("fedsim_attacks."):
+            own = module.split(".")[1]
+            others = {t.split(".")[1] for t in targets if t.startswith("fedsim_attacks.")}
+            families.setdefault(own, set()).update(others - {own})
+    assert len(families) > 5
+    assert not circle(families)
+
+
+def test_an_attack_is_a_file_without_underscore() -> None:
+    """And what has one helps attacks, and is no entry point."""
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    attacks = document["project"]["entry-points"]["fedsim.attacks"]
+    named = {target.partition(":")[0] for target in attacks.values()}
+    files = {
+        name
+        for name, path in MODULES.items()
+        if name.startswith("fedsim_attacks.")
+        and path.name != "__init__.py"
+        and not path.name.startswith("_")
+    }
+    assert files == named
+
+
+def test_every_folder_says_what_it_is_for() -> None:
+    for name, path in MODULES.items():
+        if path.name == "__init__.py":
+            said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            assert said, f"{name} has no docstring"
 
 
 def test_the_core_never_names_an_attack_or_a_defense() -> None:
@@ -60,40 +185,17 @@ def test_only_the_federation_imports_flower() -> None:
     assert not offenders(DEFENSES, starts("flwr", "ray"))
 
 
-def test_only_the_pipeline_sees_the_federation() -> None:
-    allowed = (CORE / "federation", CORE / "pipeline.py", CORE / "rows.py")
-    assert not offenders(CORE, starts("fedsim.federation"), allowed)
+def test_attacks_cannot_name_the_truth() -> None:
+    assert not offenders(ATTACKS, starts("fedsim.types.GroundTruth", "fedsim.types.RowTruth"))
 
 
-def test_attacks_reach_neither_data_nor_truth() -> None:
-    allowed = ("types", "adversary", "models", "paths", "plugins", "rng")
-    wrong = own_except("fedsim_attacks", *(f"fedsim.{name}" for name in allowed))
-    permitted = {"fedsim.rng", "fedsim.contracts.plugins"}
-    assert not [
-        found for found in offenders(ATTACKS, wrong) if found.partition(": ")[2] not in permitted
-    ]
-    assert not offenders(ATTACKS, starts("fedsim.types.GroundTruth"))
-
-
-def test_defenses_see_only_their_contract() -> None:
-    allowed = ("types", "defense", "guarantee", "privacy", "plugins")
-    assert not offenders(
-        DEFENSES, own_except("fedsim_defenses", *(f"fedsim.{name}" for name in allowed))
-    )
-
-
-def test_stages_do_not_import_each_other() -> None:
-    """A stage may use `types`, contracts and small tools, not another stage's insides."""
-    stages = {"data", "models", "learners", "scoring", "privacy", "report"}
-    below = {"learners": {"models"}}
-    for stage in stages:
-        others = (
-            stages
-            - {stage}
-            - below.get(stage, set())
-            - ({"scoring"} if stage == "report" else set())
-        )
-        assert not offenders(CORE / stage, starts(*(f"fedsim.{other}" for other in others))), stage
+def test_the_server_side_cannot_name_a_data_set() -> None:
+    """What a server holds is built from a description (`Server.described`)."""
+    wrong = starts("fedsim.data", "fedsim.training.workload", "fedsim.training.source")
+    for file in ("server_app.py", "tap.py", "averaging.py", "delivery.py", "spool.py"):
+        assert not offenders(CORE / "federation" / file, wrong)
+        assert not [name for name in imports(CORE / "federation" / file) if wrong(name)]  # type: ignore[operator]
+    assert not [name for name in imports(CORE / "training" / "server.py") if wrong(name)]  # type: ignore[operator]
 
 
 STRIPPED = """
@@ -123,7 +225,9 @@ def run_stripped(code: str, *arguments: str) -> str:
 def test_the_attack_stage_imports_without_flower_and_data() -> None:
     run_stripped(
         "import pkgutil, importlib, fedsim_attacks\n"
-        "for module in pkgutil.iter_modules(fedsim_attacks.__path__, 'fedsim_attacks.'):\n"
+        "found = list(pkgutil.walk_packages(fedsim_attacks.__path__, 'fedsim_attacks.'))\n"
+        "assert len(found) > 60\n"
+        "for module in found:\n"
         "    importlib.import_module(module.name)\n"
         "import fedsim, fedsim.attacking.replay\n"
         "fedsim.attack, fedsim.load_observation\n"
@@ -132,7 +236,7 @@ def test_the_attack_stage_imports_without_flower_and_data() -> None:
 
 def test_stripping_works() -> None:
     with pytest.raises(AssertionError, match="is absent here"):
-        run_stripped("import fedsim.contracts.data")
+        run_stripped("import fedsim.data.bundled")
     with pytest.raises(AssertionError, match="is absent here"):
         run_stripped("import flwr")
 
@@ -140,6 +244,5 @@ def test_stripping_works() -> None:
 def test_every_package_is_installed() -> None:
     """An editable installation finds a package that is not declared; others do not."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    found = {".".join(path.parent.relative_to(ROOT).parts) for path in CORE.rglob("__init__.py")}
-    packages = set(declared["tool"]["setuptools"]["packages"])
-    assert packages == found | {"fedsim_attacks", "fedsim_defenses"}
+    found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert set(declared["tool"]["setuptools"]["packages"]) == found

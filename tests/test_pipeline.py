@@ -185,6 +185,7 @@ def test_a_recording_is_replayed_from_python(finished: Run) -> None:
     assert found.images is not None and found.images.shape == (1, 1, *found.images.shape[2:])
     assert row["metrics"]["label_accuracy"] == recorded["metrics"]["label_accuracy"]
     assert row["metrics"]["psnr"] == pytest.approx(recorded["metrics"]["psnr"], abs=0.5)
+    assert row["missing"] == 0
 
 
 def test_a_recording_is_replayed_without_flower(finished: Run) -> None:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim.contracts.attack import rebuild
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_function
+from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 

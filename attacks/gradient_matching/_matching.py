@@ -15,10 +15,11 @@ from typing import Literal, final
 import torch
 from torch import Tensor, nn
 
-from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth

@@ -18,10 +18,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import HeadConfig
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _BEYOND = 1.05

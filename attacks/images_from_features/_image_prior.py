@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from sklearn.covariance import oas
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import normalize
 from fedsim.models.local import features_of
+from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _SIDE = 16

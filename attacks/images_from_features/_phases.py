@@ -18,8 +18,8 @@ from typing import final
 
 from torch import Tensor
 
-from fedsim.contracts.attack import rebuild
 from fedsim.models.local import features_of
+from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._contrast import trusted

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fedsim.contracts.attack import AttackFailed, rebuild
+from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import Classifier
 from fedsim.models.kan import KAN
 from fedsim.models.local import mean_gradient_factor
 from fedsim.models.splines import basis_size
+from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _ROUNDING = 1e-9

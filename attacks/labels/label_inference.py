@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, rebuild
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
+from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32

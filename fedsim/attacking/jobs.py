@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.attacking.knowledge import Public
+from fedsim.attacking.public_features import MOST, public_features
 from fedsim.attacking.targets import question
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import Progress, Solution, create
@@ -35,6 +36,7 @@ from fedsim.system import processes, threads
 from fedsim.system.interrupts import held
 from fedsim.types import (
     FedsimError,
+    GroundTruth,
     Observation,
     Reconstruction,
     RowTruth,
@@ -43,6 +45,9 @@ from fedsim.types import (
 )
 
 OnProgress = Callable[[Progress], None]
+
+_NOT_LEARNED = {"public": None, "public_per_image": None}
+"""Of a baseline that no public image has a part in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +102,8 @@ class Result:
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
     baseline: dict[str, float | str | None]
-    """Metrics of the zero-information guess, and its `name`."""
+    """Metrics of the zero-information guess, its `name`, and how many images it was learned from
+    (`public`, and `public_per_image` that it guesses)."""
     victims: list[str] | None
     """A digest of each true image, or row that took part, in the order of the truth; the same for
     the same content. None of an update that was never recorded."""
@@ -207,7 +213,7 @@ def run_job(
         reason=reason,
         metrics=metrics,
         per_image=per_image,
-        baseline=_baseline(truth, found, setting, lpips),
+        baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
         tensor_rate=rate,
         cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
@@ -246,20 +252,40 @@ def _local_losses(truth: Truth) -> tuple[float, float] | None:
 
 
 def _baseline(
+    observation: Observation,
     truth: Truth,
     found: Reconstruction | None,
     setting: Setting,
     lpips: scoring.LpipsMetric | scoring.Unavailable,
 ) -> dict[str, float | str | None]:
-    """The guess of someone who is granted what the attack is, matched as `found` is."""
+    """The guess of someone who is granted what the attack is, matched as `found` is.
+
+    Of features too, where `found` has them, or may have had: where there is nothing.
+    """
     if isinstance(truth, RowTruth):
-        return {"name": "mean_of_others", **scoring.row_baseline(truth)}
+        return {"name": "mean_of_others", **_NOT_LEARNED, **scoring.row_baseline(truth)}
     assert setting.guesser is not None
     known = truth.labels.tolist() if setting.granted.labels == "known" else None
     guess = setting.guesser(len(truth.labels), known)
     alone = found is not None and found.images is None and found.features is None
     name = "labels" if alone else guess.name
-    return {"name": name, **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips)}
+    return {
+        "name": name,
+        "public": guess.public,
+        "public_per_image": guess.public_per_image,
+        **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips),
+        **_of_features(observation, truth, found, setting),
+    }
+
+
+def _of_features(
+    observation: Observation, truth: GroundTruth, found: Reconstruction | None, setting: Setting
+) -> dict[str, float]:
+    assert setting.guesser is not None
+    if truth.features is None or (found is not None and found.features is None):
+        return {}
+    public = public_features(observation, setting.guesser.public(MOST))
+    return {} if public is None else scoring.feature_baseline(public, truth.features)
 
 
 def _victims(truth: Truth) -> list[str]:
@@ -295,7 +321,11 @@ def _save(
     if found.images is not None:
         tensors["reconstruction"] = scoring.matched_images(found.images, assignment, guesser.mean)
     if found.labels is not None:
-        tensors["labels"] = found.labels
+        # With images or features, a label belongs to the one that it came with.
+        none = found.labels.new_tensor(scoring.MISSING)
+        tensors["labels"] = (
+            scoring.align(found.labels, assignment, none) if assignment else found.labels
+        )
     if found.features is not None and truth.features is not None:
         nothing = torch.zeros_like(truth.features[0])
         tensors["features"] = scoring.align(found.features, assignment, nothing)
@@ -322,7 +352,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         reason=reason,
         metrics=nothing,
         per_image={},
-        baseline={"name": None, **nothing},
+        baseline={"name": None, **_NOT_LEARNED, **nothing},
         victims=None,
         tensor_rate=None,
         cost=_failed_cost(0.0),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.contracts.attack import rebuild
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_public
 from fedsim.types import FedsimError, GroundTruth, Observation, RowTruth
 

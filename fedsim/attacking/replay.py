@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
@@ -12,7 +13,6 @@ from fedsim.attacking.targets import question
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
 from fedsim.recording import files
-from fedsim.results.record import Row
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
 from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
@@ -30,7 +30,7 @@ def attack(
     threads: int = 1,
     truth: str | Path | None = None,
     on_progress: jobs.OnProgress | None = None,
-) -> tuple[Reconstruction, Row]:
+) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
 
     Args:
@@ -48,7 +48,8 @@ def attack(
 
     Returns:
         The reconstruction, and a row with the observation's id, the resolved attack, the kind of
-        server, knowledge, metrics (null without truth) and cost.
+        server, knowledge, metrics (null without truth), how many images are `missing` from the
+        reconstruction, which no metric of images is of (null without truth), and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -83,7 +84,7 @@ def attack(
             progress=on_progress,
         )
         found = jobs.on_cpu(solution.reconstruction)
-        metrics = _metrics(found, victim)
+        scores = _scores(found, victim)
     return found, {
         "observation": observation.id,
         "attack": {
@@ -93,14 +94,16 @@ def attack(
         },
         "server": observation.server,
         "knowledge": grant.model_dump(),
-        "metrics": metrics,
+        "metrics": scores and scores.metrics(),
+        "missing": scores and scores.missing,
         "cost": jobs.cost(solution),
     }
 
 
-def _metrics(found: Reconstruction, truth: Truth | None) -> dict[str, float | None] | None:
+def _scores(found: Reconstruction, truth: Truth | None) -> scoring.Scores | None:
     if truth is None:
         return None
+    # Only a run has the public images that a guess is learned from.
     if isinstance(truth, RowTruth):
-        return scoring.score_rows(found, truth).metrics()
-    return scoring.score(found, truth).metrics()
+        return scoring.score_rows(found, truth)
+    return scoring.score(found, truth)

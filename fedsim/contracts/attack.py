@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
-from fedsim.models.base import Classifier, build
 from fedsim.system import memory
 from fedsim.types import FedsimError, Observation, Reconstruction, Released
 
@@ -159,24 +157,6 @@ def solve(
         iterations=sum(result.iterations for result in found),
         peak_memory_bytes=memory.peak(_device(observation)),
     )
-
-
-def rebuild(observation: Observation) -> Classifier:
-    """The victim's model with the global weights of the observed round, on their device.
-
-    Raises:
-        PluginError: the model is not installed here.
-        FedsimError: the weights are those of another model.
-    """
-    try:
-        model = build(observation.model, seed=0)
-        state = {**observation.parameters, **observation.buffers}
-        lost, extra = model.load_state_dict(state, strict=False)
-    except (RuntimeError, ValidationError) as error:
-        raise FedsimError(f"{observation.id}: its weights are not its model's: {error}") from error
-    for name in (*lost, *extra):
-        raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
-    return model.to(_device(observation))
 
 
 def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[AttackState]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedsim.contracts.guarantee import Release
-from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.plugins import Named, Plugin
 from fedsim.contracts.stack import Stack
 from fedsim.types import (
     Dataset,
@@ -29,10 +29,6 @@ from fedsim.types import (
     Tensors,
 )
 
-if TYPE_CHECKING:
-    from fedsim.models.base import Classifier
-    from fedsim.scenario import Scenario
-
 Batches = Sequence[tuple[Tensor, Tensor]]
 """What a client computes from: (pixels (B, C, H, W), labels (B,)) of each local step; of a learner
 that releases once one batch of all that the client holds, of a table (rows (n, d + 1), labels)."""
@@ -40,12 +36,25 @@ that releases once one batch of all that the client holds, of a table (rows (n, 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a learner works on: one defense stack's federation."""
+    """What a learner works on: one defense stack's federation, without its clients' data."""
 
-    scenario: Scenario
+    learner: Named
     stack: Stack
     dataset: Dataset | Table
+    """Its description and test split, with no training example (`without_training`)."""
     device: torch.device
+    seed: int
+    clients: int
+    examples: int
+    """Of all clients together."""
+    model: Named | None = None
+    """The network, where the scenario names one."""
+    weights: str | None = None
+    """Path of the weights to start from."""
+    plants: bool = False
+    """Whether the server plants neurons in what it sends with a probe, and trains without them."""
+    projection_radius: float | None = None
+    """Of the ball around the initial weights in which the global model is held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +102,7 @@ class Computation(ABC):
 
     spec: ModelSpec | None = None
     """Of the model, of a learner that trains one."""
-    model: Classifier | None = None
+    model: nn.Module | None = None
     """The network, of a learner that trains one."""
     release: Release | None = None
     """What a closed-form learner releases of its rows, as far as privacy depends on it."""
@@ -147,8 +156,8 @@ class Computation(ABC):
 
 
 def model_spec(problem: Problem) -> ModelSpec:
-    """The scenario's model, of which there has to be one, for the images of its data source."""
-    model, dataset = problem.scenario.model, problem.dataset
+    """The problem's network, of which there has to be one, for the images of its data source."""
+    model, dataset = problem.model, problem.dataset
     assert model is not None
     assert isinstance(dataset, Dataset)
     return ModelSpec(

@@ -50,6 +50,14 @@ class Plugin(BaseModel, ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Named:
+    """A plugin as a scenario names it: its entry point's name and its parameters."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Parameter:
     """A plugin's parameter as `fedsim list` shows it."""
 

@@ -36,7 +36,7 @@ def run_local(job: Job, workload: Workload | None, on_round: OnRound) -> None:
     workload = workload or Workload(Scenario.model_validate_json(job.scenario), job.stack)
     scenario = workload.scenario
     local.run(
-        server_app.build(workload, Path(job.out), on_round),
+        server_app.build(workload.server(), Path(job.out), on_round),
         client_app.build(job, workload),
         scenario.data.clients,
         scenario.federation.timeout,

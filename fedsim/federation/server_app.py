@@ -22,14 +22,14 @@ from fedsim.federation.checkpoint import Checkpoint, Checkpoints
 from fedsim.federation.delivery import discover
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
-from fedsim.training.workload import Workload
+from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors
 
 OnRound = Callable[[RoundRecord], None]
 
 
-def build(workload: Workload, out: Path, on_round: OnRound) -> ServerApp:
-    """The ServerApp that trains `workload` from its last checkpoint below `out`, if there is one.
+def build(server: Server, out: Path, on_round: OnRound) -> ServerApp:
+    """The ServerApp that trains what `server` knows, from its last checkpoint below `out` if any.
 
     It calls `on_round` after every round, then writes the checkpoint.
     """
@@ -37,8 +37,8 @@ def build(workload: Workload, out: Path, on_round: OnRound) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        nodes = discover(grid, workload.scenario.data.clients)
-        _Training(workload, TapGrid(grid, workload, nodes, out), out).run(on_round)
+        nodes = discover(grid, server.scenario.data.clients)
+        _Training(server, TapGrid(grid, server, nodes, out), out).run(on_round)
 
     return app
 
@@ -46,20 +46,20 @@ def build(workload: Workload, out: Path, on_round: OnRound) -> ServerApp:
 class _Training:
     """One stack's training: the global model, the strategy, and the tap between them."""
 
-    def __init__(self, workload: Workload, tap: TapGrid, out: Path) -> None:
-        self._workload = workload
+    def __init__(self, server: Server, tap: TapGrid, out: Path) -> None:
+        self._server = server
         self._tap = tap
-        federation = workload.scenario.federation
+        federation = server.scenario.federation
         self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
-        sampled = len(workload.schedule.participants(1))
+        sampled = len(server.schedule.participants(1))
         claimed = federation.strategy_parameters.get("num_sampled_clients")
         if claimed not in (None, sampled):
             raise FedsimError(
                 f"federation.strategy_parameters: num_sampled_clients is {claimed}, but "
                 f"{sampled} clients are sampled per round, and the noise depends on it"
             )
-        self._checkpoints = Checkpoints(out, workload.scenario, workload.stack_name)
-        parameters, buffers = workload.initial()
+        self._checkpoints = Checkpoints(out, server.scenario, server.stack_name)
+        parameters, buffers = server.initial()
         self._parameters: Tensors = parameters
         self._buffers: Tensors = wire.floating(buffers)
         self._constants = {n: b for n, b in buffers.items() if n not in self._buffers}
@@ -74,7 +74,7 @@ class _Training:
 
     def run(self, on_round: OnRound) -> None:
         """Train every round that is left."""
-        scenario = self._workload.scenario
+        scenario = self._server.scenario
         last = scenario.training.rounds
         for round in range(self._done + 1, last + 1):
             on_round(self._round(round))
@@ -94,7 +94,7 @@ class _Training:
         tally = self._tap.tally
         return RoundRecord(
             round=round,
-            participants=tuple(self._workload.schedule.participants(round)),
+            participants=tuple(self._server.schedule.participants(round)),
             aggregated=len(tally.accepted),
             train_loss=tally.train_loss,
             test_loss=test_loss,
@@ -112,7 +112,7 @@ class _Training:
         """The global parameters after `round`; None if they stay, for want of a usable update."""
         arrays = wire.encode(self._parameters)
         name = type(self._strategy).__name__
-        with _numpy_stream(rng.derive(self._workload.scenario.seed, "strategy", round)):
+        with _numpy_stream(rng.derive(self._server.scenario.seed, "strategy", round)):
             messages = self._strategy.configure_train(round, arrays, ConfigRecord(), self._tap)
             replies = self._tap.send_and_receive(messages)
             if not replies:
@@ -131,7 +131,7 @@ class _Training:
             self._tap.tally.say(f"{name} aggregates nothing of {len(replies)} updates")
             return None
         clients = len(self._tap.tally.accepted)
-        return self._workload.concluded(self._cast(aggregated), clients)
+        return self._server.concluded(self._cast(aggregated), clients)
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
         """The strategy's result as the model's parameters (FedAdam computes in float64)."""
@@ -143,10 +143,10 @@ class _Training:
         return {name: result[name].to(value.dtype) for name, value in self._parameters.items()}
 
     def _evaluate(self, round: int) -> tuple[float | None, float | None]:
-        training = self._workload.scenario.training
+        training = self._server.scenario.training
         if round % training.evaluate_every and round != training.rounds:
             return None, None
-        found = self._workload.evaluate(self._parameters, {**self._constants, **self._buffers})
+        found = self._server.evaluate(self._parameters, {**self._constants, **self._buffers})
         if not math.isfinite(found.loss):
             self._tap.tally.say(
                 "the test loss is not finite: training diverged; lower training.local.lr"

@@ -37,7 +37,8 @@ from fedsim.types import FedsimError
 if TYPE_CHECKING:
     from fedsim.federation.client_app import Job
     from fedsim.federation.server_app import OnRound
-    from fedsim.training.workload import Workload
+    from fedsim.training.server import Server
+from fedsim.training.workload import Workload
 
 _RECORD: TypeAdapter[RoundRecord] = TypeAdapter(RoundRecord)
 _GRACE_SECONDS = 10.0
@@ -191,20 +192,20 @@ def _simulate(settings: dict[str, Any], scratch: Path, on_round: OnRound) -> Non
 
     job = client_app.Job(**settings)
     threads.fix(job.threads)
-    workload = job.workload()
+    server = job.workload().server()
     run_simulation(
-        server_app=server_app.build(workload, Path(job.out), on_round),
+        server_app=server_app.build(server, Path(job.out), on_round),
         client_app=client_app.build(job),
-        num_supernodes=workload.scenario.data.clients,
-        backend_config=_resources(job.threads, workload, scratch),
+        num_supernodes=server.scenario.data.clients,
+        backend_config=_resources(job.threads, server, scratch),
     )
 
 
-def _resources(per_client: int, workload: Workload, scratch: Path) -> dict[str, Any]:
+def _resources(per_client: int, server: Server, scratch: Path) -> dict[str, Any]:
     """Ray's cluster: as many workers as there are clients to run at a time, at most."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     per_client = min(per_client, cores or 1)
-    schedule, last = workload.schedule, workload.scenario.training.rounds
+    schedule, last = server.schedule, server.scenario.training.rounds
     busy = max(len(schedule.participants(1)), len(schedule.observed(last)))
     workers = max(1, min((cores or 1) // per_client, busy))
     init: dict[str, Any] = {
@@ -214,7 +215,7 @@ def _resources(per_client: int, workload: Workload, scratch: Path) -> dict[str, 
     }
     if len(str(scratch)) < _SHORT_PATH:
         init["_temp_dir"] = str(scratch / "ray")
-    gpus = torch.cuda.device_count() if workload.device.type == "cuda" else 0
+    gpus = torch.cuda.device_count() if server.device.type == "cuda" else 0
     return {
         "init_args": init,
         "client_resources": {"num_cpus": per_client, "num_gpus": min(1.0, gpus / workers)},

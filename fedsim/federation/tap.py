@@ -29,28 +29,28 @@ from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import Workload
+from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors, Update
 
 
 class TapGrid(Grid):
     """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
 
-    def __init__(self, grid: Grid, workload: Workload, nodes: Mapping[int, int], out: Path) -> None:
+    def __init__(self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path) -> None:
         """`nodes` maps client to node id; recordings go below `out`."""
         self._grid = grid
-        self._workload = workload
+        self._server = server
         self._nodes = nodes
         self._clients = {node: client for client, node in nodes.items()}
         self._out = out
-        self._scratch = scratch(out, workload.stack_name)
+        self._scratch = scratch(out, server.stack_name)
         self._spool = Spool(self._scratch / "training")
         self._averages = Averages(self._scratch / "mean")
-        parameters, buffers = workload.initial()
+        parameters, buffers = server.initial()
         self._expected = wire.Shape(
             update=parameters,
-            buffers=wire.floating(buffers) if workload.releases_statistics else {},
-            loss=workload.reports_loss,
+            buffers=wire.floating(buffers) if server.releases_statistics else {},
+            loss=server.reports_loss,
         )
         self._constants = {n: b for n, b in buffers.items() if not b.is_floating_point()}
         self._round = 0
@@ -65,7 +65,7 @@ class TapGrid(Grid):
         """Start `round` with the global model's float `buffers`; its participants are sampled."""
         self._round = round
         self._buffers = self._new_buffers = buffers
-        self._participants = self._workload.schedule.participants(round)
+        self._participants = self._server.schedule.participants(round)
         self.tally = Tally()
 
     def end(self) -> Tensors:
@@ -102,9 +102,9 @@ class TapGrid(Grid):
         for message in jobs:
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
-        seconds = self._workload.scenario.federation.timeout if timeout is None else timeout
-        probes = self._workload.schedule.probes(self._round)
-        observed = self._workload.schedule.observed(self._round)
+        seconds = self._server.scenario.federation.timeout if timeout is None else timeout
+        probes = self._server.schedule.probes(self._round)
+        observed = self._server.schedule.observed(self._round)
         accepted = self._collect(jobs, None, [] if probes else observed, seconds, self._spool)
         replies = self._replies(accepted, record=bool(observed) and not probes)
         if probes:
@@ -114,12 +114,12 @@ class TapGrid(Grid):
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
         """Exchange and record `probes` of the `observed` clients."""
         trained = self._parameters
-        self._parameters = self._workload.probed(trained, self._round)
+        self._parameters = self._server.probed(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
         try:
             for probe in probes:
                 with self._averages:
-                    for release in range(self._workload.scenario.observe.releases):
+                    for release in range(self._server.scenario.observe.releases):
                         self._ask(replace(probe, release=release), arrays, observed, timeout)
                     for mean in self._averages.means():
                         self._save(probe, mean)
@@ -150,7 +150,7 @@ class TapGrid(Grid):
         """Exchange `messages`: record what the server sees of `observed` clients, spool what is to
         be aggregated or combined; returns the accepted replies, emptied."""
         clients = [self._clients[message.metadata.dst_node_id] for message in messages]
-        combines = self._workload.stack.aggregation is not None
+        combines = self._server.stack.aggregation is not None
         accepted: dict[int, Message] = {}
         for position, reply in exchange(self._grid, messages, timeout):
             client = clients[position]
@@ -193,7 +193,7 @@ class TapGrid(Grid):
 
     def _too_few(self, accepted: Collection[int]) -> bool:
         """Whether the clients that answered have too little noise among them; says so if so."""
-        least = self._workload.stack.least_clients
+        least = self._server.stack.least_clients
         if not accepted or len(accepted) >= least:
             return False
         self.tally.say(
@@ -207,18 +207,18 @@ class TapGrid(Grid):
 
     def _moved(self, name: str, update: Tensor) -> Tensor:
         """The global weight `name` after `update`, in the learner's units."""
-        return self._workload.moved(self._parameters[name], update)
+        return self._server.moved(self._parameters[name], update)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
         """What the server gets to see of all the spooled updates, if the stack combines them."""
-        aggregation, clients = self._workload.stack.aggregation, spool.clients()
+        aggregation, clients = self._server.stack.aggregation, spool.clients()
         if aggregation is None or not clients:
             return None
         updates = spool.updates(self._expected.update, self._expected.buffers)
-        combined = self._workload.combined(updates, self._round, probe)
+        combined = self._server.combined(updates, self._round, probe)
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
-            state = client_state.folder(self._out, self._workload.stack_name)
+            state = client_state.folder(self._out, self._server.stack_name)
             path = state / "server" / "answered.jsonl"
             use_once(path, asked(self._round, probe), combined.tensors, "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
@@ -228,20 +228,20 @@ class TapGrid(Grid):
             )
         if record:
             self._record(-1, combined, probe, num_clients=len(clients))
-            self._forget_truth(self._workload.observation_id(self._round, -1, probe), clients)
+            self._forget_truth(self._server.observation_id(self._round, -1, probe), clients)
         return combined
 
     def _record(
         self, client: int, update: Update, probe: Probe | None, *, num_clients: int = 1
     ) -> None:
         seen = Mean(client=client, update=update, num_clients=num_clients)
-        if probe and self._workload.scenario.observe.releases > 1:
+        if probe and self._server.scenario.observe.releases > 1:
             self._averages.add(seen)
         else:
             self._save(probe, seen)
 
     def _save(self, probe: Probe | None, seen: Mean) -> None:
-        observation = self._workload.observation(
+        observation = self._server.observation(
             self._round,
             seen.client,
             seen.update,

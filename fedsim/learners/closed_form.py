@@ -34,7 +34,7 @@ class ClosedForm(Computation):
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         self._stack = problem.stack
-        self._learner = problem.scenario.learner
+        self._learner = problem.learner
         features = problem.dataset.train_rows.shape[1] - 1
         self._shape = (features + 1, columns) if kind == "sketch" else (features,)
         self.release = Release(

@@ -29,14 +29,14 @@ class Features:
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
         """
-        scenario, dataset = problem.scenario, problem.dataset
+        dataset = problem.dataset
         assert isinstance(dataset, Dataset)
         self._device = problem.device
-        self._spec = model_spec(problem) if scenario.model else None
+        self._spec = model_spec(problem) if problem.model else None
         if self._spec:
-            self._model = build(self._spec, rng.derive(scenario.seed, "model"))
-            if scenario.training.weights is not None:
-                weights = from_home(scenario.training.weights)
+            self._model = build(self._spec, rng.derive(problem.seed, "model"))
+            if problem.weights is not None:
+                weights = from_home(problem.weights)
                 parameters, buffers = read_weights(weights, self._model)
                 self._model.load_state_dict({**parameters, **buffers}, strict=False)
             self._model.to(self._device).eval()

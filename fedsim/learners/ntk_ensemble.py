@@ -113,10 +113,10 @@ class _Regression(Computation):
         self._weights: Tensor | None = None
         gain = learner.scale**2
         if learner.kernel == "discrete":
-            stream = rng.generator(problem.scenario.seed, "learner", "neurons")
+            stream = rng.generator(problem.seed, "learner", "neurons")
             self._weights = ntk.draw_weights(learner.neurons or 256, d, learner.scale, stream)
             gain = float(torch.linalg.matrix_norm(self._weights, 2) ** 2 / len(self._weights))
-        self._declared = problem.scenario.learner
+        self._declared = problem.learner
         self.release = Release(
             kind=learner.released(),
             row_norm=1.0,
@@ -250,13 +250,13 @@ class _Single(_Regression):
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
         super().__init__(problem, learner)
-        clients = problem.scenario.data.clients
+        clients = problem.clients
         if clients > 1:
             raise FedsimError(
                 f"release: model is that of one client, and data.clients is {clients}: models have "
                 "no mean; use `release: form`, whose mean averages their predictions, or 1 client"
             )
-        self._held = len(self._dataset.train_images)
+        self._held = problem.examples
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Zeros: there is no model before the first release."""

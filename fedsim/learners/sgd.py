@@ -62,14 +62,14 @@ class _Training(Computation):
     model: Classifier
 
     def __init__(self, problem: Problem) -> None:
-        scenario, dataset = problem.scenario, problem.dataset
+        dataset = problem.dataset
         assert isinstance(dataset, Dataset)
-        self._scenario = scenario
+        self._problem = problem
         self._stack = problem.stack
         self._dataset = dataset
         self._device = problem.device
         self.spec = model_spec(problem)
-        self.model = build(self.spec, rng.derive(scenario.seed, "model")).to(self._device)
+        self.model = build(self.spec, rng.derive(problem.seed, "model")).to(self._device)
         self.releases_statistics = any(
             buffer.is_floating_point() for buffer in self.model.buffers()
         )
@@ -80,10 +80,10 @@ class _Training(Computation):
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
         """
-        if self._scenario.training.weights is not None:
-            return read_weights(from_home(self._scenario.training.weights), self.model)
-        make = honest if self._scenario.observe.plant else build
-        fresh = make(self.spec, rng.derive(self._scenario.seed, "model"))
+        if self._problem.weights is not None:
+            return read_weights(from_home(self._problem.weights), self.model)
+        make = honest if self._problem.plants else build
+        fresh = make(self.spec, rng.derive(self._problem.seed, "model"))
         parameters = {name: value.detach() for name, value in fresh.named_parameters()}
         return parameters, dict(fresh.named_buffers())
 
@@ -114,7 +114,7 @@ class _Training(Computation):
 
     def concluded(self, mean: Tensors, clients: int) -> Tensors:
         """The strategy's weights, or what is nearest to them in the ball that they are held in."""
-        radius = self._scenario.training.projection_radius
+        radius = self._problem.projection_radius
         if radius is None:
             return mean
         start = self._start

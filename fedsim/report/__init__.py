@@ -7,8 +7,8 @@ from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
-from fedsim.report.runs import ReportError, fits, load_runs
 from fedsim.report.utility import attacks_nothing, describe, utility
+from fedsim.results.reading import ReportError, fits, load_runs
 
 __all__ = [
     "Control",

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.figures import format_number
-from fedsim.report.leaderboard import Comparison, LeaderboardRow
+from fedsim.report.leaderboard import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.scoring import Summary
 
-REQUIRED_GAIN = 3.0
-"""dB above the zero-information guess that the undefended stack must leak."""
 REQUIRED_SPAN = 0.5
-"""Where only features are attacked: the span error that the undefended stack may leave at most."""
+"""Where only features are attacked: the span error that the undefended stack may leave at most, as
+a share of what the guess leaves."""
 REQUIRED_AUC = 0.75
 """Where only membership is attacked: the area under the curve that the undefended stack must
 reach."""
@@ -48,17 +47,33 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
     }
 
 
-def learning_problems(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """A line for each defense whose model says nothing of what the defense costs."""
+def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """A line for each thing to know before figures are believed, with what to do about it.
+
+    Of models that say nothing of what a defense costs, of guesses that are poor, and of attacks of
+    which nothing was made of another update.
+    """
     several = len({row.comparison for row in rows}) > 1
-    found = {
-        f"{describe_comparison(row.comparison)}, {row.defense}: {problem}"
-        if several
-        else f"{row.defense}: {problem}": None
-        for row in rows
-        if (problem := row.learning_problem)
-    }
+    found: dict[str, None] = {}
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        own = [row for row in rows if row.comparison == comparison]
+        where = f"{describe_comparison(comparison)}, " if several else ""
+        found |= {f"{where}{row.defense}: {p}": None for row in own if (p := row.learning_problem)}
+        poor = [row for row in own if row.guess_problem]
+        if poor:
+            worst = min(poor, key=lambda row: row.guess_public_per_image or 0.0)
+            sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
+            found[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
+        for reason in dict.fromkeys(row.no_control for row in own if row.no_control):
+            attacks = dict.fromkeys(row.attack for row in own if row.no_control == reason)
+            found[f"{where}{', '.join(attacks)}: {reason}{_NO_CONTROL}"] = None
     return list(found)
+
+
+_NO_CONTROL = (
+    ", so that nothing tells what an attack knew beforehand from what it read off the update; "
+    "attack two trials or more of different images (`observe.trials`)"
+)
 
 
 def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
@@ -97,6 +112,7 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
         (area, row.attack)
         for row in undefended
         if row.batch_size == size and (area := row.metrics["membership_auc"])
+        if not _as_well_elsewhere(row.membership_over_other)
     ]
     of_membership = (
         _membership_control(comparison, *max(told, key=lambda entry: entry[0].mean), size)
@@ -105,12 +121,12 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
     if not attacked:
         spans = [
-            (_blind(row.span_over_other), span.mean, row.attack)
+            (row.blind, span.mean / row.guessed_span, row)
             for row in undefended
             if row.batch_size == size and (span := row.metrics["subspace_error"])
         ]
         if spans:
-            return _feature_control(comparison, *min(spans), size)
+            return _feature_control(comparison, min(spans, key=lambda entry: entry[:2])[2])
         if of_membership:
             return of_membership
         return Control(
@@ -119,15 +135,15 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
             reason=f"no attack recovered {rows[0].subject} of the undefended stack at batch size "
             f"{size}, so there is no gain over guessing to show that the attacks work{_TRY}",
         )
-    best = max(attacked, key=lambda row: (not _blind(row.over_other), row.standing))
+    best = max(attacked, key=lambda row: row.standing)
     gain = best.strength[0]
-    blind = _blind(best.over_other)
+    blind = best.blind
     passed = gain >= REQUIRED_GAIN and not blind
     if not passed and of_membership and of_membership.status == "passed":
         return of_membership  # a release that is random by itself may tell who is in it and no more
     measured = (
         f"undefended, at batch size {size}, {best.attack} gains {format_number(gain, 1)} dB over "
-        "guessing"
+        f"guessing{_uncontrolled(best)}"
     )
     if blind and gain >= REQUIRED_GAIN:
         return _blind_control(comparison, measured)
@@ -141,9 +157,12 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
 
 
-def _blind(over_other: Summary | None) -> bool:
-    """Whether an attack does as well with another update, so that it may see nothing in this."""
+def _as_well_elsewhere(over_other: Summary | None) -> bool:
     return over_other is not None and over_other.certain <= 0
+
+
+def _uncontrolled(row: LeaderboardRow) -> str:
+    return f" ({row.no_control})" if row.no_control else ""
 
 
 def _blind_control(comparison: Comparison, measured: str) -> Control:
@@ -155,20 +174,24 @@ def _blind_control(comparison: Comparison, measured: str) -> Control:
     )
 
 
-def _feature_control(
-    comparison: Comparison, blind: bool, error: float, attack: str, size: int
-) -> Control:
-    measured = f"undefended, at batch size {size}, {attack} leaves a span error of {error:.3f}"
-    passed = error <= REQUIRED_SPAN
-    if passed and blind:
+def _feature_control(comparison: Comparison, row: LeaderboardRow) -> Control:
+    span = row.metrics["subspace_error"]
+    assert span is not None
+    required = REQUIRED_SPAN * row.guessed_span
+    measured = (
+        f"undefended, at batch size {row.batch_size}, {row.attack} leaves a span error of "
+        f"{span.mean:.3f}{_uncontrolled(row)}"
+    )
+    passed = span.mean <= required
+    if passed and row.blind:
         return _blind_control(comparison, measured)
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",
         reason=measured
         if passed
-        else f"{measured}, where at most {REQUIRED_SPAN:g} is required: attacks that fail without "
-        f"a defense say nothing about defenses{_TRY}",
+        else f"{measured}, where at most {required:.3g} is required, half of what the guess "
+        f"leaves: attacks that fail without a defense say nothing about defenses{_TRY}",
     )
 
 

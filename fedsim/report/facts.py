@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fedsim.report.runs import ResultRow, Run, canonical, nested
+from fedsim.results.reading import ResultRow, Run, canonical, nested
 
 UNATTACKED = (
     "Nothing is attacked in this run: it shows what each defense leaves of the model, and what is "

@@ -9,7 +9,7 @@ from pathlib import Path
 from fedsim.recording.files import read_tensors
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
-from fedsim.report.runs import ReportError, ResultRow, Run
+from fedsim.results.reading import ReportError, ResultRow, Run
 from fedsim.scoring import psnr
 
 _PAIRS = 8

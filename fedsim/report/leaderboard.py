@@ -15,8 +15,9 @@ from typing import Any, Literal, get_args
 
 from fedsim.contracts.grant import Grant
 from fedsim.report.figures import describe_stack, describe_variant
-from fedsim.report.paired import Gained, gains, over_other
-from fedsim.report.runs import (
+from fedsim.report.paired import Compared, Gained, gains, over_other, own_gains
+from fedsim.report.victims import images, units
+from fedsim.results.reading import (
     Metrics,
     ResultRow,
     RoundRow,
@@ -25,8 +26,16 @@ from fedsim.report.runs import (
     load_runs,
     measurements,
 )
-from fedsim.report.victims import images, units
-from fedsim.scoring import Accuracy, Summary, accuracy, learning_problem, summarize
+from fedsim.scoring import (
+    Accuracy,
+    Share,
+    Summary,
+    accuracy,
+    guess_problem,
+    learning_problem,
+    share,
+    summarize,
+)
 from fedsim.types import Server
 
 Aggregated = Literal[
@@ -49,6 +58,16 @@ AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
 
 Comparison = tuple[str, str, str, str, Server]
 """(scenario, variant, data source, model, server): rows of one may be ranked, of two never."""
+
+REQUIRED_GAIN = 3.0
+"""dB above the zero-information guess, and above another update, from which on a trial leaks."""
+
+EXPOSED_GAIN = 10.0
+"""dB above guessing, and above another update, that no attack gains by chance: one such trial is a
+leak, though the interval of all reaches below 0."""
+
+_ROUNDING = 1e-9
+"""Of a span error that is told from none."""
 
 _LESS_IS_WORSE = (
     "rmse",
@@ -117,8 +136,22 @@ class LeaderboardRow:
     """PSNR of the same attack's reconstruction of another update, against this truth."""
     over_other: Summary | None
     """PSNR above `other_update`, dB: what of the gain is due to this update."""
+    own_gain: Summary | None
+    """The lesser of `gain` and `over_other`, trial by trial, dB."""
+    leaking: Share | None
+    """Trials with an `own_gain` of `REQUIRED_GAIN` or more."""
     span_over_other: Summary | None
     """Span error below that of the features made of another update."""
+    label_over_other: Summary | None
+    """Label accuracy above that of the labels read off another update."""
+    membership_over_other: Summary | None
+    """Area under the membership curve above that of the scores made of another update."""
+    no_control: str | None
+    """Why nothing was made of another update; None if something was, and if nothing was made."""
+    guess_public: int | None
+    """Public images that the guess was learned from; None where it was not, or is not told."""
+    guess_public_per_image: float | None
+    """Of them, for each image of the guess."""
     train_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
@@ -144,7 +177,7 @@ class LeaderboardRow:
     seconds: float | None
     """Mean per trial."""
     strongest: bool = False
-    """Whether it worked, and no other attack gains more against this defense."""
+    """Whether it worked, is not `blind`, and no other such attack gains more on this defense."""
 
     @property
     def comparison(self) -> Comparison:
@@ -153,8 +186,62 @@ class LeaderboardRow:
 
     @property
     def standing(self) -> tuple[float, ...]:
-        """`strength`, behind whether the attack worked in any trial: a guess is no attack."""
-        return (float(self.n_ok > 0), *self.strength)
+        """`strength`, behind whether the attack worked in any trial and saw anything of its update.
+
+        A guess is no attack, and neither is what one knew beforehand.
+        """
+        return (float(self.n_ok > 0), float(not self.blind), *self.strength)
+
+    @property
+    def ranked_by(self) -> Compared:
+        """The metric that decides on the attack's rank: the first that it has."""
+        if self.gain:
+            return "psnr"
+        if self.metrics["subspace_error"]:
+            return "subspace_error"
+        return "label_accuracy" if self.label_gain else "membership_auc"
+
+    @property
+    def blind(self) -> bool:
+        """Whether it does no better than on another update, so that it may see nothing in this.
+
+        By the lower end of the interval of what it is ranked by. A trial that no attack gains by
+        chance is proof that it sees.
+        """
+        over = self._over_other(self.ranked_by)
+        return over is not None and over.certain <= 0 and not self.exposed
+
+    def _over_other(self, name: Compared) -> Summary | None:
+        return {
+            "psnr": self.over_other,
+            "subspace_error": self.span_over_other,
+            "label_accuracy": self.label_over_other,
+            "membership_auc": self.membership_over_other,
+        }[name]
+
+    @property
+    def exposed(self) -> bool:
+        """Whether a trial leaked for sure, whatever became of the others."""
+        return self.own_gain is not None and self.own_gain.max >= EXPOSED_GAIN
+
+    @property
+    def guessed_span(self) -> float:
+        """Mean span error that the guess of features leaves, in (0, 1]; 1 where none was made."""
+        guessed = self.baseline["subspace_error"]
+        return 1.0 if guessed is None else max(guessed, _ROUNDING)
+
+    @property
+    def guess_problem(self) -> str | None:
+        """Why the guess is poor that gains are over; None if it is not, or nothing tells."""
+        if self.guess_public is None or self.guess_public_per_image is None:
+            return None
+        return guess_problem(self.guess_public, self.guess_public_per_image)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What to know before a figure of this line is believed."""
+        found = (self.learning_problem, self.guess_problem, self.no_control)
+        return [problem for problem in found if problem]
 
     @property
     def learning_problem(self) -> str | None:
@@ -231,7 +318,8 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
-        marked.append(replace(line, strongest=key not in seen and line.n_ok > 0))
+        works = line.n_ok > 0 and not line.blind
+        marked.append(replace(line, strongest=key not in seen and works))
         seen.add(key)
     return marked
 
@@ -252,17 +340,21 @@ def _aggregate(
 ) -> LeaderboardRow:
     first, apart = rows[0], units(rows)
 
-    def summary(values: Sequence[float | None] | None) -> Summary | None:
+    def measured(values: Sequence[float | None] | None) -> list[float]:
         """Of one value per row, where it has one; rows that share an image give their mean."""
         known = [[v for i in unit if (v := values[i]) is not None] for unit in apart if values]
-        means = [sum(each) / len(each) for each in known if each]
-        return summarize(means, confidence=confidence)
+        return [sum(each) / len(each) for each in known if each]
+
+    def summary(values: Sequence[float | None] | None) -> Summary | None:
+        return summarize(measured(values), confidence=confidence)
 
     def gained(name: Gained) -> list[float] | None:
         return gains(rows, name) if name in yielded else None
 
     values = {name: _counted(rows, name) if name in yielded else None for name in AGGREGATED}
     ok = [row for row in rows if row.ok]
+    own = measured(own_gains(rows)) if "psnr" in yielded else []
+    learned = [row.baseline for row in rows if row.baseline]
     # Two runs' claims would only differ if they were not the same; then the weaker one stands.
     weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)
     privacy = weakest.claimed
@@ -295,7 +387,18 @@ def _aggregate(
         membership_gain=summary(gained("membership_auc")),
         other_update=summary([_of(_other(row), "psnr") for row in rows]),
         over_other=summary(over_other(rows, "psnr")),
+        own_gain=summarize(own, confidence=confidence),
+        leaking=share(sum(v >= REQUIRED_GAIN for v in own), len(own), confidence=confidence)
+        if own
+        else None,
         span_over_other=summary(over_other(rows, "subspace_error")),
+        label_over_other=summary(over_other(rows, "label_accuracy")),
+        membership_over_other=summary(over_other(rows, "membership_auc")),
+        no_control=_no_control(rows),
+        guess_public=min((b.public for b in learned if b.public is not None), default=None),
+        guess_public_per_image=min(
+            (b.public_per_image for b in learned if b.public_per_image is not None), default=None
+        ),
         train_loss=_mean(rows, lambda row: row.utility.train_loss if row.utility else None),
         test_loss=_mean(rows, lambda row: row.utility.test_loss if row.utility else None),
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
@@ -321,6 +424,15 @@ def _aggregate(
         ),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
     )
+
+
+def _no_control(rows: list[ResultRow]) -> str | None:
+    ok = [row for row in rows if row.ok]
+    if not ok or any(_other(row) for row in ok):
+        return None
+    if len(rows) == 1:
+        return "no control: one trial"
+    return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"
 
 
 def _counted(rows: list[ResultRow], name: Aggregated) -> list[float] | None:

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors, write_bytes
+from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
-from fedsim.report.runs import ResultRow, Run, load_runs
-from fedsim.scoring import psnr
+from fedsim.results.reading import ResultRow, Run, load_runs
+from fedsim.scoring import psnr, summarize
 
 OVERVIEW = "overview.png"
 
@@ -47,7 +48,8 @@ def save_overview(folder: Path) -> Path | None:
     Images are of the least batch size, in the first and the last round that was attacked. Of a
     round all images are shown or, of more than three, the worst, the median and the best one by
     what the strongest attack made of it behind the first stack. Every row shows these same images
-    as its stack's strongest attack (by mean PSNR) recovered them; the pixels are the scored ones.
+    as its stack's strongest attack (by mean PSNR, of those that do better than on another update)
+    recovered them; the pixels are the scored ones.
 
     Returns:
         The picture's path; None if no attack recovered an image.
@@ -91,12 +93,21 @@ def _has_image(run: Run, row: ResultRow) -> bool:
 
 
 def _strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
-    """The rows of the attack with the highest mean PSNR behind `stack`."""
+    """The rows of the attack with the highest mean PSNR behind `stack`.
+
+    Of those that do better than on another update, if there is one: others draw what they knew.
+    """
     by_attack: dict[str, list[ResultRow]] = {}
     for row in rows:
         if row.defense.name == stack:
             by_attack.setdefault(row.attack.label, []).append(row)
-    return max(by_attack.values(), key=_mean_psnr)
+    return max(by_attack.values(), key=lambda own: (_sees(own), _mean_psnr(own)))
+
+
+def _sees(rows: Sequence[ResultRow]) -> bool:
+    """Whether images of this update are better than those of another, as far as that is known."""
+    known = summarize([value for value in over_other(rows, "psnr") if value is not None])
+    return _mean_psnr(rows) > 0 if known is None else known.certain > 0
 
 
 def _mean_psnr(rows: Sequence[ResultRow]) -> float:

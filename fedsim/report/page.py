@@ -23,10 +23,10 @@ from fedsim.report.figures import (
 from fedsim.report.gallery import Plate, gallery
 from fedsim.report.leaderboard import LeaderboardRow, aggregate
 from fedsim.report.recovered import accused, clouds
-from fedsim.report.runs import ResultRow, Run, load_runs, measurements
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
 from fedsim.report.verdict import Verdict, verdicts
+from fedsim.results.reading import ResultRow, Run, load_runs, measurements
 from fedsim.scoring import Summary
 
 _WIDE, _NARROW = 760, 380
@@ -162,18 +162,18 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
     members = [run for run in runs if any(row.cell in cells for row in run.rows)]
     series = _series(own)
     judged = verdicts(own, control)
-    strips = _strips([verdict.strongest.gain for verdict in judged])
+    strips = _strips([verdict.gain for verdict in judged])
     points = [
         plots.Point(
             label=verdict.strongest.defense,
             series=series[verdict.strongest.defense],
             accuracy=verdict.strongest.test_accuracy,
-            gain=verdict.strongest.gain.mean,
-            low=verdict.strongest.gain.low,
-            high=verdict.strongest.gain.high,
+            gain=verdict.gain.mean,
+            low=verdict.gain.low,
+            high=verdict.gain.high,
         )
         for verdict in judged
-        if verdict.strongest.gain and verdict.strongest.test_accuracy is not None
+        if verdict.gain and verdict.strongest.test_accuracy is not None
     ]
     curves = _curves(members, series)
     shown = gallery(own, members)
@@ -198,9 +198,8 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
             for verdict, strip in zip(judged, strips, strict=True)
         ],
         gallery=[
-            (row.defense, row.stack, _plates(shown.plates, row.defense, attacks))
-            for row in own
-            if row.strongest
+            (defense, stack, _plates(shown.plates, defense, attacks))
+            for defense, stack in dict.fromkeys((row.defense, row.stack) for row in own)
         ],
         omitted=shown.omitted,
         leakage=[

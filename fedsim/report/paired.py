@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from fedsim.report.runs import Metrics, ResultRow
+from fedsim.results.reading import Metrics, ResultRow
 
 Gained = Literal["psnr", "label_accuracy", "membership_auc"]
+Compared = Gained | Literal["subspace_error"]
 
 
 def gains(rows: Sequence[ResultRow], name: Gained) -> list[float] | None:
@@ -32,10 +33,20 @@ def gains(rows: Sequence[ResultRow], name: Gained) -> list[float] | None:
     return found if any(_value(row.baseline, name) is not None for row in rows) else None
 
 
-def over_other(
-    rows: Sequence[ResultRow], name: Literal["psnr", "subspace_error"]
-) -> list[float | None]:
-    """By how much each row's own update is better than another: PSNR above, span error below.
+def own_gains(rows: Sequence[ResultRow]) -> list[float] | None:
+    """What of each row's gain in PSNR is due to its own update, dB: the lesser of both differences.
+
+    The whole gain where there is no other update; None as in `gains`.
+    """
+    gained = gains(rows, "psnr")
+    if gained is None:
+        return None
+    pairs = zip(gained, over_other(rows, "psnr"), strict=True)
+    return [gain if over is None else min(gain, over) for gain, over in pairs]
+
+
+def over_other(rows: Sequence[ResultRow], name: Compared) -> list[float | None]:
+    """By how much each row's own update is better than another; of span errors how much below it.
 
     None of rows without that control, as failed ones are.
     """

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors, write_bytes
-from fedsim.report.runs import ReportError, ResultRow
+from fedsim.results.reading import ReportError, ResultRow
 from fedsim.scoring import check_pixels
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from fedsim.recording.files import read_tensors
 from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.plots import Accused, Cloud
-from fedsim.report.runs import ResultRow, Run
+from fedsim.results.reading import ResultRow, Run
 from fedsim.scoring import FALSE_POSITIVES
 
 _POINTS = 400

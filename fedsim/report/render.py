@@ -15,8 +15,8 @@ from fedsim.report.control import (
     describe_comparison,
     invalid_comparisons,
     invalid_reasons,
-    learning_problems,
     positive_controls,
+    warnings,
 )
 from fedsim.report.figures import (
     format_accuracy,
@@ -26,7 +26,7 @@ from fedsim.report.figures import (
     format_summary,
 )
 from fedsim.report.leaderboard import AGGREGATED, LeaderboardRow
-from fedsim.scoring import Summary
+from fedsim.scoring import Share, Summary
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def _json(rows: Sequence[LeaderboardRow]) -> str:
     document = {
         "valid": not reasons,
         "invalid_reasons": reasons,
-        "warnings": learning_problems(rows),
+        "warnings": warnings(rows),
         "positive_controls": [asdict(control) for control in positive_controls(rows)],
         "rows": [{**_judged(row, invalid), **_fields(row)} for row in rows],
     }
@@ -76,7 +76,7 @@ def _judged(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
     return {
         "valid": row.comparison not in invalid,
         "invalid_reason": invalid.get(row.comparison, ""),
-        "warning": row.learning_problem or "",
+        "warning": " | ".join(row.warnings),
     }
 
 
@@ -120,7 +120,17 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
     flat["membership_auc_limit"] = row.membership_auc_limit
     flat["membership_tpr_limit"] = row.membership_tpr_limit
     flat |= _columns("other_update_psnr", row.other_update) | _columns("over_other", row.over_other)
+    flat |= _columns("own_gain", row.own_gain)
+    for part in ("count", "n", "low", "high"):
+        flat[f"leaking_{part}"] = row.leaking and getattr(row.leaking, part)
     flat |= _columns("span_over_other", row.span_over_other)
+    flat |= _columns("label_over_other", row.label_over_other)
+    flat |= _columns("membership_over_other", row.membership_over_other)
+    flat |= {
+        "no_control": row.no_control,
+        "guess_public": row.guess_public,
+        "guess_public_per_image": row.guess_public_per_image,
+    }
     return flat | {
         "train_loss": row.train_loss,
         "test_loss": row.test_loss,
@@ -156,6 +166,7 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("PSNR dB", lambda row: format_summary(row.metrics["psnr"])),
     ("max", lambda row: format_number(row.worst["psnr"], 1)),
     ("gain", lambda row: _signed(row.gain)),
+    ("≥3 dB", lambda row: _share(row.leaking)),
     ("other", lambda row: _mean(row.other_update, 1)),
     ("SSIM", lambda row: _mean(row.metrics["ssim"], 2)),
     ("LPIPS", lambda row: _mean(row.metrics["lpips"], 2)),
@@ -167,6 +178,7 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("≤", lambda row: _limit(row)),
     ("TPR", lambda row: _percent(row.metrics["membership_tpr"])),
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
+    ("no control", lambda row: (row.no_control or "–").removeprefix("no control: ")),
     ("acc", lambda row: format_accuracy(row.test_accuracy, row.accuracy)),
     (
         "ε (δ, unit, neighbours)",
@@ -187,6 +199,7 @@ _EXPENDABLE = (
         "found",
         "acc",
         "label",
+        "≥3 dB",
         "gain",
         "feat",
     ),
@@ -195,15 +208,19 @@ _EXPENDABLE = (
 """Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
 
 _LEGEND = (
-    "▸ strongest attack on a defense (undefended first). B batch size, ok trials that succeeded of "
-    "all; failed ones count as guessing. PSNR mean and Student's interval (three trials or more), "
-    "max the worst trial or image; gain: dB above the best guess of someone who saw no update; "
-    "other: PSNR of the same attack on another update. acc: test accuracy and Wilson's interval, ! "
+    "▸ strongest attack on a defense (undefended first), of those that do better than on another "
+    "update. B batch size, ok trials that succeeded of all; failed ones count as guessing. PSNR "
+    "mean and Student's interval (three trials or more, not all equal), max the worst trial or "
+    "image; gain: dB above the best guess of someone who saw no update; ≥3 dB: trials that gain "
+    "so much, and over another update, with the exact interval of that chance; other: PSNR of the "
+    "same attack on another update; no control: why there is none. acc: test accuracy and Wilson's "
+    "interval, ! "
     "if no better than chance."
 )
 
 _LEGEND_OF_ROWS = (
-    "▸ strongest attack on a defense (undefended first). B rows in a release, on average; ok "
+    "▸ strongest attack on a defense (undefended first), of those that do better than on another "
+    "release. B rows in a release, on average; ok "
     "trials that succeeded of all; failed ones count as guessing. PSNR mean and Student's "
     "interval, of entries on their declared range; gain: dB above guessing the mean of the other "
     "rows; row err: squared error over squared length; found: rows with every entry within 5% of "
@@ -236,7 +253,7 @@ def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
         console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
         if comparison in invalid:
             console.print(Text(f"INVALID: {_printable(invalid[comparison])}", "bold red"))
-        for problem in learning_problems(members):
+        for problem in warnings(members):
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
         console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
         console.print(_grid(members, width))
@@ -331,6 +348,13 @@ def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:
 def _malicious(row: LeaderboardRow) -> list[str]:
     """In every row of it, what a malicious server has done: such a row is not to be quoted bare."""
     return [] if row.server == "honest" else [f"({row.server})"]
+
+
+def _share(share: Share | None) -> str:
+    """`1/10 (0–45)`: trials of all, and the interval of their chance in percent."""
+    if share is None:
+        return "–"
+    return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
 
 
 def _signed(summary: Summary | None) -> str:

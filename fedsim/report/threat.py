@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from fedsim.contracts.grant import Grant
-from fedsim.report.runs import ResultRow
+from fedsim.results.reading import ResultRow
 
 _VANTAGE = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "

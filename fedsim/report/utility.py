@@ -14,7 +14,7 @@ from fedsim.report.figures import (
     format_summary,
 )
 from fedsim.report.leaderboard import accuracy_of
-from fedsim.report.runs import PrivacyOf, RoundRow, Run
+from fedsim.results.reading import PrivacyOf, RoundRow, Run
 from fedsim.scoring import Accuracy, Summary, learning_problem, summarize
 
 _SEED = "seed"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsim.report.runs import ResultRow
+from fedsim.results.reading import ResultRow
 
 
 def images(rows: Sequence[ResultRow]) -> int | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from fedsim.report import fits
 from fedsim.results import record, rows
+from fedsim.results.reading import fits
 from fedsim.system import paths
 from fedsim.types import FedsimError
 

@@ -158,7 +158,7 @@ def _processor() -> str:
 
 def _commit() -> str | None:
     """The commit of the source tree that runs (`+` if changed since); None for a package."""
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
     git = ["git", "-C", str(root)]

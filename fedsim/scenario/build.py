@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack
 from fedsim.contracts.data import DataSource
@@ -16,12 +18,12 @@ from fedsim.contracts.defense import (
     UpdateDefense,
 )
 from fedsim.contracts.guarantee import Release
-from fedsim.contracts.learner import Learner
-from fedsim.contracts.plugins import Plugin
+from fedsim.contracts.learner import Learner, Problem
+from fedsim.contracts.plugins import Named, Plugin
 from fedsim.contracts.stack import Stack, chain
 from fedsim.models.base import ModelPlugin
 from fedsim.scenario.model import PluginRef, Scenario, Training
-from fedsim.types import Algorithm, LocalTraining
+from fedsim.types import Algorithm, Dataset, LocalTraining, Table
 
 ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.attacks": (Attack,),
@@ -115,6 +117,41 @@ def build_learner(ref: PluginRef) -> Learner:
     learner = plugin_class("fedsim.learners", ref.name).model_validate(ref.parameters)
     assert isinstance(learner, Learner)
     return learner
+
+
+def problem_of(
+    scenario: Scenario,
+    stack: Stack,
+    described: Dataset | Table,
+    examples: int,
+    device: torch.device,
+) -> Problem:
+    """What the scenario's learner works on.
+
+    Args:
+        scenario: with every default written out.
+        stack: the defense stack.
+        described: the description of the data and its test split (`without_training`).
+        examples: how many training examples all clients hold together.
+        device: where the learner computes.
+    """
+    return Problem(
+        learner=_named(scenario.learner),
+        stack=stack,
+        dataset=described,
+        device=device,
+        seed=scenario.seed,
+        clients=scenario.data.clients,
+        examples=examples,
+        model=None if scenario.model is None else _named(scenario.model),
+        weights=scenario.training.weights,
+        plants=scenario.observe.plant,
+        projection_radius=scenario.training.projection_radius,
+    )
+
+
+def _named(ref: PluginRef) -> Named:
+    return Named(name=ref.name, parameters=ref.parameters)
 
 
 def algorithm(training: Training) -> Algorithm:

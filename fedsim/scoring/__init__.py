@@ -1,14 +1,15 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.guess import Guess, Guesser, baseline, mean_image
+from fedsim.scoring.features import feature_baseline
+from fedsim.scoring.guess import Guess, Guesser, baseline, guess_problem, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
 from fedsim.scoring.rows import FALSE_POSITIVES, row_baseline, score_rows
 from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
-from fedsim.scoring.statistics import LEAST, Summary, student_interval, summarize
+from fedsim.scoring.statistics import LEAST, Share, Summary, share, student_interval, summarize
 
 __all__ = [
     "FALSE_POSITIVES",
@@ -24,12 +25,15 @@ __all__ = [
     "Metric",
     "Scores",
     "ScoringError",
+    "Share",
     "Summary",
     "Unavailable",
     "accuracy",
     "align",
     "baseline",
     "check_pixels",
+    "feature_baseline",
+    "guess_problem",
     "learning_problem",
     "load_lpips",
     "match",
@@ -39,6 +43,7 @@ __all__ = [
     "row_baseline",
     "score",
     "score_rows",
+    "share",
     "student_interval",
     "summarize",
 ]

@@ -57,6 +57,7 @@ def score_rows(found: Reconstruction, truth: RowTruth) -> Scores:
         **{name: float(value.mean()) for name, value in known.items()},
         per_image={name: value.tolist() for name, value in known.items()},
         assignment=[],
+        missing=0,
         notes=notes,
     )
 

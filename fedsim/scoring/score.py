@@ -19,7 +19,7 @@ from fedsim.scoring.features import (
     subspace_error,
 )
 from fedsim.scoring.labels import check_labels, label_overlap, matched_labels
-from fedsim.scoring.matching import align, match
+from fedsim.scoring.matching import MISSING, align, match
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import LpipsMetric
 from fedsim.types import GroundTruth, Reconstruction
@@ -49,8 +49,6 @@ _OF_FEATURES: tuple[Metric, ...] = (
     "principal_angle",
 )
 
-_UNKNOWN_PIXEL = 0.5
-
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -79,10 +77,13 @@ class Scores:
     attack_loss: float | None = None
     """The attack's own objective; of no meaning across attacks."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per true image or row, in the order of the truth; principal angles
-    ascending."""
+    """Metric -> one value per true image or row that is scored, in the order of the truth;
+    principal angles ascending."""
     assignment: list[int]
     """Which reconstruction was scored against each truth; -1: none. Empty for labels alone."""
+    missing: int
+    """True images without a reconstruction that no guess stood in for: no metric of images is of
+    them."""
     notes: dict[str, str]
     """Metric -> why it is None, or how it was computed where values compare only like with like."""
 
@@ -107,8 +108,9 @@ def score(
     One assignment serves all metrics: it is made by the mean squared error of the images, or of the
     directions of the features where there are no images. Labels that come with images or features
     are those of the matched ones; labels alone are compared as multisets. A truth without a
-    reconstruction counts as `guess` ((C, H, W) pixels; default mid-gray), as zero features, and as
-    a wrong label.
+    reconstruction counts as `guess` ((C, H, W) pixels), as zero features, and as a wrong label.
+    Where no `guess` is known its image is not scored but `missing`, for any pixels in its place
+    would be an invention.
 
     Raises:
         ScoringError: images, features or labels are not what `Reconstruction` promises (pixels
@@ -117,9 +119,17 @@ def score(
     _check(reconstruction, truth)
     assignment = _assignment(reconstruction, truth)
     found: dict[Metric, Tensor | Unavailable] = {}
+    missing = 0
     if reconstruction.images is not None:
-        claimed = matched_images(reconstruction.images, assignment, guess)
-        found |= _image_metrics(claimed, truth.images.detach().cpu(), lpips)
+        wanted = truth.images.detach().cpu()
+        if guess is None:
+            met = [place for place, k in enumerate(assignment) if k != MISSING]
+            missing = len(assignment) - len(met)
+            claimed = reconstruction.images.detach().cpu()[[assignment[place] for place in met]]
+            wanted = wanted[met]
+        else:
+            claimed = matched_images(reconstruction.images, assignment, guess)
+        found |= _image_metrics(claimed, wanted, lpips)
     if reconstruction.features is not None:
         found |= _feature_metrics(reconstruction.features.detach().cpu(), truth, assignment)
     means: dict[Metric, float] = {}
@@ -141,18 +151,18 @@ def score(
         **{name: float(value.mean()) for name, value in values.items()},
         per_image={name: value.tolist() for name, value in values.items()},
         assignment=assignment,
+        missing=missing,
         notes={str(name): note for name, note in notes.items()},
     )
 
 
-def matched_images(images: Tensor, assignment: list[int], guess: Tensor | None = None) -> Tensor:
+def matched_images(images: Tensor, assignment: list[int], guess: Tensor) -> Tensor:
     """Reconstructed `images` in the order of the truths, exactly as they are scored: (N, C, H, W).
 
     `guess` as in `score`.
     """
     images = images.detach().cpu()
-    fill = torch.full_like(images[0], _UNKNOWN_PIXEL) if guess is None else guess.detach().cpu()
-    return align(images, assignment, fill.to(images.dtype))
+    return align(images, assignment, guess.detach().cpu().to(images.dtype))
 
 
 def _image_metrics(

@@ -1,19 +1,22 @@
-"""What a sample of scores says: spread, extremes, and Student's confidence interval."""
+"""What a sample of scores says: spread, extremes, and intervals of a mean and of a share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 LEAST = 3
 """Values of which an interval is stated."""
 
+_ROUNDING = 1e-9
+"""Of the largest magnitude: what equal values may differ by."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A sample in figures. `std` needs at least two values, and the interval three."""
+    """A sample in figures. `std` needs two values; the interval three that are not all equal."""
 
     n: int
     mean: float
@@ -24,13 +27,51 @@ class Summary:
     max: float
     low: float | None
     high: float | None
-    """Student's interval of the mean, at `confidence`."""
+    """Student's interval of the mean, at `confidence` for all that were `compared` together.
+
+    None of equal values, as of too few: their spread of zero would read as certainty, and says
+    nothing of what is rare.
+    """
     confidence: float
+    compared: int = 1
+    """Samples of which this one was chosen, which the interval allows for."""
 
     @property
     def certain(self) -> float:
-        """The lower end of the interval; the mean of values that are too few for one."""
+        """The lower end of the interval; the mean where there is none."""
         return self.mean if self.low is None else self.low
+
+    def best_of(self, compared: int) -> Summary:
+        """The same, chosen among so many samples: with Bonferroni's interval.
+
+        Each of them misses its mean with probability (1 - confidence) / compared, so that all of
+        them hold together at `confidence`, whichever is chosen.
+        """
+        if self.low is None or self.std is None:
+            return replace(self, compared=compared)
+        half = _half_width(self.std, self.n, 1 - (1 - self.confidence) / compared)
+        return replace(self, low=self.mean - half, high=self.mean + half, compared=compared)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """How many of `n` independent trials had a property, with the exact interval of its chance."""
+
+    count: int
+    n: int
+    low: float
+    high: float
+    """Clopper and Pearson's, at `confidence`: it holds however rare the property is."""
+    confidence: float
+
+    def best_of(self, compared: int) -> Share:
+        """The same, chosen among so many shares: with Bonferroni's interval."""
+        wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
+        return replace(wide, confidence=self.confidence)
+
+    def __str__(self) -> str:
+        """`1 of 10 (0 to 45%)`."""
+        return f"{self.count} of {self.n} ({100 * self.low:.0f} to {self.high:.0%})"
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
@@ -42,16 +83,29 @@ def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tu
     Raises:
         ValueError: fewer than two values, one that is not finite, or a confidence outside (0, 1).
     """
-    from scipy.stats import t
-
     sample = np.asarray(values, dtype=np.float64)
     if sample.ndim != 1 or len(sample) < 2 or not np.isfinite(sample).all():
         raise ValueError("an interval of the mean needs at least two finite values")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be in (0, 1), got {confidence}")
-    n = len(sample)
-    half = t.ppf((1 + confidence) / 2, n - 1) * sample.std(ddof=1) / np.sqrt(n)
+    half = _half_width(float(sample.std(ddof=1)), len(sample), confidence)
     return float(sample.mean() - half), float(sample.mean() + half)
+
+
+def _half_width(std: float, n: int, confidence: float) -> float:
+    from scipy.stats import t
+
+    return float(t.ppf((1 + confidence) / 2, n - 1) * std / np.sqrt(n))
+
+
+def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
+    """`count` of `n` >= 1 trials, with Clopper and Pearson's interval (Biometrika 26, 1934)."""
+    from scipy.stats import binomtest
+
+    found = binomtest(count, n).proportion_ci(confidence, "exact")
+    return Share(
+        count=count, n=n, low=float(found.low), high=float(found.high), confidence=confidence
+    )
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
@@ -61,7 +115,8 @@ def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary |
     sample = np.asarray(values, dtype=np.float64)
     several = len(sample) > 1
     low, high = None, None
-    if len(sample) >= LEAST:
+    spread = float(sample.max() - sample.min())
+    if len(sample) >= LEAST and spread > _ROUNDING * float(np.abs(sample).max()):
         low, high = student_interval(values, confidence=confidence)
     return Summary(
         n=len(sample),

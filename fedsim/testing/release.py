@@ -11,10 +11,17 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.learner import Problem, Request
+from fedsim.contracts.learner import Request
+from fedsim.contracts.stack import Stack
 from fedsim.learners.sgd import as_pixels
 from fedsim.recording.files import observation_id
-from fedsim.scenario.build import announced, build_learner, build_stack, declared_training
+from fedsim.scenario.build import (
+    announced,
+    build_learner,
+    build_stack,
+    declared_training,
+    problem_of,
+)
 from fedsim.scenario.model import Data, PluginRef, Scenario
 from fedsim.testing.observation import combined, reference
 from fedsim.types import Dataset, Observation, RowTruth, Table, Update
@@ -65,8 +72,7 @@ def make_release(
         private_statistics=(),
     )
     scenario = _scenario(learner, parameters, num_clients)
-    problem = Problem(scenario=scenario, stack=stack, dataset=table, device=_CPU)
-    return _observed(problem, (rows, table.train_labels), members, defense, seed)
+    return _observed(scenario, stack, table, (rows, table.train_labels), members, defense, seed)
 
 
 def make_kernel_release(
@@ -104,8 +110,8 @@ def make_kernel_release(
     )
     learner = build_learner(PluginRef(name="ntk", parameters=dict(parameters or {})))
     scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)
-    problem = Problem(scenario=scenario, stack=stack, dataset=dataset, device=_CPU)
-    return _observed(problem, (as_pixels(images), labels), members, defense, seed)
+    held = (as_pixels(images), labels)
+    return _observed(scenario, stack, dataset, held, members, defense, seed)
 
 
 def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) -> Scenario:
@@ -118,14 +124,16 @@ def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) 
 
 
 def _observed(
-    problem: Problem,
+    scenario: Scenario,
+    stack: Stack,
+    dataset: Dataset | Table,
     held: tuple[Tensor, Tensor],
     members: Tensor,
     defense: Sequence[Mapping[str, Any]],
     seed: int,
 ) -> tuple[Observation, RowTruth]:
     """The release of the `members` among what the clients hold together, equally divided."""
-    scenario, stack = problem.scenario, problem.stack
+    problem = problem_of(scenario, stack, dataset.without_training(), len(members), _CPU)
     refs = [reference(member) for member in defense]
     computation = build_learner(scenario.learner).start(problem)
     before, buffers = computation.initial()

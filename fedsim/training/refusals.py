@@ -9,7 +9,8 @@ from fedsim.models.base import size_of
 from fedsim.models.planting import plants
 from fedsim.models.size import check_batch
 from fedsim.system import memory
-from fedsim.training.workload import Workload, blaming
+from fedsim.training.blame import blaming
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
 
 

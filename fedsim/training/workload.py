@@ -1,47 +1,32 @@
-"""What one defense stack's federation computes, without a federation framework.
+"""One defense stack's federation with its clients' data: whoever computes as a client holds it.
 
-A `Workload` is built from (scenario, stack name) alone, so every process of a run (server, clients,
-Ray actors) builds the same one. All batches are functions of (seed, round, client) and not of the
-stack: every defense is attacked on the same victims.
+A `Workload` is built from (scenario, stack name) alone, so every process that runs clients builds
+the same one. All batches are functions of (seed, round, client) and not of the stack: every defense
+is attacked on the same victims.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.data import DataSource
-from fedsim.contracts.defense import NoisyAggregation, ServerRound
-from fedsim.contracts.learner import Batches, Evaluation, Problem, Request
+from fedsim.contracts.learner import Batches, Request
 from fedsim.data import batches
 from fedsim.data.partition import partition
 from fedsim.learners.sgd import as_pixels
-from fedsim.models.base import Classifier
-from fedsim.recording.files import observation_id
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import (
-    announced,
-    build_learner,
-    build_stack,
-    declared_training,
-    plugin_class,
-)
-from fedsim.system.device import resolve_device
-from fedsim.training.schedule import Probe, Schedule
+from fedsim.training.blame import blaming
+from fedsim.training.schedule import Probe
+from fedsim.training.server import Server
+from fedsim.training.source import data_source, load_dataset, private_statistics
 from fedsim.types import (
     Dataset,
-    Effect,
     FedsimError,
     LocalTraining,
-    ModelSpec,
-    Observation,
     RowTruth,
     Table,
     Tensors,
@@ -63,8 +48,11 @@ class ClientResult:
     loss: float | None
 
 
-class Workload:
-    """The computations of one defense stack's federation."""
+class Workload(Server):
+    """What the clients of one defense stack's federation compute from their data.
+
+    It knows all that the server knows, and is never handed to it (`server`).
+    """
 
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
@@ -75,95 +63,27 @@ class Workload:
             FedsimError: the data is missing or not what the learner takes, the partition is
                 impossible, or the model does not fit the images.
         """
-        self.scenario = scenario
-        self.stack_name = stack_name
-        self.device = torch.device(resolve_device(scenario.device))
-        self.stack = build_stack(scenario.defenses[stack_name])
-        declared = declared_training(scenario)
-        self.declared = declared
-        """Before the stack's training defenses."""
-        self.training = self.stack.training(declared)
         self.dataset = load_dataset(scenario) if dataset is None else dataset
-        learner = build_learner(scenario.learner)
-        if not isinstance(self.dataset, learner.data):
-            raise FedsimError(
-                f"data.source: {self.dataset.name} is {_KIND[type(self.dataset)]}, and learner "
-                f"{scenario.learner.name} computes from {_KIND[learner.data]}; choose another "
-                "source, or another learner (`fedsim list learners`)"
-            )
+        examples = len(self.dataset.train_labels)
+        super().__init__(scenario, stack_name, self.dataset.without_training(), examples)
         with blaming("data.partition"):
             self.parts = partition(
                 self.dataset,
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                least=declared.batch_size if learner.trains else 1,
+                least=self.declared.batch_size if self.trains else 1,
             )
-        with blaming("model" if learner.trains else "learner"):
-            self.computation = learner.start(
-                Problem(
-                    scenario=scenario,
-                    stack=self.stack,
-                    dataset=self.dataset,
-                    device=self.device,
-                )
-            )
-        self.trains = learner.trains
-        self.release = self.computation.release
         self._unique: dict[int, Tensor] = {}
         self.withheld: Tensor | None = None
         """(n,) booleans: training examples that are drawn as ever but are not there, as in a
         neighbouring database; None of the data as they are."""
 
-    @cached_property
-    def unprotected(self) -> tuple[str, ...]:
-        """The names of what clients release that passes by all defenses: tensors of no floats."""
-        parameters, _ = self.initial()
-        return tuple(n for n, value in parameters.items() if not value.is_floating_point())
-
-    @cached_property
-    def claims(self) -> bool:
-        """Whether anything is proven of what clients release, or of what is made of it."""
-        return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
-
-    @property
-    def schedule(self) -> Schedule:
-        """Who takes part when, and what is recorded."""
-        aggregated = self.stack.aggregation is not None
-        return Schedule(scenario=self.scenario, aggregated=aggregated, trains=self.trains)
-
-    @property
-    def model(self) -> Classifier | None:
-        """The network that is trained, if the learner trains one."""
-        return self.computation.model
-
-    @property
-    def spec(self) -> ModelSpec | None:
-        """Of the network, if the learner trains one."""
-        return self.computation.spec
-
-    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) before the first round; the same for every stack.
-
-        Raises:
-            FedsimError: `training.weights` cannot be read, or are of another model.
-        """
-        if self.scenario.training.weights is None:
-            return self.computation.initial()
-        with blaming("training.weights"):
-            return self.computation.initial()
-
-    def shortened(self, steps: int) -> Workload:
-        """The same with at most so many local steps declared."""
-        short = copy(self)
-        short.declared = replace(self.declared, steps=min(steps, self.declared.steps))
-        short.training = self.stack.training(short.declared)
-        return short
-
-    @property
-    def releases_statistics(self) -> bool:
-        """Whether clients also release batch-norm statistics of their data."""
-        return self.training.mode == "train" and self.computation.releases_statistics
+    def server(self) -> Server:
+        """The same federation as its server knows it."""
+        return Server(
+            self.scenario, self.stack_name, self.described, len(self.dataset.train_labels)
+        )
 
     @property
     def private_statistics(self) -> Mapping[Unit, tuple[str, ...]]:
@@ -177,44 +97,6 @@ class Workload:
         """
         prepared = data_source(self.scenario).prepared(dataset)
         return Workload(self.scenario, self.stack_name, prepared)
-
-    @property
-    def remembers(self) -> bool:
-        """Whether a client has to keep a state between its rounds."""
-        return self.stack.remembers or self.training.sampling == "balls_in_bins"
-
-    @property
-    def reports_loss(self) -> bool:
-        """Whether clients report their loss: not if the stack hides or privatizes their update."""
-        return self.trains and self.stack.shows_losses(self.declared)
-
-    def probed(self, parameters: Tensors, round: int) -> Tensors:
-        """The weights at which the probes of `round` are computed, for the global `parameters`."""
-        if not self.scenario.observe.plant:
-            return parameters
-        seed = rng.derive(self.scenario.seed, "plant", round)
-        return self.computation.probed(parameters, seed)
-
-    def recordings(self) -> Iterator[Observation]:
-        """What a run without failures records, without tensors, in canonical order."""
-        for round in range(1, self.scenario.training.rounds + 1):
-            clients = self.schedule.observed(round)
-            if not clients:
-                continue
-            seen = [-1] if self.stack.aggregation else clients
-            asked: list[Probe | None] = list(self.schedule.probes(round)) or [None]
-            for probe in asked:
-                for client in seen:
-                    yield self.observation(
-                        round,
-                        client,
-                        Update(tensors={}, num_examples=0),
-                        {},
-                        {},
-                        probe=probe,
-                        num_clients=len(clients) if client < 0 else 1,
-                        releases=self.scenario.observe.releases,
-                    )
 
     def client_update(
         self,
@@ -289,109 +171,6 @@ class Workload:
                 self.computation.check(
                     {client: self._rows(client, round, probe)[0] for client in asked}
                 )
-
-    def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
-        """What the server gets to see of all `updates` of `round`, if the stack combines them."""
-        aggregation = self.stack.aggregation
-        assert aggregation is not None
-        combined = aggregation.combine(updates)
-        if not isinstance(aggregation, NoisyAggregation):
-            return combined
-        seed, path = self.scenario.seed, ("defense", "server")
-        asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
-        *_, before, _ = self.stack.guarantees(self._declared(probe), self.release)
-        return aggregation.noised(
-            combined,
-            ServerRound(
-                clients=len(self.schedule.participants(round)),
-                sensitivity=before.sensitivity,
-                stream=rng.generator(seed, *path, round, *asked),
-                before=rng.generator(seed, *path, round - 1) if round > 1 else None,
-            ),
-        )
-
-    def moved(self, before: Tensor, update: Tensor) -> Tensor:
-        """One parameter of the global model `before` as a client's `update` would have it."""
-        return self.computation.moved(before, update, self.training)
-
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
-        """The new global parameters, given the strategy's `mean` over so many clients."""
-        return self.computation.concluded(mean, clients)
-
-    def observation(
-        self,
-        round: int,
-        client: int,
-        update: Update,
-        parameters: Tensors,
-        buffers: Tensors,
-        *,
-        probe: Probe | None = None,
-        num_clients: int = 1,
-        releases: int = 1,
-    ) -> Observation:
-        """What the attacker saw of `update`, decoded from the wire; client -1: the aggregate.
-
-        Of several `releases` it is their mean.
-        """
-        spec = self.computation.describe()
-        assert spec is not None
-        refs = self.scenario.defenses[self.stack_name]
-        return Observation(
-            id=self.observation_id(round, client, probe),
-            update=update.tensors,
-            buffers_update=update.buffers,
-            parameters=parameters,
-            buffers=buffers,
-            spec=spec,
-            training=self._training(probe),
-            defense=announced(self.stack, refs, self._declared(probe), self.release),
-            effect=self.effect(probe),
-            vantage=self.stack.vantage,
-            round=round,
-            client=client,
-            num_clients=num_clients,
-            trial=probe.trial if probe else 0,
-            seed=self.scenario.attack_seed,
-            releases=releases,
-        )
-
-    def effect(self, probe: Probe | None = None) -> Effect:
-        """What the stack does to an update."""
-        return self.stack.effect(self._declared(probe), self.release)
-
-    def observation_id(self, round: int, client: int, probe: Probe | None) -> str:
-        """The id under which an update is recorded; client -1 is the aggregate."""
-        suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
-        return observation_id(self.stack_name, round, client, suffix)
-
-    def test_set(self) -> tuple[int, float | None]:
-        """(number of test examples, share of the most frequent class; None of no classes)."""
-        data = self.dataset
-        if isinstance(data, Dataset):
-            labels = data.test_labels
-        elif data.classes:
-            labels = (data.test_rows[:, -1] > 0).long()
-        else:
-            return len(data.test_rows), None
-        return len(labels), float(labels.bincount().max()) / len(labels)
-
-    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Mean loss and accuracy of the global model on the test split."""
-        return self.computation.evaluate(parameters, buffers)
-
-    def _training(self, probe: Probe | None) -> LocalTraining:
-        return self.stack.training(self._declared(probe))
-
-    def _declared(self, probe: Probe | None) -> LocalTraining:
-        return self.declared if probe is None else self.declared_of(probe.batch_size)
-
-    def declared_of(self, batch_size: int) -> LocalTraining:
-        """The local training of a probe of so many images, before the stack's training defenses.
-
-        An attacker knows of how many it is: so they are drawn without replacement.
-        """
-        return replace(self.declared, batch_size=batch_size, sampling="without_replacement")
 
     def _held(self, client: int) -> tuple[Tensor, Tensor]:
         """All that the client holds, rows or pixels, and the labels."""
@@ -512,74 +291,3 @@ def _path(round: int, client: int, probe: Probe | None) -> tuple[int, ...]:
 
 _STEPS = "sampling.steps"
 """Name, in a client's state, of how many local steps it has taken over all its rounds."""
-
-_BY_LABEL = ("dirichlet", "shards")
-_BY_PLACE = ("iid", "file")
-
-_WEIGHTS = (
-    "training.weights, which may be of a model of the same clients (if none of their data had a "
-    "part in them, declare it: `privacy: {weights: public}`)"
-)
-"""Partitions in which an example's label decides on where others go."""
-
-_KIND = {Dataset: "images", Table: "a table"}
-
-
-def load_dataset(scenario: Scenario) -> Dataset | Table:
-    """Load the scenario's data source.
-
-    Raises:
-        FedsimError: the source is not installed, or its data is missing or unreadable.
-    """
-    with blaming("data.source"):
-        return data_source(scenario).load()
-
-
-def data_source(scenario: Scenario) -> DataSource:
-    """The scenario's data source.
-
-    Raises:
-        FedsimError: it is not installed, or its parameters do not fit.
-    """
-    chosen = scenario.data.source
-    source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
-    assert isinstance(source, DataSource)
-    return source
-
-
-def private_statistics(
-    scenario: Scenario, dataset: Dataset | Table
-) -> Mapping[Unit, tuple[str, ...]]:
-    """What of a federation's set-up was computed from training data without noise, by whose.
-
-    Weights to start from may be a model of the same clients, trained without noise: they count as
-    that unless the scenario declares them public.
-
-    Where a partition deals by labels, one example also has a say in who holds the others.
-    """
-    found = dataset.private_statistics
-    if found is None:
-        kind = type(dataset).__name__
-        found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
-    if scenario.training.weights is not None and scenario.privacy.weights != "public":
-        found += (_WEIGHTS,)
-    dealt = scenario.data.partition.name
-    of_examples = found
-    if dealt in _BY_LABEL:
-        of_examples += (f"partition {dealt}, which deals examples by their labels",)
-    placed = isinstance(dataset, Dataset) and dataset.placed_by_label
-    if placed and dealt in _BY_PLACE and scenario.data.clients > 1:
-        of_examples += (
-            f"partition {dealt}, which deals examples by their places, in which labels have a say "
-            "where files of two classes share a name (give each file a name of its own)",
-        )
-    return {"client": found, "example": of_examples}
-
-
-@contextmanager
-def blaming(key: str) -> Iterator[None]:
-    """Let a FedsimError from inside start with the scenario's key that is to blame."""
-    try:
-        yield
-    except FedsimError as error:
-        raise FedsimError(f"{key}: {error}") from error

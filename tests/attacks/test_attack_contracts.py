@@ -11,7 +11,7 @@ import torch
 
 from fedsim.attacking.knowledge import hand_over_row
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.contracts.plugins import names
+from fedsim.contracts.plugins import load, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
 from fedsim.testing.observation import example_batch
 from fedsim.types import Observation
@@ -257,5 +257,5 @@ class TestMembershipInferenceOfAKernelModel(_OfKernels):
 def test_no_bundled_attack_is_left_out() -> None:
     suites = [value for name, value in globals().items() if name.startswith("Test")]
     tested = {type(suite().make()).__module__ for suite in suites}
-    bundled = {f"fedsim_attacks.{name}" for name in names("fedsim.attacks")}
+    bundled = {load("fedsim.attacks", name).__module__ for name in names("fedsim.attacks")}
     assert {module for module in tested if module.startswith("fedsim_attacks.")} == bundled

@@ -17,7 +17,8 @@ from fedsim.report import describe, load_runs, utility
 from fedsim.report.figures import format_bound
 from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 from fedsim_defenses import dp_sgd
 

@@ -23,7 +23,8 @@ from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import Audit
 from fedsim.scenario.resolve import resolve
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors, Update
 
 CLIENT = [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": 1.5}]

@@ -16,8 +16,8 @@ from fedsim.data.bundled import Digits
 from fedsim.data.public import public_images
 from fedsim.recording.files import load_public, load_truth, save_public
 from fedsim.report import leaderboard_rows
-from fedsim.report.runs import load_runs
 from fedsim.report.threat import threat_model
+from fedsim.results.reading import load_runs
 from fedsim.results.record import Run
 from fedsim.types import Dataset, FedsimError, GroundTruth
 

@@ -18,7 +18,8 @@ from fedsim.federation.client_app import Job
 from fedsim.federation.records import RoundRecord
 from fedsim.recording.files import load_observation
 from fedsim.scenario import Scenario
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset, Observation
 
 Fault = Callable[[int, Message, Callable[[], Message]], Message]

@@ -158,7 +158,8 @@ def _row(
     guess = guesser.mean
     chosen = torch.randperm(64, generator=stream)[:size]
     truth = GroundTruth(images=pool[chosen], labels=chosen % 10)
-    other = pool[torch.randperm(64, generator=stream)[:size]]
+    elsewhere = torch.randperm(64, generator=stream)[:size]
+    other = pool[elsewhere]
     loss = 1 - stack.through * strength
     only_labels = label == "label_inference"
     found = Reconstruction(
@@ -170,9 +171,10 @@ def _row(
     failed = label == "deep_leakage" and stack.through < 0.5 and trial == 0
     scores = score(found, truth, lpips=NO_LPIPS, guess=guess)
     foreign = None
-    if not (only_labels or failed):
-        made = _spoilt(other, guess, stack, strength, size, stream)
-        foreign = score(replace(found, images=made), truth).metrics()
+    if not failed:
+        made = None if only_labels else _spoilt(other, guess, stack, strength, size, stream)
+        read = elsewhere % 10 if stack.through > 0.3 else truth.labels * 0 + 1
+        foreign = score(replace(found, images=made, labels=read), truth).metrics()
     stem = f"round-{rounds:04d}/client-0000-b{size}-t{trial}"
     if not failed:
         tensors = {"truth": truth.images, "truth_labels": truth.labels}

@@ -14,7 +14,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
 from fedsim.report.overview import _chosen, _recovered, _strongest
-from fedsim.report.runs import load_runs
+from fedsim.results.reading import ControlOf, load_runs
 from fedsim.scoring import psnr
 
 
@@ -33,7 +33,7 @@ def test_every_defense_shows_the_image_that_was_chosen(run_folder: Path) -> None
     (run,) = load_runs([run_folder])
     rows = [row for row in run.rows if row.batch_size == 1]
     for victim in _chosen(run, _strongest(rows, "none")):
-        for stack in ("none", "pruning", "dp"):
+        for stack in ("none", "pruning"):  # behind dp a trial of the attack that is shown failed
             found = _recovered(run, _strongest(rows, stack), victim)
             assert found is not None
             assert found[1] == pytest.approx(float(psnr(found[0][None], victim.image[None])))
@@ -68,3 +68,15 @@ def test_nothing_is_drawn_where_no_image_was_recovered(run_folder: Path, tmp_pat
     shutil.rmtree(folder / "reconstructions")
     assert save_overview(folder) is None
     assert not (folder / "overview.png").exists()
+
+
+def test_a_prior_that_draws_the_same_from_any_update_is_not_shown(run_folder: Path) -> None:
+    """While another attack sees something of the update, whatever its mean."""
+    (run,) = load_runs([run_folder])
+    rows = []
+    for row in run.rows:
+        if row.attack.label == "inverting_gradients" and row.metrics and row.ok:
+            row = row.model_copy(update={"control": ControlOf(other_update=row.metrics)})
+        rows.append(row)
+    assert _strongest(run.rows, "none")[0].attack.label == "inverting_gradients"
+    assert _strongest(rows, "none")[0].attack.label == "deep_leakage"

@@ -13,7 +13,7 @@ from PIL import Image
 
 from fedsim.report import ReportError, save_grid, save_grids
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
-from fedsim.report.runs import load_runs
+from fedsim.results.reading import load_runs
 from fedsim.scoring import ScoringError
 
 

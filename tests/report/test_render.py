@@ -16,7 +16,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
 from fedsim.report.figures import describe_stack
-from fedsim.report.settings import differences
+from fedsim.results.settings import differences
 
 
 @pytest.fixture(scope="session")

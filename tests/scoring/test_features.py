@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim.scoring import ScoringError, Unavailable, score
-from fedsim.scoring.features import principal_angles, subspace_error
+from fedsim.scoring.features import feature_baseline, principal_angles, subspace_error
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -112,3 +112,21 @@ def test_directions_that_were_not_found_are_at_right_angles() -> None:
     assert angles(torch.zeros(3, 5), truth).tolist() == [90.0] * 3
     assert angles(torch.eye(1, 5), truth).tolist() == [0.0, 90.0, 90.0]
     assert isinstance(principal_angles(truth, truth[[0, 0, 1]]), Unavailable)
+
+
+def test_the_guess_of_a_span_leaves_the_least_of_public_features() -> None:
+    """Of all spans of two directions, in mean square; and the guess of each is the mean."""
+    stream = torch.Generator().manual_seed(0)
+    bulk = torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2])
+    public = torch.randn(500, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
+    truth = torch.randn(2, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
+    found = feature_baseline(public, truth)
+    units = public.double() / public.double().norm(dim=1, keepdim=True)
+    values, axes = torch.linalg.eigh(units.T @ units)
+    best = axes[:, values.argsort(descending=True)[:2]]
+    unit = truth.double() / truth.double().norm(dim=1, keepdim=True)
+    outside = (unit - unit @ best @ best.T).norm(dim=1).mean()
+    assert found["subspace_error"] == pytest.approx(float(outside))
+    error = (public.double().mean(0) - truth).norm(dim=1) / truth.norm(dim=1)
+    assert found["feature_error"] == pytest.approx(float(error.mean()))
+    assert "feature_error" not in feature_baseline(public, torch.zeros(1, 5))

@@ -67,7 +67,8 @@ def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
     assert scores.label_accuracy == 1.0
     assert scores.feature_error == pytest.approx(0.0)
     assert scores.feature_cosine == pytest.approx(1.0)
-    assert torch.equal(matched_images(truth.images[order], scores.assignment), truth.images)
+    guess = torch.zeros_like(truth.images[0])
+    assert torch.equal(matched_images(truth.images[order], scores.assignment, guess), truth.images)
 
 
 def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
@@ -148,9 +149,21 @@ def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
     assert scores.per_image["rmse"][2] == pytest.approx(float(unseen), abs=1e-6)
     assert scores.label_accuracy == 0.5
     assert torch.equal(matched_images(truth.images[:2], scores.assignment, guess)[3], guess)
-    gray = score(two, truth)
-    unseen = (0.5 - truth.images[2]).square().mean().sqrt()
-    assert gray.per_image["rmse"][2] == pytest.approx(float(unseen), abs=1e-6)
+    assert scores.missing == 0
+
+
+def test_without_a_guess_what_is_missing_is_not_scored(truth: GroundTruth) -> None:
+    """No pixels stand for an image that nobody reconstructed."""
+    near = (truth.images[[3, 1]] + 0.05).clamp(0, 1)
+    labels = truth.labels[[3, 1]]
+    answer = found(near, labels.tolist())
+    scores = score(answer, truth)
+    assert (scores.assignment, scores.missing) == ([-1, 1, -1, 0], 2)
+    alone = score(answer, GroundTruth(images=truth.images[[3, 1]], labels=labels))
+    assert scores.psnr == pytest.approx(alone.psnr)
+    assert scores.per_image["psnr"] == pytest.approx(alone.per_image["psnr"][::-1])
+    assert scores.label_accuracy == 0.5
+    assert score(found(truth.images), truth).missing == 0
 
 
 def test_of_surplus_reconstructions_the_first_count(truth: GroundTruth) -> None:

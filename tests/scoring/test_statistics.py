@@ -1,4 +1,4 @@
-"""Student's interval: of the stated coverage from three values on, absent where it says nothing."""
+"""Intervals: of the stated coverage, absent where they say nothing, exact where success is rare."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedsim.scoring import student_interval, summarize
+from fedsim.scoring import share, student_interval, summarize
 
 
 def test_figures_of_a_known_sample() -> None:
@@ -55,3 +55,58 @@ def test_refused(values: list[float]) -> None:
         student_interval(values)
     with pytest.raises(ValueError, match="confidence"):
         student_interval([1.0, 2.0], confidence=1.5)
+
+
+@pytest.mark.parametrize("value", [0.0, 48.0, 0.1])
+def test_equal_values_have_no_interval(value: float) -> None:
+    """A width of zero would read as certainty, as of ten trials of +0.0 dB."""
+    values = [value] * 9 + [value * (1 + 1e-15)]
+    equal = summarize(values)
+    assert equal is not None
+    assert (equal.low, equal.high, equal.certain) == (None, None, equal.mean)
+    assert equal.best_of(4).low is None
+    apart = summarize([*values[:-1], value + 1e-3])
+    assert apart is not None and apart.low is not None
+
+
+@pytest.mark.parametrize(("count", "n"), [(0, 10), (1, 10), (10, 10), (3, 7), (0, 1)])
+def test_the_interval_of_a_share_is_clopper_and_pearsons(count: int, n: int) -> None:
+    """By quantiles of the beta distribution, and of 10 trials that none tells at most 31%."""
+    found = share(count, n)
+    low = stats.beta.ppf(0.025, count, n - count + 1) if count else 0.0
+    high = stats.beta.ppf(0.975, count + 1, n - count) if count < n else 1.0
+    assert (found.low, found.high) == pytest.approx((low, high))
+    assert str(share(0, 10)) == "0 of 10 (0 to 31%)"
+    assert str(share(1, 10)) == "1 of 10 (0 to 45%)"
+
+
+@pytest.mark.parametrize("chance", [0.01, 0.05, 0.3])
+@pytest.mark.parametrize("n", [3, 10, 20])
+def test_it_covers_a_rare_chance(chance: float, n: int) -> None:
+    """Where Student's interval of 40 dB with that chance covers 14 to 64% (docs/refuted.md)."""
+    counts = np.arange(n + 1)
+    inside = [(found := share(k, n)).low <= chance <= found.high for k in counts.tolist()]
+    assert stats.binom.pmf(counts, n, chance)[inside].sum() >= 0.95
+
+
+def test_the_best_of_many_has_bonferronis_interval() -> None:
+    values = list(np.random.default_rng(1).normal(size=6))
+    summary = summarize(values)
+    assert summary is not None
+    best = summary.best_of(8)
+    assert (best.low, best.high) == pytest.approx(student_interval(values, confidence=1 - 0.05 / 8))
+    assert (best.confidence, best.compared) == (0.95, 8)
+    assert summary.best_of(1) == summary
+
+
+def test_the_best_of_many_that_see_nothing_seldom_gains() -> None:
+    """Of eight the highest lower end is above 0 in 2.5% of cases at most; uncorrected in 18%."""
+    stream = np.random.default_rng(2)
+    ends = {1: 0, 8: 0}
+    for _ in range(1500):
+        samples = [summarize(values) for values in stream.normal(size=(8, 5)).tolist()]
+        for compared in ends:
+            lows = [s.best_of(compared).low for s in samples if s]
+            ends[compared] += any(low is not None and low > 0 for low in lows)
+    assert ends[8] / 1500 <= 0.037  # 2.5%, and three standard errors
+    assert ends[1] / 1500 >= 0.13

@@ -236,8 +236,8 @@ def test_an_ignored_signal_stays_ignored(path: Path) -> None:
     code = (
         "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "from fedsim.cli.main import main\n"
-        "from fedsim import cli\n"
-        "cli.app = lambda: (os.kill(os.getpid(), signal.SIGHUP), print('done'))\n"
+        "from fedsim.cli.commands import commands\n"
+        "commands.app = lambda: (os.kill(os.getpid(), signal.SIGHUP), print('done'))\n"
         "main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

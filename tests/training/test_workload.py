@@ -17,7 +17,8 @@ from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.training import refusals
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 
 BASE: dict[str, Any] = {

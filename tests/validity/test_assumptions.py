@@ -16,7 +16,8 @@ from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.training import refusals
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
 from fedsim_defenses.gaussian_sampling import GaussianSampling
 from fedsim_defenses.leverage import largest

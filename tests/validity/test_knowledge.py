@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim.attacking.knowledge import Public, hand_over
-from fedsim.contracts.attack import rebuild
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, save_observation, save_truth
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation

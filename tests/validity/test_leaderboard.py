@@ -30,8 +30,8 @@ from fedsim.report import (
 )
 from fedsim.report import page as module
 from fedsim.report.recovered import accused
-from fedsim.report.verdict import verdicts
-from fedsim.scoring import accuracy
+from fedsim.report.verdict import Verdict, verdicts
+from fedsim.scoring import accuracy, student_interval
 
 METRICS = (
     "rmse",
@@ -285,7 +285,7 @@ def test_a_failed_attack_is_never_the_strongest(tmp_path: Path) -> None:
     """Its guess is no attack: above working ones of negative gain it would say that none works."""
     failed, worse = (
         line(None, attack="idlg", defense="dp", stack=DP),
-        line(8.0, defense="dp", stack=DP),
+        line(8.0, defense="dp", stack=DP, other=7.0),
     )
     rows = board(tmp_path, [line(30.0), failed, worse])
     behind = [row for row in rows if row.defense == "dp"]
@@ -588,3 +588,220 @@ def test_an_honest_control_does_not_make_a_planted_table_valid(tmp_path: Path) -
     rows = board(tmp_path, [*weak, *strong])
     (reason,) = invalid_reasons(rows)
     assert "planted" in reason
+
+
+def told(folder: Path, rows: list[LeaderboardRow]) -> str:
+    """All that a reader is shown: the table and the page, in one line."""
+    return re.sub(r"\s+", " ", render(rows, width=200) + write_report(folder).read_text())
+
+
+def judged(rows: list[LeaderboardRow], defense: str = "none") -> Verdict:
+    (control,) = positive_controls(rows)
+    (found,) = [v for v in verdicts(rows, control) if v.strongest.defense == defense]
+    return found
+
+
+def test_ten_trials_without_a_gain_are_no_certainty(tmp_path: Path) -> None:
+    """Rule 13: an interval from 0 to 0 would say that nothing leaks; up to 31% of trials may."""
+    rows = board(tmp_path, [line(12.0, trial=trial) for trial in range(10)])
+    (row,) = rows
+    assert row.gain is not None and (row.gain.low, row.gain.high) == (None, None)
+    assert row.leaking is not None
+    assert (row.leaking.count, row.leaking.n) == (0, 10)
+    assert row.leaking.high == pytest.approx(1 - 0.025**0.1)
+    text = told(tmp_path, rows)
+    assert "0/10 (0–31)" in text and "0 of 10 (0 to 31%)" in text
+    assert "interval of that chance 0 to 31%" in text
+    assert "All 10 trials gained the same" in text
+    assert "12.0 [12.0, 12.0]" not in text
+    (record,) = csv.DictReader(io.StringIO(render(rows, "csv")))
+    assert (record["leaking_count"], record["leaking_n"]) == ("0", "10")
+    assert json.loads(render(rows, "json"))["rows"][0]["leaking"]["high"] == row.leaking.high
+
+
+@pytest.mark.parametrize("otherwise", [12.0, 6.0])
+def test_one_exact_picture_of_ten_is_not_hidden_by_nine(tmp_path: Path, otherwise: float) -> None:
+    """Rule 13: neither by its own mean, nor by an attack of a higher one."""
+    rare = [line(60.0 if trial == 4 else otherwise, trial=trial) for trial in range(10)]
+    steady = [line(12.0 + 0.1 * (-1) ** t, trial=t, attack="steady") for t in range(10)]
+    rows = board(tmp_path, [*rare, *steady])
+    verdict = judged(rows)
+    assert (verdict.level, verdict.strongest.attack) == ("partial", "inverting_gradients")
+    assert "the best by 48.0 dB" in verdict.sentence
+    assert "In 1 of 10 trials inverting_gradients gained 3 dB" in verdict.sentence
+    text = told(tmp_path, rows)
+    assert "1/10 (0–45)" in text and "No gain measured" not in text
+
+
+def test_a_gain_in_one_trial_of_ten_is_not_called_none(tmp_path: Path) -> None:
+    """Rule 13: also below what no attack gains by chance."""
+    rows = board(tmp_path, [line(17.0 if t == 4 else 11.9, trial=t) for t in range(10)])
+    verdict = judged(rows)
+    assert (verdict.level, verdict.headline) == ("unseen", "Gain in some trials")
+    assert "No gain measured" not in told(tmp_path, rows)
+
+
+def test_a_trial_is_exposed_by_what_it_gains_over_both(tmp_path: Path) -> None:
+    """Rule 12: not by a gain over the guess here, and over another update there."""
+    lines = [line(30.0, trial=0, other=30.0), *(line(12.0, trial=t, other=12.0) for t in (1, 2))]
+    lines.append(line(12.0, trial=3, other=0.0))
+    (row,) = board(tmp_path, lines)
+    assert row.gain is not None and row.gain.max == 18.0
+    assert row.over_other is not None and row.over_other.max == 12.0
+    assert row.own_gain is not None and row.own_gain.max == 0.0
+    assert not row.exposed
+    assert row.leaking is not None and row.leaking.count == 0
+
+
+def test_what_another_update_yields_as_well_is_never_the_strongest(tmp_path: Path) -> None:
+    """Rule 12: a constant image gains 18 dB where the public images are dark."""
+    blind = [line(30.0, trial=t, other=30.0, attack="a_prior") for t in range(4)]
+    sees = [line(15.0 + 0.2 * t, trial=t, other=9.0) for t in range(4)]
+    rows = board(tmp_path, [*blind, *sees])
+    assert [(row.attack, row.strongest) for row in rows] == [
+        ("inverting_gradients", True),
+        ("a_prior", False),
+    ]
+    verdict = judged(rows)
+    assert verdict.strongest.attack == "inverting_gradients"
+    assert verdict.gain is not None and verdict.gain.mean == pytest.approx(3.3)
+    rows = board(tmp_path, blind)
+    assert [row.strongest for row in rows] == [False]
+    verdict = judged(rows)
+    assert verdict.level == "unseen"
+    assert verdict.gain is not None and verdict.gain.mean == 0.0  # what is due to this update
+    assert "18.0" not in verdict.sentence and "The strongest" not in verdict.sentence
+    assert "as much so with another client’s update" in verdict.sentence
+    # A trial that no attack gains by chance is proof that it sees.
+    rare = [line(60.0 if t == 1 else 12.0, trial=t, other=12.0) for t in range(4)]
+    (row,) = board(tmp_path, rare)
+    assert row.over_other is not None and row.over_other.certain < 0
+    assert row.strongest and not row.blind
+
+
+def test_a_single_trial_says_that_it_has_no_control(tmp_path: Path) -> None:
+    """Rule 12: beside the number, in every output, and with what to do."""
+    rows = board(tmp_path, [line(16.0, other=None)])
+    assert rows[0].no_control == "no control: one trial"
+    table = render(rows, width=100)
+    (shown,) = [text for text in table.splitlines() if text.startswith("none")]
+    assert "one trial" in shown and "no control" in table
+    assert "WARNING: inverting_gradients: no control: one trial" in re.sub(r"\s+", " ", table)
+    assert "observe.trials" in table
+    (record,) = csv.DictReader(io.StringIO(render(rows, "csv")))
+    assert record["no_control"] == "no control: one trial"
+    assert any("no control: one trial" in w for w in json.loads(render(rows, "json"))["warnings"])
+    assert "(no control: one trial)" in positive_controls(rows)[0].reason
+    assert "4.0 dB at batch size 1, round 1 (no control: one trial)" in judged(rows).sentence
+    page = write_report(tmp_path).read_text()
+    assert "<td>no control: one trial</td>" in page
+    rows = board(tmp_path, [line(16.0, other=None), line(None, trial=1)])
+    assert rows[0].no_control == "no control: one trial worked"
+    rows = board(tmp_path, [line(16.0), line(16.0, trial=1)])
+    assert rows[0].no_control is None and "no control: one" not in told(tmp_path, rows)
+
+
+def of_labels(share: float, other: float | None, **case: Any) -> dict[str, Any]:
+    """A results row of an attack on labels alone, of which a fifth is guessed."""
+    row = line(0.0, attack="label_inference", label_accuracy=share, **case)
+    row["metrics"]["psnr"] = None
+    row["control"] = {"other_update": None if other is None else {"label_accuracy": other}}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("other", "trials", "level"),
+    [(0.9, 5, "unknown"), (0.85, 5, "unknown"), (0.2, 5, "labels"), (None, 5, "unknown"),
+     (0.2, 1, "unknown")],
+)  # fmt: skip
+def test_labels_that_any_update_yields_are_no_leak(
+    tmp_path: Path, other: float | None, trials: int, level: str
+) -> None:
+    """Rule 12: who always answers one class is right wherever a client has little else."""
+    rows = board(tmp_path, [of_labels(0.9, other, trial=trial) for trial in range(trials)])
+    verdict = judged(rows)
+    assert verdict.level == level
+    assert verdict.labels is not None and "90% of labels recovered" in verdict.labels
+    same = "no more than with another client’s update" in verdict.labels
+    assert same == (other is not None and other > 0.8)
+    assert rows[0].blind == (other == 0.9)
+
+
+def test_memberships_that_any_release_yields_are_no_leak(tmp_path: Path) -> None:
+    """Rule 12: the same scores, whatever the release."""
+    for other, level in ((0.9, "unknown"), (0.5, "membership")):
+        lines = [line(0.0, trial=t, attack="m", membership_auc=0.9 + 0.01 * t) for t in range(4)]
+        for row in lines:
+            row["metrics"]["psnr"], row["release"] = None, {"kind": "sketch"}
+            row["baseline"]["membership_auc"] = 0.5
+            row["control"] = {"other_update": {"membership_auc": other}}
+        rows = board(tmp_path, lines)
+        verdict = judged(rows)
+        assert verdict.level == level and verdict.membership is not None
+        assert ("no better than with another release" in verdict.membership) == (other == 0.9)
+        assert positive_controls(rows)[0].status == ("passed" if other < 0.9 else "failed")
+
+
+def test_the_best_of_many_attacks_has_to_be_better(tmp_path: Path) -> None:
+    """Rule 13: its interval allows for the choice, in the verdict and beside the bar."""
+    gains = [3.2, 4.0, 4.6, 3.4, 4.3]
+    lucky = [line(12.0 + gain, trial=t, other=2.0 + t / 9) for t, gain in enumerate(gains)]
+    others = [
+        line(11.0 + 0.1 * t, trial=t, attack=f"other {n}", other=8.0)
+        for n in range(7)
+        for t in range(5)
+    ]
+    alone = board(tmp_path, lucky)
+    assert alone[0].gain is not None and alone[0].gain.certain > 3.0
+    assert judged(alone).level == "leak"
+    rows = board(tmp_path, [*lucky, *others])
+    verdict = judged(rows)
+    assert verdict.level == "partial"
+    assert "allowing for the best of 8" in verdict.sentence
+    assert verdict.gain is not None and verdict.gain.low is not None
+    assert verdict.gain.compared == 8
+    low, high = student_interval(gains, confidence=1 - 0.05 / 8)
+    assert (verdict.gain.low, verdict.gain.high) == pytest.approx((low, high))
+
+
+def test_of_too_few_trials_the_best_of_many_is_no_leak(tmp_path: Path) -> None:
+    """Rule 13: no interval allows for the choice, so that only what is no chance counts."""
+    other = line(11.0, attack="other", other=8.0)
+    assert judged(board(tmp_path, [line(16.0)])).level == "leak"
+    verdict = judged(board(tmp_path, [line(16.0), other]))
+    assert (verdict.level, verdict.headline) == ("unseen", "Gain in some trials")
+    assert judged(board(tmp_path, [line(22.5), other])).level == "leak"
+
+
+def test_a_guess_of_few_public_images_is_called_poor(tmp_path: Path) -> None:
+    """Rule 12: with their number, what it means and what to do; and of enough nothing is said."""
+    lines = [line(20.0 + t, trial=t, batch_size=4) for t in range(3)]
+    for row in lines:
+        row["baseline"] |= {"public": 1, "public_per_image": 0.25}
+    rows = board(tmp_path, lines)
+    for text in (
+        told(tmp_path, rows),
+        " ".join(json.loads(render(rows, "json"))["warnings"]),
+        next(iter(csv.DictReader(io.StringIO(render(rows, "csv")))))["warning"],
+        " ".join(judged(rows).cautions),
+    ):
+        assert "learned from 1 public image, 0.25 for each image" in text
+        assert "20 are needed" in text and "more test images" in text
+    wide = [line(20.0, batch_size=2) | {"baseline": {"public": 1, "public_per_image": 0.5}}]
+    (warning,) = json.loads(render(board(tmp_path, [*lines, *wide]), "json"))["warnings"]
+    assert warning.startswith("batch size 2, 4, at worst: ") and "0.25 for each" in warning
+    for row in lines:
+        row["baseline"] |= {"public": 80, "public_per_image": 20.0}
+    assert "public images, " not in told(tmp_path, board(tmp_path, lines))
+
+
+def test_features_that_are_guessed_as_well_are_no_leak_and_no_control(tmp_path: Path) -> None:
+    """Rule 12: of a single trial, where no other update tells."""
+    for error, status, level in ((0.22, "failed", "unseen"), (0.09, "passed", "features")):
+        row = of_features(error, other=None)
+        row["baseline"]["subspace_error"] = 0.2
+        rows = board(tmp_path, [row])
+        (control,) = positive_controls(rows)
+        assert control.status == status
+        assert "no control: one trial" in control.reason
+        assert judged(rows).level == level

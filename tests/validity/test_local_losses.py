@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fedsim
-from fedsim.contracts.attack import rebuild
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, path_of
 from fedsim.report import load_runs
 from fedsim.scenario import resolve

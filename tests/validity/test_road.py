@@ -7,7 +7,7 @@ Tests of the parts pass while the road between them is broken. Here nothing is c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import EntryPoint
 from itertools import permutations
 from pathlib import Path
@@ -24,13 +24,15 @@ import fedsim
 from fedsim.attacking.jobs import reconstruction_path, seed_of
 from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts import plugins
-from fedsim.contracts.attack import Attack, AttackState, rebuild, solve
+from fedsim.contracts.attack import Attack, AttackState, solve
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import UpdateDefense
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, read_tensors
+from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.results.record import Row, Run
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
 
@@ -132,6 +134,32 @@ class Witness(Dice):
         return state
 
 
+class Half(Dice):
+    """Answers the first of its images alone."""
+
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """One image and its label."""
+        found = super().postprocess(state)
+        assert found.images is not None and found.labels is not None
+        return replace(found, images=found.images[:1], labels=found.labels[:1])
+
+
+class Dreams(Dice):
+    """Answers features of noise under the public weights, and reads nothing off the update."""
+
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+        """Draws images and computes their features."""
+        state = super().init(observation, knowledge, rng)
+        model = rebuild(observation).eval()
+        with torch.no_grad():
+            state.labels = model.features(normalize(state.images, observation.model))
+        return state
+
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """The features alone."""
+        return Reconstruction(features=state.labels, loss=0.0, iterations=1)
+
+
 class Breaks(UpdateDefense):
     """Fails in every second call: the first one is the check before training."""
 
@@ -168,7 +196,7 @@ SCENARIO: dict[str, Any] = {
 }
 
 MEMBERS = {
-    "fedsim.attacks": {"dice": Dice, "witness": Witness},
+    "fedsim.attacks": {"dice": Dice, "dreams": Dreams, "half": Half, "witness": Witness},
     "fedsim.defenses": {"breaks": Breaks},
     "fedsim.data": {"lamps": Lamps},
 }
@@ -367,6 +395,82 @@ def test_the_other_update_is_a_reconstruction_of_another_one(finished: Run) -> N
             if name != row["observation"]
         ]
         assert any(control["psnr"] == pytest.approx(other, abs=1e-3) for other in others)
+
+
+def test_a_saved_label_is_that_of_the_image_it_came_with(finished: Run) -> None:
+    """Rule 9: also where it is scored again, as the other update's, by the same pairing."""
+    rows = of(finished, "dice", "none")
+    saved = {
+        row["observation"]: read_tensors(
+            reconstruction_path(finished.out, "dice", row["observation"])
+        )
+        for row in rows
+    }
+    for row in rows:
+        own = saved[row["observation"]]
+        right = (own["labels"] == own["truth_labels"]).double().mean()
+        assert row["metrics"]["label_accuracy"] == float(right)
+        others = []
+        for name, other in saved.items():
+            if name != row["observation"]:
+                orders = [list(o) for o in permutations(range(len(own["truth"])))]
+                images = other["reconstruction"]
+                best = min(orders, key=lambda o: float((images[o] - own["truth"]).square().sum()))
+                right = (other["labels"][best] == own["truth_labels"]).double().mean()
+                others.append((psnr(images[best], own["truth"]), float(right)))
+        control = row["control"]["other_update"]
+        near = [right for value, right in others if abs(value - control["psnr"]) < 1e-3]
+        assert control["label_accuracy"] in near
+
+
+def test_the_guess_says_of_how_many_images_it_is_made(finished: Run) -> None:
+    """Rule 12: of 40 public images, for each image that an update has."""
+    for row in of(finished, "dice", "none"):
+        size = len(row["victims"])
+        assert row["baseline"]["public"] == 40
+        assert row["baseline"]["public_per_image"] == 40 / size
+
+
+def test_features_are_guessed_from_public_images(installed: None, tmp_path: Path) -> None:
+    """Rule 12: a blind attack on features passes no control, though one trial has no other."""
+    scenario = {
+        **SCENARIO,
+        "data": {"source": {"name": "lamps", "dark": 220}, "clients": 2},
+        "model": {"name": "mlp", "hidden": [16], "head": {"width": 8}},
+        "defenses": {"none": []},
+        "attacks": ["dreams"],
+        "observe": {"clients": [0], "batch_sizes": [4], "trials": 1, "rounds": [1]},
+    }
+    run = fedsim.run(scenario, out=tmp_path / "out", workers=1)
+    (row,) = run.rows()
+    assert row["metrics"]["subspace_error"] < 0.5, "as an attack that recovers most of them"
+    seen, truth = recorded(run, row), truth_of(run, row)
+    assert truth.features is not None
+    with torch.no_grad():
+        images = Lamps(dark=220).load().test_images.float() / 255
+        public = rebuild(seen).eval().features(normalize(images, seen.model)).double()
+    units = public / public.norm(dim=1, keepdim=True)
+    basis = torch.linalg.svd(units).Vh[:4]
+    wanted = truth.features.double()
+    wanted = wanted / wanted.norm(dim=1, keepdim=True)
+    outside = (wanted - wanted @ basis.T @ basis).norm(dim=1).mean()
+    assert row["baseline"]["subspace_error"] == pytest.approx(float(outside), abs=1e-6)
+    lines = leaderboard_rows([run.out])
+    (control,) = positive_controls(lines)
+    assert control.status == "failed"
+    assert "half of what the guess leaves" in control.reason, row["baseline"]["subspace_error"]
+
+
+def test_what_a_replay_did_not_reconstruct_is_missing_and_not_scored(finished: Run) -> None:
+    """Rule 11: away from a run there is no guess, and no gray stands for it."""
+    row = of(finished, "dice", "none")[0]
+    path = finished.out / "observations" / f"{row['observation']}.json"
+    found, told = fedsim.attack(path, "half", seed=3)
+    truth = truth_of(finished, row)
+    assert found.images is not None and len(found.images) == 1
+    assert told["missing"] == len(truth.images) - 1 == 2
+    scored = [psnr(found.images, one[None]) for one in truth.images]
+    assert told["metrics"]["psnr"] == pytest.approx(max(scored), abs=1e-3)
 
 
 def best_psnr(found: Tensor, truth: Tensor) -> float:

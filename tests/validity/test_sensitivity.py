@@ -20,7 +20,8 @@ from fedsim.data.images import statistics
 from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
-from fedsim.training.workload import Workload, load_dataset
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
 from fedsim.types import Dataset, Table, Tensors
 
 NORM, COUNT = 0.1, 64

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fedsim.attacking.knowledge import hand_over
-from fedsim.contracts.attack import rebuild, solve
+from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.base import denormalize
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._matching import cosine_distance

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.contracts.attack import rebuild
 from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.attack import Attack, AttackFailed, create, rebuild, solve
+from fedsim.contracts.attack import Attack, AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction

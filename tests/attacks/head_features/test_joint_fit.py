@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from fedsim import rng
-from fedsim.contracts.attack import create, rebuild, solve
+from fedsim.contracts.attack import create, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
 from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation

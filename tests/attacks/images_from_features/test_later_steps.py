@@ -11,9 +11,9 @@ from deep_victims import HEAD, photos
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.attack import rebuild
 from fedsim.models.base import normalize
 from fedsim.models.local import gradient, loss_function
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.images_from_features._body_gradient import Part, PartUpdate

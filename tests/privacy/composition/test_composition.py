@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from fedsim.contracts.guarantee import Composed, CurveMechanism
-from fedsim.privacy.composition import curves
-from fedsim.privacy.composition.curves import LogDelta
+from fedsim.privacy.composition.curves import LogDelta, curves
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.numerics.special import Array
 
@@ -60,9 +59,9 @@ def test_randomized_responses_compose_as_they_must() -> None:
 
 def test_what_is_lost_for_sure_is_lost() -> None:
     """δ never falls below what the mechanisms give away: with less there is no ε."""
-    curves = [normal(1.0), response(0.1, 1e-4)]
-    assert curves.epsilon(curves, 0.9e-4) == math.inf
-    assert curves.epsilon(curves, 1.1e-4) < math.inf
+    parts = [normal(1.0), response(0.1, 1e-4)]
+    assert curves.epsilon(parts, 0.9e-4) == math.inf
+    assert curves.epsilon(parts, 1.1e-4) < math.inf
     with_it, without = (
         curves.epsilon([normal(1.0), response(0.1, lost)], 1e-3) for lost in (5e-4, 0.0)
     )

@@ -13,8 +13,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from fedsim.contracts.grant import Grant
-from fedsim.report.settings import differences
 from fedsim.results.record import strict_json
+from fedsim.results.settings import differences
 from fedsim.system import paths
 from fedsim.types import FedsimError, Server, server_of
 
@@ -80,6 +80,14 @@ class KnowledgeOf(Grant):
     """What the attacker was granted; a row of a later version may hold more."""
 
     model_config = ConfigDict(extra="ignore")
+
+
+class BaselineOf(Metrics):
+    """Scores of the zero-information guess, and what it was learned from."""
+
+    public: int | None = None
+    """Images; None of a guess that none has a part in, and of rows that do not tell."""
+    public_per_image: float | None = None
 
 
 class ControlOf(_Part):
@@ -176,7 +184,7 @@ class ResultRow(_Part):
     metrics: Metrics | None = None
     victims: list[str] | None = None
     """A digest of each true image, or row of a table that took part."""
-    baseline: Metrics | None = None
+    baseline: BaselineOf | None = None
     control: ControlOf | None = None
     theory: TheoryOf | None = None
     utility: UtilityOf | None = None

@@ -1,0 +1,26 @@
+"""The victim's model, as an attacker builds it from what was observed."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from fedsim.models.base import Classifier, build
+from fedsim.types import FedsimError, Observation
+
+
+def rebuild(observation: Observation) -> Classifier:
+    """The victim's model with the global weights of the observed round, on their device.
+
+    Raises:
+        PluginError: the model is not installed here.
+        FedsimError: the weights are those of another model.
+    """
+    try:
+        model = build(observation.model, seed=0)
+        state = {**observation.parameters, **observation.buffers}
+        lost, extra = model.load_state_dict(state, strict=False)
+    except (RuntimeError, ValidationError) as error:
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {error}") from error
+    for name in (*lost, *extra):
+        raise FedsimError(f"{observation.id}: its weights are not its model's: {name} is in one")
+    return model.to(next(iter(observation.parameters.values())).device)

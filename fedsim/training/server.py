@@ -1,0 +1,280 @@
+"""What the server of one defense stack's federation knows and computes: no client's data.
+
+A `Server` is built from (scenario, stack name) and the description of the data: the parameters, the
+schedule, what the stack declares, the test split. The tap and Flower's ServerApp hold nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from copy import copy
+from dataclasses import replace
+from functools import cached_property
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.learner import Evaluation
+from fedsim.models.base import Classifier
+from fedsim.recording.files import observation_id
+from fedsim.scenario import Scenario
+from fedsim.scenario.build import (
+    announced,
+    build_learner,
+    build_stack,
+    declared_training,
+    problem_of,
+)
+from fedsim.system.device import resolve_device
+from fedsim.training.blame import blaming
+from fedsim.training.schedule import Probe, Schedule
+from fedsim.types import (
+    Dataset,
+    Effect,
+    FedsimError,
+    LocalTraining,
+    ModelSpec,
+    Observation,
+    Table,
+    Tensors,
+    Update,
+)
+
+
+class Server:
+    """One defense stack's federation without its clients' data."""
+
+    def __init__(
+        self, scenario: Scenario, stack_name: str, described: Dataset | Table, examples: int
+    ) -> None:
+        """Build the stack and the learner's computation.
+
+        Args:
+            scenario: with every default written out.
+            stack_name: of the scenario's defenses.
+            described: the description of the data and its test split (`without_training`).
+            examples: how many training examples all clients hold together.
+
+        Raises:
+            FedsimError: the data is not what the learner takes, or the model does not fit it.
+        """
+        self.scenario = scenario
+        self.stack_name = stack_name
+        self.device = torch.device(resolve_device(scenario.device))
+        self.stack = build_stack(scenario.defenses[stack_name])
+        self.declared = declared_training(scenario)
+        """Before the stack's training defenses."""
+        self.training = self.stack.training(self.declared)
+        self.described = described
+        learner = build_learner(scenario.learner)
+        if not isinstance(described, learner.data):
+            raise FedsimError(
+                f"data.source: {described.name} is {_KIND[type(described)]}, and learner "
+                f"{scenario.learner.name} computes from {_KIND[learner.data]}; choose another "
+                "source, or another learner (`fedsim list learners`)"
+            )
+        with blaming("model" if learner.trains else "learner"):
+            self.computation = learner.start(
+                problem_of(scenario, self.stack, described, examples, self.device)
+            )
+        self.trains = learner.trains
+        self.release = self.computation.release
+
+    @cached_property
+    def unprotected(self) -> tuple[str, ...]:
+        """The names of what clients release that passes by all defenses: tensors of no floats."""
+        parameters, _ = self.initial()
+        return tuple(n for n, value in parameters.items() if not value.is_floating_point())
+
+    @cached_property
+    def claims(self) -> bool:
+        """Whether anything is proven of what clients release, or of what is made of it."""
+        return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
+
+    @property
+    def schedule(self) -> Schedule:
+        """Who takes part when, and what is recorded."""
+        aggregated = self.stack.aggregation is not None
+        return Schedule(scenario=self.scenario, aggregated=aggregated, trains=self.trains)
+
+    @property
+    def model(self) -> Classifier | None:
+        """The network that is trained, if the learner trains one."""
+        model = self.computation.model
+        assert model is None or isinstance(model, Classifier)
+        return model
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """Of the network, if the learner trains one."""
+        return self.computation.spec
+
+    def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """(parameters, buffers) before the first round; the same for every stack.
+
+        Raises:
+            FedsimError: `training.weights` cannot be read, or are of another model.
+        """
+        if self.scenario.training.weights is None:
+            return self.computation.initial()
+        with blaming("training.weights"):
+            return self.computation.initial()
+
+    def shortened(self, steps: int) -> Self:
+        """The same with at most so many local steps declared."""
+        short = copy(self)
+        short.declared = replace(self.declared, steps=min(steps, self.declared.steps))
+        short.training = self.stack.training(short.declared)
+        return short
+
+    @property
+    def releases_statistics(self) -> bool:
+        """Whether clients also release batch-norm statistics of their data."""
+        return self.training.mode == "train" and self.computation.releases_statistics
+
+    @property
+    def remembers(self) -> bool:
+        """Whether a client has to keep a state between its rounds."""
+        return self.stack.remembers or self.training.sampling == "balls_in_bins"
+
+    @property
+    def reports_loss(self) -> bool:
+        """Whether clients report their loss: not if the stack hides or privatizes their update."""
+        return self.trains and self.stack.shows_losses(self.declared)
+
+    def probed(self, parameters: Tensors, round: int) -> Tensors:
+        """The weights at which the probes of `round` are computed, for the global `parameters`."""
+        if not self.scenario.observe.plant:
+            return parameters
+        seed = rng.derive(self.scenario.seed, "plant", round)
+        return self.computation.probed(parameters, seed)
+
+    def recordings(self) -> Iterator[Observation]:
+        """What a run without failures records, without tensors, in canonical order."""
+        for round in range(1, self.scenario.training.rounds + 1):
+            clients = self.schedule.observed(round)
+            if not clients:
+                continue
+            seen = [-1] if self.stack.aggregation else clients
+            asked: list[Probe | None] = list(self.schedule.probes(round)) or [None]
+            for probe in asked:
+                for client in seen:
+                    yield self.observation(
+                        round,
+                        client,
+                        Update(tensors={}, num_examples=0),
+                        {},
+                        {},
+                        probe=probe,
+                        num_clients=len(clients) if client < 0 else 1,
+                        releases=self.scenario.observe.releases,
+                    )
+
+    def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
+        """What the server gets to see of all `updates` of `round`, if the stack combines them."""
+        aggregation = self.stack.aggregation
+        assert aggregation is not None
+        combined = aggregation.combine(updates)
+        if not isinstance(aggregation, NoisyAggregation):
+            return combined
+        seed, path = self.scenario.seed, ("defense", "server")
+        asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
+        *_, before, _ = self.stack.guarantees(self._declared(probe), self.release)
+        return aggregation.noised(
+            combined,
+            ServerRound(
+                clients=len(self.schedule.participants(round)),
+                sensitivity=before.sensitivity,
+                stream=rng.generator(seed, *path, round, *asked),
+                before=rng.generator(seed, *path, round - 1) if round > 1 else None,
+            ),
+        )
+
+    def moved(self, before: Tensor, update: Tensor) -> Tensor:
+        """One parameter of the global model `before` as a client's `update` would have it."""
+        return self.computation.moved(before, update, self.training)
+
+    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+        """The new global parameters, given the strategy's `mean` over so many clients."""
+        return self.computation.concluded(mean, clients)
+
+    def observation(
+        self,
+        round: int,
+        client: int,
+        update: Update,
+        parameters: Tensors,
+        buffers: Tensors,
+        *,
+        probe: Probe | None = None,
+        num_clients: int = 1,
+        releases: int = 1,
+    ) -> Observation:
+        """What the attacker saw of `update`, decoded from the wire; client -1: the aggregate.
+
+        Of several `releases` it is their mean.
+        """
+        spec = self.computation.describe()
+        assert spec is not None
+        refs = self.scenario.defenses[self.stack_name]
+        return Observation(
+            id=self.observation_id(round, client, probe),
+            update=update.tensors,
+            buffers_update=update.buffers,
+            parameters=parameters,
+            buffers=buffers,
+            spec=spec,
+            training=self._training(probe),
+            defense=announced(self.stack, refs, self._declared(probe), self.release),
+            effect=self.effect(probe),
+            vantage=self.stack.vantage,
+            round=round,
+            client=client,
+            num_clients=num_clients,
+            trial=probe.trial if probe else 0,
+            seed=self.scenario.attack_seed,
+            releases=releases,
+        )
+
+    def effect(self, probe: Probe | None = None) -> Effect:
+        """What the stack does to an update."""
+        return self.stack.effect(self._declared(probe), self.release)
+
+    def observation_id(self, round: int, client: int, probe: Probe | None) -> str:
+        """The id under which an update is recorded; client -1 is the aggregate."""
+        suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
+        return observation_id(self.stack_name, round, client, suffix)
+
+    def test_set(self) -> tuple[int, float | None]:
+        """(number of test examples, share of the most frequent class; None of no classes)."""
+        data = self.described
+        if isinstance(data, Dataset):
+            labels = data.test_labels
+        elif data.classes:
+            labels = (data.test_rows[:, -1] > 0).long()
+        else:
+            return len(data.test_rows), None
+        return len(labels), float(labels.bincount().max()) / len(labels)
+
+    def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
+        """Mean loss and accuracy of the global model on the test split."""
+        return self.computation.evaluate(parameters, buffers)
+
+    def _training(self, probe: Probe | None) -> LocalTraining:
+        return self.stack.training(self._declared(probe))
+
+    def _declared(self, probe: Probe | None) -> LocalTraining:
+        return self.declared if probe is None else self.declared_of(probe.batch_size)
+
+    def declared_of(self, batch_size: int) -> LocalTraining:
+        """The local training of a probe of so many images, before the stack's training defenses.
+
+        An attacker knows of how many it is: so they are drawn without replacement.
+        """
+        return replace(self.declared, batch_size=batch_size, sampling="without_replacement")
+
+
+_KIND = {Dataset: "images", Table: "a table"}

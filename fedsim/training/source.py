@@ -1,0 +1,70 @@
+"""The scenario's data source, and what of a federation was computed from private data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fedsim.contracts.data import DataSource
+from fedsim.scenario import Scenario
+from fedsim.scenario.build import plugin_class
+from fedsim.training.blame import blaming
+from fedsim.types import Dataset, Table, Unit
+
+_BY_LABEL = ("dirichlet", "shards")
+"""Partitions in which an example's label decides on where others go."""
+_BY_PLACE = ("iid", "file")
+_WEIGHTS = (
+    "training.weights, which may be of a model of the same clients (if none of their data had a "
+    "part in them, declare it: `privacy: {weights: public}`)"
+)
+
+
+def load_dataset(scenario: Scenario) -> Dataset | Table:
+    """Load the scenario's data source.
+
+    Raises:
+        FedsimError: the source is not installed, or its data is missing or unreadable.
+    """
+    with blaming("data.source"):
+        return data_source(scenario).load()
+
+
+def data_source(scenario: Scenario) -> DataSource:
+    """The scenario's data source.
+
+    Raises:
+        FedsimError: it is not installed, or its parameters do not fit.
+    """
+    chosen = scenario.data.source
+    source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
+    assert isinstance(source, DataSource)
+    return source
+
+
+def private_statistics(
+    scenario: Scenario, dataset: Dataset | Table
+) -> Mapping[Unit, tuple[str, ...]]:
+    """What of a federation's set-up was computed from training data without noise, by whose.
+
+    Weights to start from may be a model of the same clients, trained without noise: they count as
+    that unless the scenario declares them public.
+
+    Where a partition deals by labels, one example also has a say in who holds the others.
+    """
+    found = dataset.private_statistics
+    if found is None:
+        kind = type(dataset).__name__
+        found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
+    if scenario.training.weights is not None and scenario.privacy.weights != "public":
+        found += (_WEIGHTS,)
+    dealt = scenario.data.partition.name
+    of_examples = found
+    if dealt in _BY_LABEL:
+        of_examples += (f"partition {dealt}, which deals examples by their labels",)
+    placed = isinstance(dataset, Dataset) and dataset.placed_by_label
+    if placed and dealt in _BY_PLACE and scenario.data.clients > 1:
+        of_examples += (
+            f"partition {dealt}, which deals examples by their places, in which labels have a say "
+            "where files of two classes share a name (give each file a name of its own)",
+        )
+    return {"client": found, "example": of_examples}

@@ -1,0 +1,129 @@
+"""docs/formats.md describes every field that a run and a leaderboard write."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedsim
+from fedsim.report import leaderboard_rows, render
+from fedsim.results.record import Run
+from fedsim.scoring import METRICS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
+OPEN = {"variant", "parameters", "stack", "packages"}
+"""What holds names that are not fedsim's."""
+
+BASE: dict[str, Any] = {
+    "seed": 3,
+    "training": {"rounds": 1, "local": {"batch_size": 2, "lr": 0.1}},
+    "defenses": {"none": []},
+    "observe": {"clients": [0], "batch_sizes": [2], "trials": 2},
+}
+IMAGES = {
+    **BASE,
+    "name": "images",
+    "data": {"source": {"name": "digits", "size": 12}, "clients": 2},
+    "model": {"name": "mlp", "hidden": [8]},
+    "attacks": ["label_inference", {"name": "idlg", "iterations": 2}],
+}
+ROWS = {
+    **BASE,
+    "name": "rows",
+    "data": {"source": "breast_cancer", "clients": 3},
+    "learner": {"name": "least_squares", "columns": 60},
+    "attacks": ["membership_inference"],
+    "training": {"rounds": 1},
+    "observe": {"clients": [0], "batch_sizes": [8], "trials": 2},
+    "knowledge": {"rows": "others"},
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
+    out = tmp_path_factory.mktemp("runs")
+    return [fedsim.run(each, out=out / each["name"], workers=1) for each in (IMAGES, ROWS)]
+
+
+def section(start: str) -> str:
+    """The text below the heading that starts so."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    (found,) = [part for part in text.split("\n## ")[1:] if part.startswith(start)]
+    return found
+
+
+def described(text: str) -> set[str]:
+    """Every name in backticks, and every part of one with dots."""
+    names = set(re.findall(r"`([^`\n]+)`", text))
+    return names | {part for name in names for part in name.split(".")}
+
+
+def keys(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
+    """(the field that it is part of, its own name) of all that is nested in `value`."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield above or name, name
+            if name not in OPEN:
+                yield from keys(inner, above or name)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from keys(inner, above)
+
+
+def test_every_field_of_a_row_is_described_where_it_belongs(runs: list[Run]) -> None:
+    """In the line of the table that its first part has: a field of one is not that of another."""
+    table = [text for text in section("`results.jsonl`").splitlines() if text.startswith("| `")]
+    by_field: dict[str, set[str]] = {}
+    for text in table:
+        for name in re.findall(r"`([^`]+)`", text.split(" | ")[0]):
+            by_field.setdefault(name.split(".")[0], set()).update(described(text))
+    metrics = by_field["metrics"]
+    assert set(METRICS) <= metrics
+    seen: set[str] = set()
+    for run in runs:
+        for row in run.rows():
+            for field, name in keys(row):
+                seen.add(field)
+                assert field in by_field, field
+                same = metrics if field in ("per_image", "baseline", "control") else set()
+                assert name in by_field[field] | same, (field, name)
+    assert seen == set(by_field), "what is described and not written"
+
+
+def test_every_field_of_a_round_and_of_the_record_is_described(runs: list[Run]) -> None:
+    of_round, of_record = described(section("`rounds.jsonl`")), described(section("`record.json`"))
+    granted = described(section("`results.jsonl`"))
+    for run in runs:
+        assert run.rounds()
+        for row in run.rounds():
+            assert not {name for _, name in keys(row)} - of_round
+        record = json.loads((run.out / "record.json").read_text(encoding="utf-8"))
+        assert not set(record.pop("knowledge")) - granted
+        assert not {name for _, name in keys(record)} - of_record
+
+
+def test_every_field_of_a_leaderboard_is_described(runs: list[Run]) -> None:
+    known = described(section("`fedsim leaderboard`"))
+    rows = leaderboard_rows([run.out for run in runs])
+    document = json.loads(render(rows, "json"))
+    assert len(document["rows"]) == 3
+    found = {name for _, name in keys(document)} - set(METRICS)
+    assert not found - known
+    parts = r"_(mean|low|high|median|std|min|max|worst|baseline|count|n)$"
+    columns = next(csv.reader(io.StringIO(render(rows, "csv"))))
+    for column in columns:
+        assert column in known or re.sub(parts, "", column) in known | set(METRICS), column
+
+
+def test_a_replay_is_described(runs: list[Run]) -> None:
+    _, row = fedsim.attack(runs[0].observations()[0], "label_inference")
+    known = described(section("`results.jsonl`"))
+    assert "missing" in known
+    assert not {name for _, name in keys(row)} - known
