@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 _ROUNDING = 1e-9
 """Relative error of a measured leverage. A claim changes as little by it."""
@@ -35,7 +36,8 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
     if found > declared * (1 + _ROUNDING):
         raise FedsimError(
             f"{defense}.leverage: expected no row above {declared:g}, got {found:.6g} among the "
-            f"{len(rows)} rows of {of}, so that the claim would not hold; declare what holds of "
+            f"{number_of(len(rows), 'row')} of {of}, so that the claim would not hold; declare "
+            "what holds of "
             "every database to hide among, or leave it out for a claim that holds of any"
         )
 

@@ -18,10 +18,18 @@ from fedsim.contracts.attack import Progress
 from fedsim.data.public import public_images
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files
-from fedsim.report import save_grids, save_overview, write_report
+from fedsim.report import describe_variant, save_grids, save_overview, write_report
 from fedsim.results import earlier, record, rows
 from fedsim.results.record import Run
-from fedsim.scenario import Document, Scenario, dump, expand, locate, open_document
+from fedsim.scenario import (
+    Document,
+    Scenario,
+    cautions,
+    dump,
+    expand,
+    locate,
+    open_document,
+)
 from fedsim.scenario.model import AttackEntry
 from fedsim.system import main_guard, paths
 from fedsim.system.device import resolve_device
@@ -73,11 +81,12 @@ def run(
                     variant.scenario,
                     variant.assignment,
                     root / variant.label if variant.label else root,
+                    place=f"{number}/{len(variants)} " if variant.label else "",
                     resume=resume,
                     workers=workers,
                     quiet=quiet,
                 )
-                for variant in variants
+                for number, variant in enumerate(variants, start=1)
             ]
             until_the_end.enter_context(locked(root))
             for plan in plans:  # again, since another run may have been there in the meantime
@@ -86,6 +95,8 @@ def run(
             raise locate(document, error) if isinstance(document, Document) else error from None
         try:
             with _display(quiet) as display:
+                for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
+                    display.note(f"WARNING: {line}")
                 for plan in plans:
                     # Somebody may run a variant by itself, in its folder.
                     with locked(plan.out) if plan.out != root else nullcontext():
@@ -101,8 +112,8 @@ def run(
 
 
 _NOISE = (
-    "drawn under a key that follows from the scenario's seed: who knows the seed draws it again, "
-    "and outside of this simulation it protects nobody"
+    "noise: drawn under a key that follows from the scenario's seed; who knows the seed draws it "
+    "again, and outside of this simulation it protects nobody"
 )
 
 
@@ -121,13 +132,29 @@ class _Plan:
         variant: Mapping[str, Any],
         out: Path,
         *,
+        place: str,
         resume: bool,
         workers: int | None,
         quiet: bool,
     ) -> None:
+        """Check that `scenario` can be run in `out`.
+
+        Args:
+            scenario: What to run.
+            variant: What a sweep has assigned in it.
+            out: The folder to fill.
+            place: Which variant of a sweep it is (`2/4 `), before the name of each stage; or empty.
+            resume: Whether to go on with what `out` holds.
+            workers: Processes of the attack stage; None: as many as the machine takes.
+            quiet: Whether accountants keep their progress to themselves.
+
+        Raises:
+            FedsimError: it is refused.
+        """
         self.scenario = scenario
         self.variant = variant
         self.out = out
+        self.place = place
         self.resume = resume
         self.resolved = dump(scenario)
         self.device = resolve_device(scenario.device)
@@ -145,7 +172,10 @@ class _Plan:
             for workload in self.workloads.values():
                 refusals.check(workload)
             # Whatever an accountant refuses, it refuses before any training.
-            claims = {name: _accounted(name, w, quiet) for name, w in self.workloads.items()}
+            claims = {
+                name: _accounted(f"{place}account {name}", w, quiet)
+                for name, w in self.workloads.items()
+            }
             if scenario.audit:
                 audit.check(scenario.audit, claims, scenario.data.clients)
         self.refuse_other_run()
@@ -159,6 +189,8 @@ class _Plan:
         """
         started = time.perf_counter()
         self.refuse_other_run()
+        if self.place:
+            display.note(f"variant {self.place}in {self.out}: {describe_variant(self.variant)}")
         files.remove_torn(self.out)
         files.write_text(self.out / "scenario.yaml", self.resolved)
         with fixed(self.scenario.threads):
@@ -171,7 +203,7 @@ class _Plan:
         record.drop_torn_line(path)
         for stack, workload in self.workloads.items():
             done = {row["round"] for row in record.read_lines(path) if row["defense"] == stack}
-            display.stage(f"train {stack}", self.scenario.training.rounds, len(done))
+            display.stage(f"{self.place}train {stack}", self.scenario.training.rounds, len(done))
             federation.federate(
                 self.scenario,
                 stack,
@@ -200,7 +232,7 @@ class _Plan:
         done = {rows.key(row) for row in record.read_lines(path)}
         every = self._jobs()
         pending = [(job, seen) for job, seen in every if job.key not in done]
-        display.stage("attack", len(every), len(every) - len(pending))
+        display.stage(f"{self.place}attack", len(every), len(every) - len(pending))
         context = rows.Context(
             self.scenario,
             self.variant,
@@ -253,7 +285,7 @@ class _Plan:
         path = self.out / "audit.jsonl"
         record.drop_torn_line(path)
         done = {row["defense"]: row for row in record.read_lines(path)}
-        display.stage("audit", len(self.workloads), len(done))
+        display.stage(f"{self.place}audit", len(self.workloads), len(done))
         for name in [name for name in self.workloads if name not in done]:
 
             def on_progress(at: int, total: int, name: str = name) -> None:
@@ -360,8 +392,8 @@ class _Plan:
         return lpips.describe(*self.dataset.input_shape[1:])
 
 
-def _accounted(name: str, workload: Workload, quiet: bool) -> PrivacyClaim:
-    with nullcontext() if quiet else progress.told_of_work(f"account {name}"):
+def _accounted(title: str, workload: Workload, quiet: bool) -> PrivacyClaim:
+    with nullcontext() if quiet else progress.told_of_work(title):
         return rows.spent(workload, workload.scenario.training.rounds)
 
 

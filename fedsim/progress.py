@@ -35,7 +35,7 @@ class Display(Protocol):
         """What is going on inside a step; `key` tells concurrent ones apart."""
 
     def note(self, text: str) -> None:
-        """Something to read afterwards."""
+        """A line that stays: which variant of a sweep is at work, and where."""
 
 
 class Quiet:
@@ -91,7 +91,7 @@ class Live:
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         if not self._console.is_terminal:
-            self._console.print(f"{title}: {total - done} of {total} to do")
+            self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
         """See `Display`."""
@@ -109,7 +109,7 @@ class Live:
 
     def note(self, text: str) -> None:
         """See `Display`."""
-        self._console.print(text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 _PATIENCE, _EVERY = 1.0, 5.0

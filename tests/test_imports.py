@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent.parent
 CORE, ATTACKS, DEFENSES = ROOT / "fedsim", ROOT / "attacks", ROOT / "defenses"
 PACKAGES = {"fedsim": CORE, "fedsim_attacks": ATTACKS, "fedsim_defenses": DEFENSES}
 
-BASE = {"types", "rng", "system"}
+BASE = {"types", "rng", "system", "words"}
 ROOMS: dict[str, set[str]] = {
     "types": set(),
+    "words": set(),
     "rng": {"types"},
-    "system": {"types"},
+    "system": {"types", "words"},
     "contracts": BASE,
     "recording": BASE,
     "models": {*BASE, "contracts", "recording"},

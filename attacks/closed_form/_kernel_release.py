@@ -20,6 +20,7 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Effect, Observation, ReleaseKind
+from fedsim.words import number_of
 from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
 
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
@@ -174,7 +175,7 @@ def match(model: Model, others: Tensor, alpha: bool) -> Matched:
     """
     if len(others) + 1 != len(model.rows):
         raise AttackFailed(
-            f"{len(model.rows)} rows were released and {len(others)} of them are known; the attack "
+            f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
             "is on the one that is not"
         )
     places, likelihood = assigned(log_likelihoods(model, others, alpha))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
+from fedsim.words import number_of
 from fedsim_attacks.closed_form._symmetric import pack, unpack
 
 _TRIES = 8
@@ -70,7 +71,7 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
             best = share, rows, alpha
     if best is None or not best[0] < _MISSED:
         raise AttackFailed(
-            f"the predictor does not tell its rows apart: it is of {d} rows or more, of rows with "
+            f"the predictor does not tell its rows apart: it is of no fewer than {d}, of rows with "
             "the same coefficients, or noise was added to it"
         )
     return best[1], best[2]
@@ -90,7 +91,8 @@ def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tens
     entries = d * (d + 1) // 2
     if len(known) + d > entries or len(known) * entries > _LARGEST:
         raise AttackFailed(
-            f"{len(known)} known rows of {d} entries are too many to see a missing one behind them"
+            f"{number_of(len(known), 'known row')} of {number_of(d, 'entry', 'entries')} are too "
+            "many to see a missing one behind them"
         )
     packed, spanned = pack(parts), pack(known[:, :, None] * known[:, None, :])
     basis = torch.linalg.qr(spanned.T).Q

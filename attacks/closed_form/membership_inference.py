@@ -20,6 +20,7 @@ from torch import Tensor
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction, Released
+from fedsim.words import number_of
 from fedsim_attacks.closed_form._kernel_posterior import likeness, log_normal
 from fedsim_attacks.closed_form._kernel_release import (
     KERNELS,
@@ -98,7 +99,7 @@ class MembershipInference(Attack[Compared]):
         model = read(observation, known)
         if len(known) + 1 != len(model.rows):
             raise AttackFailed(
-                f"{len(model.rows)} rows were released and {len(known)} of them are known, so that "
+                f"of {number_of(len(model.rows), 'released row')} {len(known)} are known, so that "
                 "there is no one row that the candidate could be"
             )
         found = log_likelihoods(model, torch.cat([known, candidate[None]]), self.alpha)

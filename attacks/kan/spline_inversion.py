@@ -21,6 +21,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
 from fedsim.types import ModelSpec, Observation, Reconstruction
+from fedsim.words import number_of
 from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
 from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
 
@@ -128,8 +129,10 @@ class SplineInversion(Attack[Posterior]):
         hidden, entries, functions = seen.tensor.shape
         if count > hidden:
             raise AttackFailed(
-                f"{count} images leave {hidden} combinations of them in the gradients of {hidden} "
-                "hidden units: observe batches of at most model.hidden images"
+                f"{number_of(count, 'image')} leave {number_of(hidden, 'combination')} of them in "
+                "the "
+                f"gradients of {number_of(hidden, 'hidden unit')}: observe batches of at most "
+                "model.hidden images"
             )
         forms = quadrics(seen.degree, seen.intervals).to(seen.tensor)
         if count > 1 and not len(forms):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
-from fedsim.attacking.targets import question
+from fedsim.attacking.targets import question, unanswerable
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
 from fedsim.recording import files
@@ -29,6 +29,7 @@ def attack(
     device: str = "cpu",
     threads: int = 1,
     truth: str | Path | None = None,
+    on_start: Callable[[], None] | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
@@ -44,6 +45,7 @@ def attack(
             same bytes.
         truth: The run's folder that holds `truth/`, and the public images. For a recording given
             by path it is found by itself. Without truth nothing is scored.
+        on_start: Called when everything that can be refused beforehand was accepted.
         on_progress: Told of the attack's loss now and then.
 
     Returns:
@@ -69,9 +71,13 @@ def attack(
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     chosen = create(name, parameters)
+    if reason := unanswerable(chosen, observation, victim):
+        raise FedsimError(reason)
     if missing := grant.lacks(chosen.required()):
         raise FedsimError(f"attack {name} {missing}")
     public = Public.of(root, grant)
+    if on_start:
+        on_start()
     with fixed(threads):
         solution = question(
             chosen,

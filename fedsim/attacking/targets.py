@@ -47,15 +47,24 @@ def question(
         AttackFailed: it cannot read such an observation, or `solve` raises it; of rows also if
             there is no truth to ask about or nothing to ask.
     """
-    if reason := unreadable(type(attack).__name__, attack.reads, observation.released):
+    if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)
     if isinstance(truth, RowTruth):
         return _of_rows(attack, observation, truth, granted, seed, restarts, progress)
-    if observation.released != "update":
-        raise AttackFailed("rows are asked for one at a time, which takes the run's truth/ folder")
     seen, known = hand_over(observation, truth, granted, public)
     with rng.global_stream(seed):
         return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
+
+
+def unanswerable(
+    attack: Attack[AttackState], observation: Observation, truth: Truth | None
+) -> str | None:
+    """Why `attack` cannot be asked about `observation` at all; None if it can."""
+    if reason := unreadable(type(attack).__name__, attack.reads, observation.released):
+        return reason
+    if observation.released != "update" and not isinstance(truth, RowTruth):
+        return "rows are asked for one at a time, which takes the run's truth/ folder"
+    return None
 
 
 def targets(attack: Attack[AttackState], truth: RowTruth) -> list[int]:

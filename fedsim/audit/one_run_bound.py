@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 
 from fedsim.audit.bounds import LowerBound, error_probability
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 _HIGHEST = 64.0
 """Of ε: above it a guess of an ε-private run may always be right, in double precision."""
@@ -61,7 +62,8 @@ def one_run_bound(
     counts = _counts(canaries) if guesses is None else list(guesses)
     if not counts or not all(0 < n <= canaries and n % 2 == 0 for n in counts):
         raise FedsimError(
-            f"guesses: {counts} of {canaries} canaries; expected even numbers from 2 to {canaries}"
+            f"guesses: {counts} of {number_of(canaries, 'canary', 'canaries')}; "
+            f"expected even numbers from 2 to {canaries}"
         )
     ordered = truth[np.argsort(values, kind="stable")]
     epsilon = max(
@@ -96,8 +98,9 @@ def one_run_p_value(
 
     if not 0 <= correct <= guesses <= canaries:
         raise FedsimError(
-            f"{correct} right of {guesses} guesses of {canaries} canaries: "
-            "expected 0 <= correct <= guesses <= canaries"
+            f"{correct} right of {number_of(guesses, 'guess', 'guesses')} of "
+            f"{number_of(canaries, 'canary', 'canaries')}: expected 0 <= correct <= guesses <= "
+            "canaries"
         )
     if not (epsilon >= 0 and 0 <= delta <= 1):
         raise FedsimError(f"epsilon {epsilon} and delta {delta}: expected ε >= 0 and δ in [0, 1]")
@@ -113,7 +116,7 @@ def one_run_p_value(
 def _counts(canaries: int) -> list[int]:
     """m, m / 2, m / 4, m / 8 guesses, even, at least 2."""
     if canaries < 2:
-        raise FedsimError(f"{canaries} canaries are too few; use 2 or more")
+        raise FedsimError(f"canaries: expected at least 2, got {canaries}")
     return sorted({max(2, canaries // share // 2 * 2) for share in (1, 2, 4, 8)})
 
 

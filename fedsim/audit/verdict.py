@@ -37,6 +37,10 @@ class Verdict:
     draws: int
     """Of each of the two worlds; of one run, of both together."""
     seed: int
+    unit: str
+    """Whose data the claim is of."""
+    neighbours: str
+    """What the two worlds differ in."""
 
     @property
     def holds(self) -> bool:
@@ -89,6 +93,8 @@ def try_claim(
         confidence=confidence,
         draws=draws,
         seed=seed,
+        unit=experiment.unit,
+        neighbours=experiment.neighbours(),
     )
 
 

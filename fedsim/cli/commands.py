@@ -1,5 +1,7 @@
 """The command line: each command calls the Python function of the same name.
 
+What an argument is stands in the command's text: some versions of click lose the help of arguments.
+
 Exit status: 0 done, 1 the work failed, 2 the input was refused before any work, 130 interrupted.
 Everything heavy is imported inside the commands, so that `fedsim --help` answers at once.
 """
@@ -56,7 +58,7 @@ class TableFormat(StrEnum):
     csv = "csv"
 
 
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO", help="A scenario file (YAML).")]
+ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO")]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
@@ -83,7 +85,10 @@ def run(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
 ) -> None:
-    """Train the federations of a scenario, attack what was seen, score, and report."""
+    """Train the federations of a scenario, attack what was seen, score, and report.
+
+    SCENARIO is a YAML file; docs/scenarios.md describes it.
+    """
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():
@@ -99,7 +104,7 @@ def run(
 
 @app.command()
 def attack(
-    observation: Annotated[Path, typer.Argument(help="A recording: a .json below observations/.")],
+    observation: Annotated[Path, typer.Argument(metavar="OBSERVATION")],
     name: Annotated[str, typer.Option("--attack", metavar="NAME", help="See fedsim list attacks.")],
     settings: Settings = None,
     restarts: Annotated[int, typer.Option(min=1, max=1000, help="Starting points.")] = 1,
@@ -126,7 +131,10 @@ def attack(
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
 ) -> None:
-    """Attack one recording again, anywhere; print the result as JSON."""
+    """Attack one recording again, anywhere; print the result as JSON.
+
+    OBSERVATION is a recording: a .json file below the observations/ of a run's folder.
+    """
     with exits():
         from rich.console import Console
 
@@ -135,12 +143,13 @@ def attack(
         from fedsim.scenario import grant_of, parameters_of
         from fedsim.system.paths import writable_folder
 
-        parameters = parameters_of("fedsim.attacks", name, settings or [])
+        parameters = parameters_of(
+            "fedsim.attacks", name, settings or [], origin=f"--attack {name}"
+        )
         grant = grant_of(grants or [])
         if out:
             writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
-            display.stage(name, restarts)
             found, row = attack_recording(
                 observation,
                 name,
@@ -151,6 +160,7 @@ def attack(
                 device=device,
                 threads=threads,
                 truth=truth,
+                on_start=lambda: display.stage(name, restarts),
                 on_progress=lambda at: display.detail(
                     name, f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
                 ),
@@ -162,10 +172,13 @@ def attack(
 
 @app.command()
 def leaderboard(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of runs.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
 ) -> None:
-    """Rank attacks against defenses over one or several runs."""
+    """Rank attacks against defenses over one or several runs.
+
+    DIR is the folder of a run, or one that holds folders of runs, as of a sweep.
+    """
     with exits():
         from fedsim.report import load_runs, unfinished
 
@@ -176,12 +189,15 @@ def leaderboard(
 
 @app.command()
 def report(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: Annotated[
         Path | None, typer.Option(help="File to write; default report.html in the folder.")
     ] = None,
 ) -> None:
-    """Write the report of a run again: one HTML file that opens offline."""
+    """Write the report of a run again: one HTML file that opens offline.
+
+    DIR is the folder of a run, or of a sweep.
+    """
     with exits():
         from fedsim.report import write_report
         from fedsim.system.paths import writable_file
@@ -193,16 +209,22 @@ def report(
 
 @app.command("list")
 def list_plugins(
-    kind: Annotated[Kind | None, typer.Argument(help="Only these.")] = None,
+    kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the attacks, defenses, learners, models and data sources that are installed."""
+    """Show the attacks, defenses, learners, models and data sources that are installed.
+
+    KIND is one of attacks, defenses, learners, models and data; without it, all are shown.
+    """
     with exits():
+        from shutil import get_terminal_size
+
         from fedsim.contracts import listing
 
         rows = listing.rows([kind.value] if kind else [each.value for each in Kind])
         as_json = format is ListFormat.json
-        typer.echo(json.dumps(rows, indent=2) if as_json else listing.render(rows))
+        width = get_terminal_size((80, 24)).columns
+        typer.echo(json.dumps(rows, indent=2) if as_json else listing.render(rows, width))
 
 
 @app.command()
@@ -222,17 +244,25 @@ def validate(
         bool, typer.Option("--resolved", help="Print it with every default written out.")
     ] = False,
 ) -> None:
-    """Check a scenario without loading its data or running anything."""
+    """Check a scenario without loading its data or running anything.
+
+    SCENARIO is a YAML file.
+    """
     with exits():
-        from fedsim.scenario import dump, expand, open_document
+        from fedsim.report import describe_variant
+        from fedsim.scenario import cautions, dump, expand, open_document
 
         variants = expand(open_document(scenario, settings or []))
+        for line in dict.fromkeys(line for each in variants for line in cautions(each.scenario)):
+            typer.secho(f"{scenario}: WARNING: {line}", err=True, fg="yellow")
         if resolved:
             typer.echo("---\n".join(dump(variant.scenario) for variant in variants), nl=False)
             return
         typer.echo(f"{scenario}: valid")
         for variant in variants if variants[0].label else []:
-            typer.echo(f"  {variant.label}")
+            told = describe_variant(variant.assignment)
+            same = told.replace(", ", ",") == variant.label
+            typer.echo(f"  {variant.label}{'' if same else f'  ({told})'}")
 
 
 @app.callback(invoke_without_command=True)

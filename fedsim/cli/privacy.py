@@ -31,12 +31,8 @@ app = typer.Typer(
     help="How private a release is, and how much noise makes it so.",
 )
 
-Mechanism = Annotated[
-    str | None, typer.Argument(metavar="MECHANISM", help="See fedsim privacy, which lists them.")
-]
-Keys = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE...", help="What the mechanism asks for.")
-]
+Mechanism = Annotated[str | None, typer.Argument(metavar="MECHANISM")]
+Keys = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE...")]
 Epsilon = Annotated[float | None, typer.Option(help="ε, at least 0.")]
 Delta = Annotated[float | None, typer.Option(help="δ, above 0 and below 1.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; null is what does not apply.")]
@@ -64,14 +60,17 @@ def delta(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """The least δ at an ε; where the two directions differ, the larger."""
+    """The least δ at an ε; where the two directions differ, the larger.
+
+    `fedsim privacy` lists the mechanisms, and the keys that each asks for.
+    """
     with exits():
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
-        parsed = calculator.parse(keys)
+        parsed = _asked(mechanism, keys, "delta")
         _refuse_unwritable(plot)
         with told_of_work(mechanism):
             answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
@@ -87,14 +86,17 @@ def epsilon(
     as_json: AsJson = False,
     plot: Plot = None,
 ) -> None:
-    """The least ε at a δ; inf if there is none."""
+    """The least ε at a δ; inf if there is none.
+
+    `fedsim privacy` lists the mechanisms, and the keys that each asks for.
+    """
     with exits():
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
-        parsed = calculator.parse(keys)
+        parsed = _asked(mechanism, keys, "epsilon")
         _refuse_unwritable(plot)
         with told_of_work(mechanism):
             answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
@@ -110,17 +112,21 @@ def calibrate(
     delta: Delta = None,
     as_json: AsJson = False,
 ) -> None:
-    """The least noise that makes a mechanism (ε, δ)-private."""
+    """The least noise that makes a mechanism (ε, δ)-private.
+
+    `fedsim privacy` lists the mechanisms, and the keys that each asks for.
+    """
     with exits():
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
+        parsed = _asked(mechanism, keys, "calibrate")
         with told_of_work(mechanism):
             answer = calculator.calibrate(
                 mechanism,
-                calculator.parse(keys),
+                parsed,
                 epsilon=_given("epsilon", epsilon),
                 delta=_given("delta", delta),
             )
@@ -148,7 +154,10 @@ def audit(
     seed: Annotated[int, typer.Option(help="Of the draws.")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Try to refute what a mechanism claims; exit status 1 if that succeeds."""
+    """Try to refute what a mechanism claims; exit status 1 if that succeeds.
+
+    `fedsim privacy` lists the mechanisms, and the keys that each asks for.
+    """
     with exits():
         from dataclasses import asdict
 
@@ -157,10 +166,11 @@ def audit(
         if mechanism is None:
             _list(as_json)
             return
+        parsed = _asked(mechanism, keys, "audit")
         with told_of_work(mechanism):
             found = calculator.audit(
                 mechanism,
-                calculator.parse(keys),
+                parsed,
                 delta=_given("delta", delta),
                 draws=draws,
                 confidence=confidence,
@@ -170,6 +180,15 @@ def audit(
         _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
         if not found.holds:
             raise typer.Exit(1)
+
+
+def _asked(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
+    """The parsed keys, of a mechanism that answers `question`; else refused, before options are."""
+    from fedsim.privacy import calculator
+
+    parsed = calculator.parse(keys)
+    calculator.make(mechanism, calculator.QUESTIONS[question], parsed)
+    return parsed
 
 
 def _given(name: str, value: float | None) -> float:
@@ -195,9 +214,17 @@ def _print(fields: dict[str, Any], as_json: bool) -> None:
         typer.echo(json.dumps({name: _strict(value) for name, value in fields.items()}, indent=2))
         return
     told = {name: value for name, value in fields.items() if value is not None}
+    # An ε is nothing without what it is an ε of, so that no line has one alone.
+    unit, neighbours = told.pop("unit"), told.pop("neighbours")
+    of = f" (δ {_text(told['delta'])}, {unit}, {neighbours})"
     width = max(map(len, told))
     for name, value in told.items():
-        typer.echo(f"{name.ljust(width)}  {_text(value)}")
+        beside = of if name in _EPSILONS else ""
+        typer.echo(f"{name.ljust(width)}  {'ε = ' * bool(beside)}{_text(value)}{beside}")
+
+
+_EPSILONS = ("epsilon", "claim", "lower_bound", "bounds")
+"""Fields of answers and verdicts that are an ε, or several."""
 
 
 def _strict(value: Any) -> Any:
@@ -233,7 +260,10 @@ def _refuse_unwritable(plot: Path | None) -> None:
 
 
 def _list(as_json: bool) -> None:
+    from shutil import get_terminal_size
+
     from fedsim.privacy import calculator
 
     rows = calculator.listing()
-    typer.echo(json.dumps(rows, indent=2) if as_json else calculator.render(rows), nl=as_json)
+    text = calculator.render(rows, get_terminal_size((80, 24)).columns)
+    typer.echo(json.dumps(rows, indent=2) if as_json else text, nl=as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -34,35 +35,54 @@ def rows(kinds: Sequence[str]) -> list[Row]:
     ]
 
 
-def render(found: Sequence[Row]) -> str:
-    """`found` as text for a terminal."""
+def render(found: Sequence[Row], width: int = 80) -> str:
+    """`found` as text for a terminal of `width` characters; what is longer is wrapped, not cut."""
     blocks: list[str] = []
     kind = None
     for row in found:
         if row["kind"] != kind:
             kind = row["kind"]
             blocks.append(kind.upper())
-        blocks.append("\n".join(_block(row)))
+        blocks.append("\n".join(_block(row, width)))
     return "\n\n".join(blocks) + "\n"
 
 
-def _block(row: Row) -> list[str]:
-    lines = [f"{row['name']}  ({row['package']} {row['version']})"]
+def _block(row: Row, width: int) -> list[str]:
+    lines = wrapped(f"{row['name']}  ({row['package']} {row['version']})", width, 0)
     if row["error"]:
-        return [*lines, f"    BROKEN: {row['error']}"]
-    lines += [f"    {text}" for text in (row["summary"], row["paper"]) if text]
-    return [*lines, *key_table(row["parameters"])]
+        return [*lines, *wrapped(f"BROKEN: {row['error']}", width, 4)]
+    for text in filter(None, (row["summary"], row["paper"])):
+        lines += wrapped(text, width, 4)
+    return [*lines, *key_table(row["parameters"], width)]
 
 
-def key_table(parameters: Sequence[Row]) -> list[str]:
-    """Parameters as aligned lines of text: name, default, type and range, description."""
+def key_table(parameters: Sequence[Row], width: int = 80) -> list[str]:
+    """Parameters as lines of at most `width` characters.
+
+    Of each a line with its name, default, type and range, aligned with the others', and below it
+    the description.
+    """
     table = [_parameter(parameter) for parameter in parameters]
-    widths = [max(len(cells[column]) for cells in table) for column in range(3)] if table else []
+    names, defaults = (max((len(cells[i]) for cells in table), default=0) for i in (0, 1))
     lines = []
-    for cells in table:
-        padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-        lines.append(f"      {'  '.join([*padded, *cells[3:]])}".rstrip())
+    for name, default, kind, description in table:
+        head = f"{name.ljust(names)}  {default.ljust(defaults)}  {kind}"
+        if len(head) + 6 > width:
+            head = f"{name}  {default}  {kind}"
+        lines += wrapped(head, width, 6)
+        lines += wrapped(description, width, 10)
     return lines
+
+
+def wrapped(text: str, width: int, indent: int) -> list[str]:
+    """Lines of at most `width` characters, the first indented by `indent` and the others deeper."""
+    return textwrap.wrap(
+        text.rstrip(),
+        width,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + 2),
+        break_on_hyphens=False,
+    )
 
 
 def _parameter(parameter: Row) -> tuple[str, str, str, str]:

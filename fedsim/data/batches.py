@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedsim import rng as streams
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 
 def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
@@ -17,7 +18,8 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
     """
     if batch_size > len(indices):
         raise FedsimError(
-            f"a batch of {batch_size} images was asked of a client that has {len(indices)}: lower "
+            f"a batch of {number_of(batch_size, 'image')} was asked of a client that has "
+            f"{len(indices)}: lower "
             "the batch size, lower data.clients, or choose a more even partition"
         )
     return indices[torch.randperm(len(indices), generator=rng)[:batch_size]]

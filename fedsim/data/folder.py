@@ -15,6 +15,7 @@ from fedsim.data.images import from_pil, statistics
 from fedsim.data.tree import Parts, Tree, open_tree
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError, Table
+from fedsim.words import number_of
 
 _MAX_BYTES = 1 << 33
 _MEAN, _STD = 0.5, 0.25
@@ -63,7 +64,10 @@ class ImageFolder(DataSource):
     def _normalization_fits(self) -> ImageFolder:
         for name, given in (("mean", self.mean), ("std", self.std)):
             if given is not None and len(given) != self.channels:
-                raise ValueError(f"{name} has {len(given)} values for {self.channels} channels")
+                raise ValueError(
+                    f"{name} has {number_of(len(given), 'value')} for "
+                    f"{number_of(self.channels, 'channel')}"
+                )
         if (self.mean is None) != (self.std is None):
             raise ValueError("give both mean and std, or neither")
         if self.mean is not None and self.normalization == "training":
@@ -145,7 +149,8 @@ class ImageFolder(DataSource):
         shape = (len(items), self.channels, *(expected or first.shape[1:]))
         if torch.Size(shape).numel() > _MAX_BYTES:
             raise FedsimError(
-                f"{len(items)} images of {shape[2]}x{shape[3]} pixels in {tree.root} would take "
+                f"{number_of(len(items), 'image')} of {shape[2]}x{shape[3]} pixels in {tree.root} "
+                "would take "
                 f"more than {_MAX_BYTES >> 30} GiB: set `size` or `limit`"
             )
         images = torch.empty(shape, dtype=torch.uint8)

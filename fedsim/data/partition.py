@@ -18,6 +18,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.system import paths
 from fedsim.types import Dataset, FedsimError, Table
+from fedsim.words import number_of
 
 if TYPE_CHECKING:
     from flwr_datasets.partitioner import Partitioner
@@ -58,7 +59,8 @@ def partition(
     _check_parameters(config)
     if clients * least > count:
         raise FedsimError(
-            f"{clients} clients of at least {least} images need {clients * least} training images, "
+            f"{number_of(clients, 'client')} of at least {number_of(least, 'image')} need "
+            f"{number_of(clients * least, 'training image')}, "
             f"{dataset.name} has {count}: lower data.clients or use a larger source"
         )
     if config.path is not None:
@@ -70,7 +72,8 @@ def partition(
     smallest = min(range(clients), key=lambda client: len(parts[client]))
     if len(parts[smallest]) < least:
         raise FedsimError(
-            f"partition {config.name} leaves client {smallest} with {len(parts[smallest])} images, "
+            f"partition {config.name} leaves client {smallest} with "
+            f"{number_of(len(parts[smallest]), 'image')}, "
             f"fewer than {least}: lower data.clients or choose another partition"
         )
     return parts
@@ -124,8 +127,9 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
             return _parts(sampler, rows, labels[rows], clients)
         except ValueError as error:
             raise FedsimError(
-                f"ten draws from Dir({config.alpha}) all left some of {clients} clients with fewer "
-                f"than {least} of {len(labels)} images: raise data.partition.alpha or lower "
+                f"ten draws from Dir({config.alpha}) all left some of "
+                f"{number_of(clients, 'client')} with fewer than {least} of "
+                f"{number_of(len(labels), 'image')}: raise data.partition.alpha or lower "
                 "data.clients"
             ) from error
 
@@ -142,7 +146,8 @@ def _whole_shards(count: int, clients: int, per_client: int) -> int:
         else f"choose data.clients so that it divides {count}"
     )
     raise FedsimError(
-        f"{count} training images cannot be cut into {clients} x {per_client} equal shards: "
+        f"{number_of(count, 'training image')} cannot be cut into {clients} x {per_client} equal "
+        "shards: "
         f"{remedy}"
     )
 
@@ -192,7 +197,8 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
     found = len(set(dataset.client_of.tolist()))
     if found != clients:
         raise FedsimError(
-            f"{dataset.name} has {found} natural clients, the scenario asks for {clients}: set "
+            f"{dataset.name} has {number_of(found, 'natural client')}, the scenario asks for "
+            f"{clients}: set "
             f"data.clients to {found}"
         )
     return dataset.client_of
@@ -216,7 +222,7 @@ def _read_owners(path: Path, count: int, clients: int) -> Tensor:
     if sorted(index for index, _ in owner_of) != list(range(count)):
         raise FedsimError(
             f"the partition file {path} must name each training index from 0 to {count - 1} "
-            f"exactly once; it has {len(owner_of)} entries"
+            f"exactly once; it has {number_of(len(owner_of), 'entry', 'entries')}"
         )
     wrong = {client for _, client in owner_of} ^ set(range(clients))
     if wrong:

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedsim.contracts.data import DataSource
 from fedsim.data.images import stratified_split
 from fedsim.types import FedsimError, Table
+from fedsim.words import number_of
 
 _TEST_FRACTION = 0.2
 _ROUNDING = 1 - 2**-48
@@ -87,7 +88,9 @@ class TableSource(DataSource):
         labels = (target > 0).long() if classes else torch.zeros(len(target), dtype=torch.int64)
         train, test = stratified_split(labels, _TEST_FRACTION, name)
         if not len(test):
-            raise FedsimError(f"{name} has {len(rows)} rows, which leaves none for the test split")
+            raise FedsimError(
+                f"{name} has {number_of(len(rows), 'row')}, which leaves none for the test split"
+            )
         bound = math.sqrt(rows.shape[1]) if self.row_norm is None else self.row_norm
         return Table(
             name=name,

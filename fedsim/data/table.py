@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedsim.data.rows import Column, TableSource
 from fedsim.system import paths
 from fedsim.types import FedsimError, Table
+from fedsim.words import number_of
 
 _MAX_DIGITS = 18
 """Of a client's number, which is kept in 64 bits."""
@@ -119,8 +120,9 @@ class TableFile(TableSource):
                 continue
             if len(cells) != len(header):
                 raise FedsimError(
-                    f"{self.path}, line {reader.line_num}: {len(cells)} values for {len(header)} "
-                    "columns; the line is torn, or a value holds a comma without quotes"
+                    f"{self.path}, line {reader.line_num}: "
+                    f"{number_of(len(cells), 'value')} for {number_of(len(header), 'column')}; "
+                    "the line is torn, or a value holds a comma without quotes"
                 )
             yield reader.line_num, dict(zip(header, cells, strict=True))
 

@@ -24,6 +24,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
 from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors
+from fedsim.words import number_of
 
 OnRound = Callable[[RoundRecord], None]
 
@@ -56,7 +57,7 @@ class _Training:
         if claimed not in (None, sampled):
             raise FedsimError(
                 f"federation.strategy_parameters: num_sampled_clients is {claimed}, but "
-                f"{sampled} clients are sampled per round, and the noise depends on it"
+                f"a round samples {number_of(sampled, 'client')}, and the noise depends on it"
             )
         self._checkpoints = Checkpoints(out, server.scenario, server.stack_name)
         parameters, buffers = server.initial()
@@ -123,12 +124,12 @@ class _Training:
                 raise
             except Exception as error:  # Flower's strategies raise what they happen to raise
                 raise FedsimError(
-                    f"federation.strategy: {name} failed in round {round} on {len(replies)} "
-                    f"updates: {type(error).__name__}: {error}"
+                    f"federation.strategy: {name} failed in round {round} on "
+                    f"{number_of(len(replies), 'update')}: {type(error).__name__}: {error}"
                 ) from error
         if aggregated is None:
             self._tap.tally.accepted = ()
-            self._tap.tally.say(f"{name} aggregates nothing of {len(replies)} updates")
+            self._tap.tally.say(f"{name} aggregates nothing of {number_of(len(replies), 'update')}")
             return None
         clients = len(self._tap.tally.accepted)
         return self._server.concluded(self._cast(aggregated), clients)

@@ -31,6 +31,7 @@ from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import FedsimError, Tensors, Update
+from fedsim.words import number_of
 
 
 class TapGrid(Grid):
@@ -197,7 +198,8 @@ class TapGrid(Grid):
         if not accepted or len(accepted) >= least:
             return False
         self.tally.say(
-            f"{len(accepted)} clients answered; their shared noise is enough for no fewer than "
+            f"{number_of(len(accepted), 'client')} answered; their shared noise is enough for no "
+            "fewer than "
             f"{least}, so that nothing is combined"
         )
         return True

@@ -12,6 +12,7 @@ from fedsim.contracts.learner import Computation, Evaluation, Learner, Problem
 from fedsim.learners.closed_form import VALUE, ClosedForm, sketch
 from fedsim.rng import normal
 from fedsim.types import FedsimError, ReleaseKind, Table, Tensors
+from fedsim.words import number_of
 
 Method = Literal["sketch", "als", "ls", "ols"]
 
@@ -76,8 +77,9 @@ class _Regression(ClosedForm):
         features = self.release.features
         if method in ("sketch", "als") and columns <= features:
             raise FedsimError(
-                f"a sketch of {columns} columns does not determine {features} coefficients and a "
-                f"residual; use columns of at least {features + 1}"
+                f"a sketch of {number_of(columns, 'column')} does not determine "
+                f"{number_of(features, 'coefficient')} and a residual; use columns of at least "
+                f"{features + 1}"
             )
 
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:

@@ -26,6 +26,7 @@ from fedsim.types import (
     RowTruth,
     Tensors,
 )
+from fedsim.words import number_of
 
 MODEL = "form"
 """Name of the only tensor that crosses the wire, of a release of Q."""
@@ -223,8 +224,10 @@ class _Ensemble(_Regression):
         d = self.release.features
         if self._classes * d * d > _LARGEST:
             raise FedsimError(
-                f"a predictor of {self._classes} classes and {d} features has "
-                f"{self._classes * d * d:,} entries; use a `model` with fewer features, or smaller "
+                f"a predictor of {number_of(self._classes, 'class', 'classes')} and "
+                f"{number_of(d, 'feature')} has "
+                f"{number_of(self._classes * d * d, 'entry', 'entries')}; "
+                f"use a `model` with fewer features, or smaller "
                 "images"
             )
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedsim.system import memory
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 _COPIES = 4
 """Of the parameters, at the least: the server's, the client's, a gradient and an update."""
@@ -63,7 +64,7 @@ def check_batch(size: Size | None, key: str, images: int, device: torch.device) 
     if size is not None:
         memory.check(
             _COPIES * size.state + 2 * images * size.image,
-            f"{key}: the model's weights and a gradient of {images:,} images",
+            f"{key}: the model's weights and a gradient of {number_of(images, 'image')}",
             "use fewer images at a time, or a smaller model",
             device,
         )

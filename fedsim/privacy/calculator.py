@@ -14,7 +14,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -95,7 +95,7 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """
     made, at = curve(mechanism, keys), _epsilon(epsilon)
     with computed():
-        return _told(made.delta(at))
+        return _of(made, _told(made.delta(at)))
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
@@ -106,7 +106,7 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     """
     made, at = curve(mechanism, keys), _delta(delta)
     with computed():
-        return _told(made.epsilon(at))
+        return _of(made, _told(made.epsilon(at)))
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
@@ -124,7 +124,7 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
             "not looked for"
         )
     with computed():
-        return _told(made.calibrate(least, at))
+        return _of(made, _told(made.calibrate(least, at)))
 
 
 def audit(
@@ -181,6 +181,11 @@ def computed() -> Iterator[None]:
             yield
         except (ArithmeticError, ValueError, RuntimeError, MemoryError) as error:
             raise _beyond(f"{error}" or type(error).__name__) from error
+
+
+def _of(made: Curve | Calibration, answer: Answer) -> Answer:
+    """`answer` with what it is said of."""
+    return replace(answer, unit=made.unit, neighbours=made.neighbours())
 
 
 def _told(found: _Found) -> _Found:
@@ -297,16 +302,16 @@ def listing() -> list[dict[str, Any]]:
     return rows
 
 
-def render(rows: list[dict[str, Any]]) -> str:
-    """`listing` as text for a terminal."""
-    from fedsim.contracts.listing import key_table
+def render(rows: list[dict[str, Any]], width: int = 80) -> str:
+    """`listing` as text for a terminal of `width` characters."""
+    from fedsim.contracts.listing import key_table, wrapped
 
     lines: list[str] = []
     for row in rows:
-        lines += [row["mechanism"], f"    {row['summary']}"]
+        lines += [row["mechanism"], *wrapped(row["summary"], width, 4)]
         for part, keys in row["keys"].items():
             asked = [question for question, needs in QUESTIONS.items() if needs == part]
-            lines += [f"    {', '.join(asked)}:", *key_table(keys)]
+            lines += [f"    {', '.join(asked)}:", *key_table(keys, width)]
         lines.append("")
     return "\n".join(lines)
 

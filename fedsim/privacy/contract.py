@@ -54,6 +54,10 @@ class Answer:
     """Of an estimated figure: a confidence interval of the figure that was asked for."""
     confidence: float | None = None
     """That of the interval."""
+    unit: str | None = None
+    """Whose data ε and δ protect."""
+    neighbours: str | None = None
+    """What two neighbours differ in: of any others nothing is said."""
 
 
 def larger(found: Mapping[Direction, float]) -> Direction:
@@ -67,6 +71,12 @@ class Keys(BaseModel, ABC):
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
+    unit: ClassVar[str] = "row"
+    """Whose data ε and δ protect."""
+
+    @abstractmethod
+    def neighbours(self) -> str:
+        """What two neighbours differ in, in words."""
 
 
 class Curve(Keys):

@@ -28,6 +28,7 @@ from fedsim.contracts.guarantee import ExactMechanism, Mechanism, Release
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
+from fedsim.words import number_of
 
 EXACT = "exact Gaussian"
 OF_SERVER = f"{EXACT}, correlated noise of the server"
@@ -150,7 +151,7 @@ def claim(
     if held.mechanism.sampling and batch_size > num_examples:
         raise FedsimError(
             f"training.local.batch_size: a batch of {batch_size} is larger than the client's data "
-            f"({num_examples} examples); use a smaller batch"
+            f"({number_of(num_examples, 'example')}); use a smaller batch"
         )
     if independent:
         steps = (rounds + repeated_rounds) * held.mechanism.releases

@@ -67,7 +67,7 @@ def draw(path: Path, mechanism: str, keys: Mapping[str, Any], answer: Answer) ->
     axes.set_ylim(lowest, 0.5)
     ticks = [float(tick) for tick in axes.get_yticks() if lowest <= tick <= 0]
     axes.set_yticks(ticks, [f"$10^{{{tick:g}}}$" if tick else "1" for tick in ticks])
-    axes.set_xlabel("ε")
+    axes.set_xlabel(f"ε  ({answer.unit}; neighbours: {answer.neighbours})")
     axes.set_ylabel("δ")
     said = ", ".join(f"{key} = {value}" for key, value in keys.items())
     axes.set_title(f"{mechanism}: {said}", loc="left", fontsize=10, parse_math=False)

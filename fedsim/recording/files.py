@@ -141,13 +141,16 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         FedsimError: it is missing, damaged, or not a recording.
     """
     if not path.name:
-        raise FedsimError(f"{path}: no such recording; expected a file below a run's observations/")
-    path = path.with_suffix(".json")
+        raise FedsimError(
+            f"{path}: no such recording; expected a .json file below a run's observations/"
+        )
+    asked, path = path, path.with_suffix(".json")
     try:
         sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
     except FileNotFoundError as error:
+        said = "a folder" if asked.is_dir() else "no such recording"
         raise FedsimError(
-            f"{path}: no such recording; expected a file below a run's observations/"
+            f"{asked}: {said}; expected a .json file below a run's observations/"
         ) from error
     except (OSError, UnicodeDecodeError, ValidationError) as error:
         raise FedsimError(f"{path}: not a recording of fedsim: {error}") from error

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from fedsim.system import memory, paths
 from fedsim.types import MOST_STEPS, ModelSpec, Observation
+from fedsim.words import number_of
 
 _CANDIDATES, _STEP = 8, 1 << 14
 """Tensors of images that an attack holds, and bytes of what it notes down of a local step."""
@@ -52,8 +53,9 @@ def inconsistencies(
         if needed > memory.limit():
             yield (
                 "training.steps, training.batch_size, num_clients, model.input_shape: an attack "
-                f"on {seen.num_images:,} images in {training.steps:,} steps takes about "
-                f"{needed / paths.GIB:.1f} GiB, and there are {memory.limit() / paths.GIB:.1f}"
+                f"on {number_of(seen.num_images, 'image')} in {number_of(training.steps, 'step')} "
+                f"takes about {needed / paths.GIB:.1f} GiB, and there are "
+                f"{memory.limit() / paths.GIB:.1f}"
             )
     for name in parameters:
         before, update = seen.parameters.get(name), seen.update.get(name)

@@ -2,6 +2,7 @@
 
 from fedsim.report.control import Control, invalid_reasons, positive_controls
 from fedsim.report.facts import undeclared, unfinished
+from fedsim.report.figures import describe_variant
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
 from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
@@ -16,6 +17,7 @@ __all__ = [
     "ReportError",
     "attacks_nothing",
     "describe",
+    "describe_variant",
     "fits",
     "invalid_reasons",
     "leaderboard_rows",

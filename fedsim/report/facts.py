@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedsim.results.reading import ResultRow, Run, canonical, nested
+from fedsim.words import number_of
 
 UNATTACKED = (
     "Nothing is attacked in this run: it shows what each defense leaves of the model, and what is "
@@ -23,26 +24,26 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
         return "This run has no results: no update was recorded, or no attack was run."
     clients = _same(run.setting("data", "clients") for run in runs)
     rounds = max((row.round for run in runs for row in run.rounds), default=None)
-    by = f" by {_count(clients, 'client')}" if isinstance(clients, int) else " by a federation"
-    over = f" over {_count(rounds, 'round')}" if rounds else ""
+    by = f" by {number_of(clients, 'client')}" if isinstance(clients, int) else " by a federation"
+    over = f" over {number_of(rounds, 'round')}" if rounds else ""
     stacks = {row.defense.name for row in rows if row.defense.stack}
     bare = "without a defense" if any(not row.defense.stack for row in rows) else ""
-    behind = f"behind {_count(len(stacks), 'defense')}" if stacks else ""
+    behind = f"behind {number_of(len(stacks), 'defense')}" if stacks else ""
     failed = sum(not row.ok for row in rows)
     sizes = sorted({row.batch_size for row in rows})
     updates = {(row.scenario, canonical(row.variant), row.observation) for row in rows}
     data = _listed(row.dataset for row in rows)
-    did = f"{_listed(row.computed for row in rows)} was trained on {data}{by}{over}"
-    made = f"{_count(len(updates), 'recorded update')}, in batches of"
+    did = f"{_was(row.computed for row in rows)} trained on {data}{by}{over}"
+    made = f"{number_of(len(updates), 'recorded update')}, in batches of"
     if rows[0].subject == "rows":
-        did = f"{_listed(row.learner for row in rows)} was computed from {data}{by}"
-        made = f"{_count(len(updates), 'recorded release')}, of a mean number of rows of"
+        did = f"{_was(row.learner for row in rows)} computed from {data}{by}"
+        made = f"{number_of(len(updates), 'recorded release')}, of a mean number of rows of"
     return (
         f"{did}, "
         f"{' and '.join(part for part in (bare, behind) if part)}; then "
         f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
         f"{made} {_listed(sizes)}{_images(rows[0], sizes)}: "
-        f"{_count(len(rows), 'attack run')}, {failed or 'none'} of which failed."
+        f"{number_of(len(rows), 'attack run')}, {failed or 'none'} of which failed."
     )
 
 
@@ -93,7 +94,8 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
 def unfinished(runs: Sequence[Run]) -> list[str]:
     """A line for each run that has not come to its end: its tables lack rows, and may mislead."""
     return [
-        f"UNFINISHED: {run.folder} holds {len(run.rows)} attack runs so far, and is not complete; "
+        f"UNFINISHED: {run.folder} holds {number_of(len(run.rows), 'attack run')} so far, and is "
+        "not complete; "
         "continue it with --resume"
         for run in runs
         if run.scenario_text is not None and not run.record
@@ -136,8 +138,10 @@ def _listed(values: Iterable[object]) -> str:
     return f"{', '.join(head)} and {last}" if head else last
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _was(values: Iterable[object]) -> str:
+    """`a was`, or `a and b were`."""
+    different = dict.fromkeys(values)
+    return f"{_listed(different)} {'was' if len(different) == 1 else 'were'}"
 
 
 def _same(values: Iterable[object]) -> object | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any
 
@@ -97,7 +97,7 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
     return f"{share:.0%}{mark} ({100 * accuracy.low:.0f}–{100 * accuracy.high:.0f})"
 
 
-def describe_variant(variant: dict[str, Any]) -> str:
+def describe_variant(variant: Mapping[str, Any]) -> str:
     """`training.mode=eval, …`; empty for a run that is no part of a sweep."""
     return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
 

@@ -96,6 +96,8 @@ class LeaderboardRow:
     """`ResultRow.cell` of its trials."""
     scenario: str
     variant: str
+    folders: tuple[str, ...]
+    """Of the runs that its trials are from."""
     dataset: str
     model: str
     """Or the learner, of one that trains no model."""
@@ -362,6 +364,7 @@ def _aggregate(
         cell=first.cell,
         scenario=first.scenario,
         variant=describe_variant(first.variant),
+        folders=tuple(sorted({str(row.folder) for row in rows})),
         dataset=first.dataset,
         model=first.computed,
         subject=first.subject,

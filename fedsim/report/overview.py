@@ -17,6 +17,7 @@ from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
 from fedsim.results.reading import ResultRow, Run, load_runs
 from fedsim.scoring import psnr, summarize
+from fedsim.words import number_of
 
 OVERVIEW = "overview.png"
 
@@ -77,8 +78,8 @@ def save_overview(folder: Path) -> Path | None:
         "all images"
         if all(v.of <= _SHOWN for v in victims)
         else (
-            f"the worst, median and best of up to {max(v.of for v in victims)} images behind "
-            f"{stacks[0]}"
+            f"the worst, median and best of up to "
+            f"{number_of(max(v.of for v in victims), 'image')} behind {stacks[0]}"
         )
     )
     write_bytes(path, _draw(run, shown, victims, f"{chosen}, batch size {least}"))

@@ -12,6 +12,7 @@ from fedsim.recording.files import write_text
 from fedsim.report import facts, plots
 from fedsim.report.control import Control, describe_comparison, invalid_reasons, positive_controls
 from fedsim.report.figures import (
+    describe_variant,
     format_accuracy,
     format_claim,
     format_epsilon,
@@ -28,6 +29,7 @@ from fedsim.report.utility import attacks_nothing, utility
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.results.reading import ResultRow, Run, load_runs, measurements
 from fedsim.scoring import Summary
+from fedsim.words import number_of
 
 _WIDE, _NARROW = 760, 380
 """Plots are drawn twice, so that their text is readable on a desk and on a phone."""
@@ -50,6 +52,8 @@ class Section:
     """One comparison's part of the report."""
 
     title: str
+    folders: list[str]
+    """Names of the folders of a variant's runs; empty of a run that is no variant."""
     control: Control
     rows: list[LeaderboardRow]
     several_rounds: bool
@@ -107,6 +111,7 @@ def _html(runs: Sequence[Run]) -> str:
     environment.filters |= {
         "summary": format_summary,
         "number": format_number,
+        "number_of": number_of,
         "percent": format_percent,
         "accuracy": format_accuracy,
         "epsilon": format_epsilon,
@@ -132,6 +137,12 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
         "show_lpips": any(row.metrics["lpips"] for row in rows),
+        "show_other": any(row.other_update or row.no_control for row in rows),
+        "show_intervals": any(
+            summary and summary.low is not None
+            for row in rows
+            for summary in (row.metrics["psnr"], row.gain)
+        ),
         "of_rows": any(row.subject == "rows" for row in rows),
         "of_images": any(row.subject == "images" for row in rows),
         "show_features": any(row.metrics["feature_cosine"] for row in rows),
@@ -141,6 +152,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "records": [
             {
                 "name": run.folder.name,
+                "variant": describe_variant(run.record.get("variant") or {}),
                 "scenario": run.scenario_text,
                 "facts": facts.made_with(run.record),
             }
@@ -189,6 +201,7 @@ def _section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Ru
     rates = accused(own, members, series)
     return Section(
         title=describe_comparison(control.comparison),
+        folders=[run.folder.name for run in members] if own[0].variant else [],
         control=control,
         rows=own,
         several_rounds=len({row.round for row in own}) > 1,

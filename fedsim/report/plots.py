@@ -132,7 +132,7 @@ def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked
             _style(ax)
             ax.set_title(title, parse_math=False)
             ax.set_xlabel("round", parse_math=False)
-            ax.xaxis.get_major_locator().set_params(integer=True)
+            ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
         for curve in curves:
             for ax, values, factor in (
                 (axes[0], curve.accuracy, 100.0),

@@ -6,8 +6,9 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedsim.contracts.grant import Grant
@@ -26,7 +27,9 @@ from fedsim.report.figures import (
     format_summary,
 )
 from fedsim.report.leaderboard import AGGREGATED, LeaderboardRow
+from fedsim.results.reading import Subject
 from fedsim.scoring import Share, Summary
+from fedsim.words import number_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -96,6 +99,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
     flat: dict[str, Any] = {
         "scenario": row.scenario,
         "variant": row.variant,
+        "folders": " | ".join(row.folders),
         "dataset": row.dataset,
         "model": row.model,
         "defense": row.defense,
@@ -160,6 +164,7 @@ def _epsilon(epsilon: float | None) -> float | str | None:
     return "inf" if epsilon is not None and math.isinf(epsilon) else epsilon
 
 
+_CLAIM = "ε (δ, unit, neighbours)"
 _COLUMNS: list[tuple[str, Cell]] = [
     # Heading and cell; a column without any value is left out.
     ("images", lambda row: "–" if row.images is None else str(row.images)),
@@ -180,54 +185,79 @@ _COLUMNS: list[tuple[str, Cell]] = [
     ("label", lambda row: _percent(row.metrics["label_accuracy"])),
     ("no control", lambda row: (row.no_control or "–").removeprefix("no control: ")),
     ("acc", lambda row: format_accuracy(row.test_accuracy, row.accuracy)),
-    (
-        "ε (δ, unit, neighbours)",
-        lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
-    ),
+    (_CLAIM, lambda row: _claim(row)),
     ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
-_EXPENDABLE = (
-    *(
-        "sec",
-        "images",
-        "max",
-        "other",
-        "LPIPS",
-        "SSIM",
-        "TPR",
-        "found",
-        "acc",
-        "label",
-        "≥3 dB",
+_OPTIONAL = (
+    *("gain", _CLAIM, "≤", "row err", "span", "feat", "no control", "≥3 dB", "label", "acc"),
+    *("found", "TPR", "SSIM", "LPIPS", "other", "max", "images", "sec"),
+)
+"""Columns that a narrow table lacks, the most important first; JSON and CSV hold everything."""
+
+_LEGEND: list[tuple[str, str, str]] = [
+    # Column, and what it holds where images and where rows are attacked.
+    ("images", "images: different ones in all trials", "images: different rows in all trials"),
+    ("PSNR dB", "PSNR: {center}", "PSNR: {center}, of entries on their declared range"),
+    ("max", "max: the worst trial or image", "max: the worst trial"),
+    (
         "gain",
-        "feat",
+        "gain: dB above the best guess of someone who saw no update",
+        "gain: dB above guessing the mean of the other rows",
     ),
-    *("span", "row err", "≤", "ε (δ, unit, neighbours)"),
-)
-"""Dropped in this order where the table would not fit; JSON and CSV always hold everything."""
+    (
+        "≥3 dB",
+        *2
+        * (
+            "≥3 dB: trials that gain so much, and over another update, with the exact interval of "
+            "that chance",
+        ),
+    ),
+    ("other", *2 * ("other: PSNR of the same attack on another update",)),
+    ("no control", *2 * ("no control: why there is no other update to compare with",)),
+    ("SSIM", *2 * ("SSIM: likeness of structure, 1 is identical",)),
+    ("LPIPS", *2 * ("LPIPS: perceptual distance, 0 is identical",)),
+    ("feat", *2 * ("feat: mean cosine of the features",)),
+    ("span", *2 * ("span: share of the true features outside the span of the recovered ones",)),
+    ("row err", *2 * ("row err: squared error over squared length",)),
+    ("found", *2 * ("found: rows with every entry within 5% of its range",)),
+    ("AUC", *2 * ("AUC: of membership",)),
+    ("≤", *2 * ("≤: the most AUC that ε and δ allow",)),
+    ("TPR", *2 * ("TPR: of membership, at 5% false positives",)),
+    ("label", *2 * ("label: share of labels recovered",)),
+    ("acc", *2 * ("acc: test accuracy and Wilson's interval, ! if no better than chance",)),
+    (
+        _CLAIM,
+        *2 * ("ε: guaranteed of all releases of the run, ∞ where nothing is",),
+    ),
+    ("sec", *2 * ("sec: seconds of a trial",)),
+]
 
-_LEGEND = (
-    "▸ strongest attack on a defense (undefended first), of those that do better than on another "
-    "update. B batch size, ok trials that succeeded of all; failed ones count as guessing. PSNR "
-    "mean and Student's interval (three trials or more, not all equal), max the worst trial or "
-    "image; gain: dB above the best guess of someone who saw no update; ≥3 dB: trials that gain "
-    "so much, and over another update, with the exact interval of that chance; other: PSNR of the "
-    "same attack on another update; no control: why there is none. acc: test accuracy and Wilson's "
-    "interval, ! "
-    "if no better than chance."
-)
 
-_LEGEND_OF_ROWS = (
-    "▸ strongest attack on a defense (undefended first), of those that do better than on another "
-    "release. B rows in a release, on average; ok "
-    "trials that succeeded of all; failed ones count as guessing. PSNR mean and Student's "
-    "interval, of entries on their declared range; gain: dB above guessing the mean of the other "
-    "rows; row err: squared error over squared length; found: rows with every entry within 5% of "
-    "its range. AUC of membership, and ≤ the most that ε and δ allow of it; TPR at 5% false "
-    "positives."
-)
-_LEGENDS = {"images": _LEGEND, "rows": _LEGEND_OF_ROWS}
+def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[str]) -> str:
+    """What the columns `shown` mean in a table of attacks on `subject`."""
+    of_images = subject == "images"
+    size = "batch size" if of_images else "rows in a release, on average"
+    told = [
+        "▸: strongest attack on a defense (undefended first), of those that do better than on "
+        f"another {'update' if of_images else 'release'}",
+        f"B: {size}",
+        "ok: trials that succeeded of all; failed ones count as guessing",
+    ]
+    summaries = [row.metrics["psnr"] for row in rows]
+    ranged = any(summary and summary.low is not None for summary in summaries)
+    center = (
+        "mean and Student's interval (three trials or more, not all equal)" if ranged else "mean"
+    )
+    told += [
+        (images if of_images else of_rows).format(center=center)
+        for column, images, of_rows in _LEGEND
+        if column in shown or (column == _CLAIM and column in _held(rows))
+    ]
+    text = ". ".join(told) + "."
+    if hidden := [name for name in _held(rows) if name not in shown and name != _CLAIM]:
+        text += f" Too wide for this terminal: {', '.join(hidden)}; --format json and csv have all."
+    return text
 
 
 def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
@@ -246,34 +276,49 @@ def _table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
     invalid = invalid_comparisons(rows)
     if not rows:
         console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
+    shown: dict[Subject, set[str]] = {}
     for comparison in dict.fromkeys(row.comparison for row in rows):
         members = [row for row in rows if row.comparison == comparison]
         console.print()
         title = Text("INVALID  " if comparison in invalid else "", "bold red")
         console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
+        if members[0].variant:
+            for folder in dict.fromkeys(one for row in members for one in row.folders):
+                console.print(Text(f"in {_printable(_from_here(folder))}", "dim"), soft_wrap=True)
         if comparison in invalid:
             console.print(Text(f"INVALID: {_printable(invalid[comparison])}", "bold red"))
         for problem in warnings(members):
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
         console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
-        console.print(_grid(members, width))
-    for subject in dict.fromkeys(row.subject for row in rows):
-        console.print(Text(_LEGENDS[subject], "dim"))
+        columns = _columns_of(members, width)
+        shown.setdefault(members[0].subject, set()).update(heading for heading, *_ in columns)
+        console.print(_grid(members, columns))
+        if _CLAIM not in [heading for heading, *_ in columns] and (claims := _claims(members)):
+            console.print(Text(_printable(f"{_CLAIM}: {claims}"), "dim"))
+    for subject, headings in shown.items():
+        own = [row for row in rows if row.subject == subject]
+        console.print(Text(_legend(subject, own, headings), "dim"))
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+
+
+def _from_here(folder: str) -> str:
+    """The path of `folder` from the working directory, if it lies below that."""
+    path, here = Path(folder), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:
     """What all rows have in common, and what their accuracies are to be read beside."""
     tests = {(row.accuracy.examples, row.accuracy.chance) for row in rows if row.accuracy}
-    of = [f"accuracy on {n} test examples (chance {chance:.0%})" for n, chance in sorted(tests)]
+    of = [
+        f"accuracy on {number_of(n, 'test example')} (chance {chance:.0%})"
+        for n, chance in sorted(tests)
+    ]
     return [_common(rows), *of]
 
 
-def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
+def _columns_of(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
+    """The columns that `width` allows: a heading, then a cell for each row."""
     varying = _varying(rows)
     attacks = [
         f"{'▸' if row.strongest else ' '} "
@@ -286,7 +331,14 @@ def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
         ["B", *(str(row.batch_size) for row in rows)],
         ["ok", *(f"{row.n_ok}/{row.n}" for row in rows)],
     ]
-    columns = fixed + _fitting(rows, width - _width(fixed))
+    return fixed + _fitting(rows, width - _width(fixed))
+
+
+def _grid(rows: Sequence[LeaderboardRow], columns: Sequence[Sequence[str]]) -> Table:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
     grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
     for position, (heading, *_) in enumerate(columns):
         grid.add_column(heading, justify="right" if position > 1 else "left", overflow="fold")
@@ -303,12 +355,28 @@ def _grid(rows: Sequence[LeaderboardRow], width: int) -> Table:
 
 def _fitting(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
     """Columns (heading, then a cell per row) that hold anything, as many as `width` allows."""
+    held = _held(rows)
     columns = [[heading, *(cell(row) for row in rows)] for heading, cell in _COLUMNS]
-    columns = [column for column in columns if any(cell != "–" for cell in column[1:])]
-    for heading in _EXPENDABLE:
-        if _width(columns) > width:
-            columns = [column for column in columns if column[0] != heading]
-    return columns
+    columns = [column for column in columns if column[0] in held]
+    kept = [column for column in columns if column[0] not in _OPTIONAL]
+    for heading in _OPTIONAL:
+        kept += [c for c in columns if c[0] == heading and _width([*kept, c]) <= width]
+    return [column for column in columns if column in kept]
+
+
+def _held(rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Headings of the columns that hold anything."""
+    return [heading for heading, cell in _COLUMNS if any(cell(row) != "–" for row in rows)]
+
+
+def _claims(rows: Sequence[LeaderboardRow]) -> str:
+    """The claim of each defense, of a table that is too narrow for their column; empty: none."""
+    claims = {row.defense: _claim(row) for row in rows}
+    return "; ".join(f"{defense} {claim}" for defense, claim in claims.items() if claim != "–")
+
+
+def _claim(row: LeaderboardRow) -> str:
+    return format_claim(row.epsilon, row.delta, row.unit, row.relation)
 
 
 def _width(columns: list[list[str]]) -> int:

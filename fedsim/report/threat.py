@@ -8,6 +8,7 @@ from typing import Any
 
 from fedsim.contracts.grant import Grant
 from fedsim.results.reading import ResultRow
+from fedsim.words import number_of
 
 _VANTAGE = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "
@@ -109,11 +110,13 @@ def _conduct(rows: Sequence[ResultRow]) -> str:
     done = []
     if planted:
         done.append(
-            f"the weights of {planted:,} hidden neurons of the head are of its own choice (planted)"
+            f"the weights of {number_of(planted, 'hidden neuron')} of the head are of its own "
+            "choice (planted)"
         )
     if bins:
         done.append(
-            f"it has put a module of {bins:,} neurons in front of the model, whose gradient shows "
+            f"it has put a module of {number_of(bins, 'neuron')} in front of the model, whose "
+            "gradient shows "
             "images (imprint)"
         )
     return f"It follows the protocol{', but ' if done else ''}{', and '.join(done)}."
@@ -132,4 +135,6 @@ def _each(
     kinds = [value for value in dict.fromkeys(values) if value in phrases]
     if len(kinds) == 1:
         return phrases[kinds[0]]
-    return "; ".join(f"in {values.count(v)} of {len(rows)} runs {phrases[v]}" for v in kinds)
+    return "; ".join(
+        f"in {values.count(v)} of {number_of(len(rows), 'run')} {phrases[v]}" for v in kinds
+    )

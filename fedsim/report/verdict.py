@@ -18,6 +18,7 @@ from fedsim.report.figures import (
 )
 from fedsim.report.leaderboard import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
+from fedsim.words import number_of
 
 Level = Literal[
     "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "failed", "invalid"
@@ -338,7 +339,7 @@ def _accuracy(row: LeaderboardRow, undefended: LeaderboardRow | None) -> str:
         return f"{text}, the same as without defense"
     text += f", {abs(points):.1f} points {'above' if points > 0 else 'below'} no defense"
     if row.accuracy and undefended.accuracy and row.accuracy.overlaps(undefended.accuracy):
-        text += f", which {row.accuracy.examples} test examples do not tell apart"
+        text += f", which {number_of(row.accuracy.examples, 'test example')} cannot tell apart"
     return text
 
 
@@ -372,7 +373,9 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
     if strongest.n == 1:
         found.append("One trial only: no interval can be given.")
     elif strongest.independent == strongest.n < LEAST:
-        found.append(f"{strongest.n} trials only: no interval is given of fewer than {LEAST}.")
+        found.append(
+            f"{number_of(strongest.n, 'trial')} only: no interval is given of fewer than {LEAST}."
+        )
     elif strongest.gain and strongest.gain.n >= LEAST and strongest.gain.low is None:
         found.append(
             f"All {strongest.gain.n} trials gained the same: no interval is given of equal values, "
@@ -380,18 +383,21 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
         )
     if strongest.independent < strongest.n:
         found.append(
-            f"{strongest.n} trials share images: they count as {strongest.independent} independent "
-            f"ones, and no interval is given of fewer than {LEAST}."
+            f"Of {number_of(strongest.n, 'trial')} some share images: they count as "
+            f"{number_of(strongest.independent, 'independent trial')}, and no interval is given "
+            f"of fewer than {LEAST}."
         )
     failed = sum(row.n - row.n_ok for row in rows)
     if failed:
         total = sum(row.n for row in rows)
-        found.append(f"{failed} of {total} attack runs failed; each counts as guessing.")
+        found.append(
+            f"{failed} of {number_of(total, 'attack run')} failed; each counts as guessing."
+        )
     if strongest.diverged:
         found.append(
-            f"In {strongest.diverged} of {strongest.n} recordings local training more than doubles "
-            "the loss of its own images: it diverges, and what it leaks says little of training "
-            "that works. Lower the learning rate, or plant smaller weights."
+            f"In {strongest.diverged} of {number_of(strongest.n, 'recording')} local training "
+            "more than doubles the loss of its own images: it diverges, and what it leaks says "
+            "little of training that works. Lower the learning rate, or plant smaller weights."
         )
     if strongest.guess_problem:
         found.append(f"{strongest.guess_problem[0].upper()}{strongest.guess_problem[1:]}.")

@@ -191,6 +191,8 @@ class ResultRow(_Part):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
+    folder: Path = Path()
+    """Of the run that it was read from."""
 
     @model_validator(mode="before")
     @classmethod
@@ -307,7 +309,8 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
     found: dict[Path, None] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
-            raise ReportError(f"{folder}: no such folder; name a run's output folder")
+            said = "a file and no folder" if folder.exists() else "no such folder"
+            raise ReportError(f"{folder}: {said}; name a run's output folder")
         paths = sorted(folder.rglob(RESULTS))
         if not paths:
             raise ReportError(
@@ -349,9 +352,10 @@ def canonical(value: object) -> str:
 
 def _load_run(folder: Path) -> Run:
     text, parsed = _scenario(folder / "scenario.yaml")
+    rows = _read(folder / RESULTS, ResultRow)
     return Run(
         folder=folder,
-        rows=_read(folder / RESULTS, ResultRow),
+        rows=[row.model_copy(update={"folder": folder}) for row in rows],
         rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
         audits=_read(folder / "audit.jsonl", AuditRow, optional=True),
         record=_record(folder / "record.json"),

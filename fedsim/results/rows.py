@@ -34,6 +34,7 @@ from fedsim.types import (
     Reconstruction,
     RowTruth,
 )
+from fedsim.words import number_of
 
 Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
@@ -74,10 +75,10 @@ def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClai
     ]
     worst = max(claims, key=lambda claim: claim.epsilon)
     asked = _most(workload, taken, round)[0].probed * len(_sizes(workload))
-    covers = f"training of {round} round{'s' * (round > 1)}"
+    covers = f"training of {number_of(round, 'round')}"
     if asked and probes:
         count = asked * scenario.observe.trials * scenario.observe.releases
-        told = f" and {count} probe release{'s' * (count > 1)}"
+        told = f" and {number_of(count, 'probe release')}"
         covers += told if counted else ", probes declared outside of the deployment"
     return replace(worst, covers=covers)
 

@@ -9,6 +9,7 @@ A file with a `sweep:` section stands for several scenarios:
 """
 
 from fedsim.scenario.build import build_stack, declared_training
+from fedsim.scenario.checks import cautions
 from fedsim.scenario.document import Document
 from fedsim.scenario.dump import dump
 from fedsim.scenario.location import Problem, ScenarioError
@@ -25,6 +26,7 @@ __all__ = [
     "ScenarioError",
     "Variant",
     "build_stack",
+    "cautions",
     "declared_training",
     "dump",
     "expand",

@@ -17,9 +17,11 @@ from fedsim.scenario.model import (
     Data,
     Observe,
     PluginRef,
+    Scenario,
     Training,
 )
 from fedsim.types import FedsimError, Released
+from fedsim.words import number_of
 
 Finding = tuple[KeyPath, str]
 
@@ -67,6 +69,16 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         if trainable and sound(("defenses", name)):
             model = sections.get("model") if sound(("model",)) else None
             yield from _stack(name, refs, trainable if trains else None, model)
+
+
+def cautions(scenario: Scenario) -> list[str]:
+    """What is allowed, but leaves the results of `scenario` without what they are read against."""
+    if not scenario.attacks or any(not stack for stack in scenario.defenses.values()):
+        return []
+    return [
+        "defenses: no stack is undefended, so that no table is valid and nothing shows what a "
+        "defense gains; add `none: []`"
+    ]
 
 
 def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
@@ -246,7 +258,8 @@ def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
     if count > _MOST_RESULTS:
         yield (
             ("observe",),
-            f"{count:,} attacks on recorded updates, and a run has at most {_MOST_RESULTS:,}; use "
+            f"{number_of(count, 'attack')} on recorded updates, and a run has at most "
+            f"{_MOST_RESULTS:,}; use "
             "fewer trials, batch_sizes, clients, rounds, attacks or defenses",
         )
 

@@ -17,6 +17,7 @@ from pydantic_core import ErrorDetails
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import SLUG_PATTERN
 from fedsim.types import DEVICE_PATTERN
+from fedsim.words import number_of
 
 _TYPES = {
     "int_type": "a whole number",
@@ -155,7 +156,7 @@ def _expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[
     if kind in _LENGTHS:
         name, words = _LENGTHS[kind]
         unit = "character" if kind.startswith("string") else "item"
-        return f"{words} {context[name]} {unit}{'' if context[name] == 1 else 's'}", ()
+        return f"{words} {number_of(context[name], unit)}", ()
     if kind in ("literal_error", "enum"):
         choices = tuple(re.findall(r"'([^']*)'", str(context["expected"])))
         return str(context["expected"]), choices

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a scenario, such as ("attacks", 0, "iterations")."""
@@ -50,7 +51,7 @@ class ScenarioError(FedsimError):
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
         told = [str(problem) for problem in self.problems[:_TOLD]]
         if more := len(self.problems) - len(told):
-            told.append(f"and {more:,} more problems; correct these first")
+            told.append(f"and {number_of(more, 'more problem')}; correct these first")
         super().__init__("\n".join(told))
 
     @property

@@ -12,6 +12,7 @@ from fedsim.scenario.explain import show
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.reader import parse_yaml
 from fedsim.scenario.resolve import plugin_slots, resolve_plugin, resolve_section
+from fedsim.words import number_of
 
 _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
 """Options that take `key=value`."""
@@ -70,14 +71,30 @@ def apply(document: Document, overrides: Sequence[Override]) -> Document:
     return document
 
 
-def parameters_of(group: str, name: str, settings: Sequence[str] = ()) -> dict[str, Any]:
+def parameters_of(
+    group: str, name: str, settings: Sequence[str] = (), *, origin: str = ""
+) -> dict[str, Any]:
     """All parameters of the plugin `name`, `settings` (`key=value`) over its defaults.
+
+    Args:
+        group: Of the plugin, such as `fedsim.attacks`.
+        name: The plugin's.
+        settings: Parameters, as on the command line.
+        origin: What wrote the name, such as `--attack idlg`: errors begin with it.
 
     Raises:
         ScenarioError: it is not installed, or a setting is wrong.
     """
-    written = Document({"name": name})
-    return resolve_plugin(group, apply(written, parse_overrides(settings))).parameters
+    written = apply(Document({"name": name}), parse_overrides(settings))
+    try:
+        return resolve_plugin(group, written).parameters
+    except ScenarioError as error:
+        raise ScenarioError(
+            Problem(problem.message, (), origin)
+            if problem.path == ("name",) and not problem.origin
+            else problem
+            for problem in error.problems
+        ) from error
 
 
 def grant_of(words: Sequence[str]) -> Grant:
@@ -133,7 +150,7 @@ def _apply(document: Document, override: Override) -> Document:
                 raise LookupError(f"{dotted(path[:depth])} is {show(value)}, not a list; drop [..]")
             if part >= len(value):
                 raise LookupError(
-                    f"{dotted(path[:depth])} has {len(value)} items, counted from 0; "
+                    f"{dotted(path[:depth])} has {number_of(len(value), 'item')}, counted from 0; "
                     + (f"use an index up to {len(value) - 1}" if value else "set the list itself")
                 )
             return [*value[:part], rebuilt(value[part], depth + 1), *value[part + 1 :]]

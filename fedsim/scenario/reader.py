@@ -18,6 +18,7 @@ from fedsim.scenario.document import Document, Mark
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError
 from fedsim.system.paths import content
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
@@ -144,7 +145,7 @@ class _Builder:
             if anchor:
                 self.anchors[anchor] = node
         if self.nodes > MAX_NODES:
-            said = f"more than {MAX_NODES:,} values; shorten it, or use fewer aliases"
+            said = f"more than {number_of(MAX_NODES, 'value')}; shorten it, or use fewer aliases"
             self.refuse(_line(event), said)
         return node
 

@@ -20,6 +20,7 @@ from fedsim.scenario.overrides import Override, apply, parse_overrides
 from fedsim.scenario.reader import read
 from fedsim.scenario.resolve import as_document, resolve
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 MAX_VARIANTS = 1000
 _LABEL_LENGTH = 100
@@ -111,7 +112,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
             [
                 document.problem(
                     ("sweep",),
-                    f"stands for {len(variants)} scenarios where one is wanted; remove it, or pin "
+                    f"stands for {number_of(len(variants), 'scenario')} where one is wanted; "
+                    "remove it, or pin "
                     "every swept key with --set",
                 )
             ]
@@ -159,7 +161,10 @@ def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
         axes.append(axis)
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_VARIANTS:
-        said = f"stands for {count:,} scenarios, at most {MAX_VARIANTS:,} are allowed; sweep less"
+        said = (
+            f"stands for {number_of(count, 'scenario')}, and at most {MAX_VARIANTS:,} are allowed; "
+            "sweep less"
+        )
         return [], [*problems, document.problem(("sweep",), said)]
     return axes, problems
 

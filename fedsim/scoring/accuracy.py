@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fedsim.words import number_of
+
 _DIVERGED = 2.0
 """Test loss over that of someone who names each class as often as the most frequent one occurs,
 from which on a model without skill has diverged."""
@@ -37,7 +39,8 @@ class Accuracy:
     def __str__(self) -> str:
         """`91.2% of 80 test examples (83.0 to 95.7%; chance 25.0%)`."""
         return (
-            f"{self.share:.1%} of {self.examples} test examples ({100 * self.low:.1f} to "
+            f"{self.share:.1%} of {number_of(self.examples, 'test example')} "
+            f"({100 * self.low:.1f} to "
             f"{self.high:.1%}; chance {self.chance:.1%})"
         )
 

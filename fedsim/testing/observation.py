@@ -19,6 +19,7 @@ from fedsim.recording.files import observation_id
 from fedsim.scenario.build import announced, build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
+from fedsim.words import number_of
 
 
 def make_observation(
@@ -55,7 +56,8 @@ def make_observation(
     training = stack.training(declared)
     if len(images) != training.num_images * num_clients:
         raise ValueError(
-            f"{num_clients} clients need {training.num_images} images each, got {len(images)}"
+            f"expected {number_of(num_clients * training.num_images, 'image')}, "
+            f"{training.num_images} of each client, got {len(images)}"
         )
     if num_clients > 1 and stack.aggregation is None:
         raise ValueError("several clients' updates need an aggregation defense to combine them")

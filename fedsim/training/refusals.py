@@ -12,6 +12,7 @@ from fedsim.system import memory
 from fedsim.training.blame import blaming
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Table
+from fedsim.words import number_of
 
 
 def check(workload: Workload) -> None:
@@ -63,7 +64,8 @@ def _enough(workload: Workload) -> None:
     least, sampled = workload.stack.least_clients, len(workload.schedule.participants(1))
     if sampled < least:
         raise FedsimError(
-            f"defenses.{workload.stack_name}: the noise is shared among {least} clients, and "
+            f"defenses.{workload.stack_name}: the noise is shared among "
+            f"{number_of(least, 'client')}, and "
             f"{sampled} take part in a round; share it among those, or raise data.clients or "
             "federation.participation"
         )
@@ -87,7 +89,8 @@ def _memory(workload: Workload) -> None:
     pixels = _STEP_BYTES * math.prod(spec.input_shape)
     memory.check(
         2 * pixels * largest * training.steps,
-        f"training.local.steps: {training.steps:,} batches of {largest:,} images",
+        f"training.local.steps: {number_of(training.steps, 'batch', 'batches')} of "
+        f"{number_of(largest, 'image')}",
         "use fewer steps or smaller batches",
     )
 
@@ -112,7 +115,7 @@ def _observed(workload: Workload) -> None:
 
 def _batches(workload: Workload) -> None:
     observe, parts = workload.scenario.observe, workload.parts
-    of = "rows" if isinstance(workload.dataset, Table) else "images"
+    of = "row" if isinstance(workload.dataset, Table) else "image"
     everyone = list(range(len(parts)))
     sizes = []
     if workload.trains:
@@ -126,7 +129,7 @@ def _batches(workload: Workload) -> None:
         if size > len(parts[smallest]):
             raise FedsimError(
                 f"{key}: a batch of {size} is larger than the data of client {smallest} "
-                f"({len(parts[smallest])} {of}); use a smaller batch, fewer clients, "
+                f"({number_of(len(parts[smallest]), of)}); use a smaller batch, fewer clients, "
                 "or a more even partition"
             )
     if observe.batch_sizes:

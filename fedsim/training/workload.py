@@ -34,6 +34,7 @@ from fedsim.types import (
     Unit,
     Update,
 )
+from fedsim.words import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,9 +235,10 @@ class Workload(Server):
         needed, held = batch_size * _distinct(training), len(self._different(client))
         if trials * needed > held:
             raise FedsimError(
-                f"{trials} trials of {needed} images each take {trials * needed} different ones, "
-                f"and client {client} holds {held}: lower it to {max(1, held // needed)}, or use "
-                "smaller batches, fewer clients or a more even partition"
+                f"{number_of(trials, 'trial')} of {number_of(needed, 'image')} need "
+                f"{trials * needed} different ones, and client {client} holds {held}: lower it to "
+                f"{max(1, held // needed)}, or use smaller batches, "
+                "fewer clients or a more even partition"
             )
 
     def _victims(self, client: int, round: int, probe: Probe, step: int) -> Tensor | None:

@@ -99,7 +99,7 @@ def test_the_bound_is_where_the_p_value_is_the_error_allowed() -> None:
         (np.zeros((2, 2)), np.zeros((2, 2), bool), None, "a score and a boolean"),
         (np.zeros(4), np.zeros(4), None, "a score and a boolean"),
         (np.full(4, np.nan), np.zeros(4, bool), None, "NaN"),
-        (np.zeros(1), np.zeros(1, bool), None, "too few"),
+        (np.zeros(1), np.zeros(1, bool), None, "expected at least 2, got 1"),
         (np.zeros(4), np.zeros(4, bool), (3,), "even numbers from 2 to 4"),
         (np.zeros(4), np.zeros(4, bool), (6,), "even numbers from 2 to 4"),
         (np.zeros(4), np.zeros(4, bool), (), "even numbers from 2 to 4"),

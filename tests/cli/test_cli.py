@@ -6,6 +6,7 @@ import inspect
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,25 @@ def test_help_needs_nothing_heavy() -> None:
     loaded = {name.partition(".")[0] for name in done.stdout.split()}
     assert "fedsim" in loaded
     assert not loaded & {"torch", "numpy", "pydantic", "flwr", "ray", "yaml", "matplotlib"}
+
+
+@pytest.mark.parametrize(
+    ("command", "argument", "told"),
+    [
+        ("run", "SCENARIO", "is a YAML file"),
+        ("validate", "SCENARIO", "is a YAML file"),
+        ("attack", "OBSERVATION", "observations/ of a run's folder"),
+        ("leaderboard", "DIR", "is the folder of a run"),
+        ("report", "DIR", "is the folder of a run"),
+        ("list", "KIND", "attacks, defenses, learners, models and data"),
+        ("privacy epsilon", "MECHANISM", "fedsim privacy` lists the mechanisms"),
+    ],
+)
+def test_help_says_what_an_argument_is(command: str, argument: str, told: str) -> None:
+    shown = " ".join(invoke(*command.split(), "--help").output.split())
+    assert argument in shown
+    assert told in shown
+    assert "attacks|defenses" not in shown
 
 
 def test_version() -> None:
@@ -207,6 +227,9 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
             "--grant known: expected key=value, such as labels=known",
         ),
         (["--attack", "inverting_gradients", "--device", "cuda:99"], "not available"),
+        (["--attack", "generative_prior", "--grant", "public=test"], "no public images were recorded"),
+        (["--attack", "row_reconstruction"], "and clients send updates of a model"),
+        (["--attack", "nonsense"], "--attack nonsense: no plugin named 'nonsense' in attacks"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -214,7 +237,15 @@ def test_attack_refuses(words: list[str], said: str, finished: Path, tmp_path: P
     result = invoke("attack", recording(finished), *words, "--out", tmp_path / "o")
     assert result.exit_code == 2, result.output
     assert said in result.stderr
+    assert "to do" not in result.stderr, "refused before anything is said to be under way"
     assert not (tmp_path / "o").exists()
+
+
+def test_attack_tells_of_its_work_when_it_is_accepted(finished: Path) -> None:
+    words = ("attack", recording(finished), "--attack", "inverting_gradients")
+    result = invoke(*words, "--set", "iterations=1", "--restarts", 2)
+    assert result.exit_code == 0, result.output
+    assert result.stderr == "inverting_gradients: 2 of 2 to do\n"
 
 
 def test_attack_refuses_a_folder_that_cannot_be(finished: Path, tmp_path: Path) -> None:
@@ -233,6 +264,13 @@ def test_attack_refuses_what_is_no_recording(finished: Path, tmp_path: Path) -> 
         result = invoke("attack", wrong, "--attack", "inverting_gradients")
         assert result.exit_code == 2, result.output
         assert str(wrong) in result.stderr
+        assert "to do" not in result.stderr
+
+
+def test_a_folder_in_place_of_a_recording_is_named_as_it_was_written(finished: Path) -> None:
+    result = invoke("attack", finished, "--attack", "inverting_gradients")
+    assert result.exit_code == 2, result.output
+    assert f"{finished}: a folder; expected a .json file below" in result.stderr
 
 
 def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,6 +303,41 @@ def test_a_folder_without_a_run_is_refused(command: str, tmp_path: Path) -> None
         assert str(wrong) in result.stderr
 
 
+@pytest.mark.parametrize("command", ["leaderboard", "report"])
+def test_a_file_is_called_a_file(command: str, finished: Path) -> None:
+    """As of `fedsim leaderboard runs/sweep/*`, among whose entries is the report."""
+    result = invoke(command, finished / "report.html")
+    assert result.exit_code == 2, result.output
+    assert "report.html: a file and no folder" in result.stderr
+
+
+def test_a_sweep_names_the_variant_at_work_and_its_folder(path: Path, tmp_path: Path) -> None:
+    swept = {
+        "seed": [1, 2],
+        "model": [{"name": "mlp", "hidden": [8]}],
+        "description": ["[bold]"],
+    }
+    pinned = ("attacks=[]", "training.rounds=1", f"sweep={json.dumps(swept)}")
+    words = (word for pin in pinned for word in ("--set", pin))
+    result = invoke("run", path, *words, "--out", tmp_path / "o")
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    folders = sorted(folder.name for folder in (tmp_path / "o").iterdir() if folder.is_dir())
+    assert [line for line in lines if line.startswith("variant")] == [
+        f"variant {number}/2 in {tmp_path / 'o' / folder}: seed={number}, "
+        'model={"name": "mlp", "hidden": [8]}, description=[bold]'
+        for number, folder in enumerate(folders, start=1)
+    ]
+    others = [line for line in lines if not line.startswith("variant")]
+    assert others[:3] == [f"1/2 {of} of 1 to do" for of in ("train none: 1", "train noise: 1")] + [
+        "1/2 attack: 0 of 0 to do"
+    ]
+    assert all(line.startswith("2/2 ") for line in others[3:])
+    page = (tmp_path / "o" / "report.html").read_text("utf-8")
+    for folder in folders:
+        assert f"<h3>{folder}</h3><p class=" in page
+
+
 def test_list() -> None:
     every = invoke("list").stdout
     for heading in ("ATTACKS", "DEFENSES", "MODELS", "DATA"):
@@ -276,6 +349,29 @@ def test_list() -> None:
     assert [item["name"] for item in clip["parameters"]] == ["norm"]
 
 
+@pytest.mark.parametrize("words", [["list"], ["privacy"]], ids=" ".join)
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_lists_fit_the_terminal_and_lose_no_word(
+    words: list[str], width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = invoke(*words).stdout
+    assert max(map(len, shown.splitlines())) <= width
+    as_json = ("--json",) if words == ["privacy"] else ("--format", "json")
+    told = "".join(shown.split())
+    for text in texts(json.loads(invoke(*words, *as_json).stdout)):
+        assert "".join(text.split()) in told
+
+
+def texts(rows: Any) -> Iterator[str]:
+    """The texts that a list has to show, of plugins or of mechanisms."""
+    for row in rows:
+        yield from (row[key] for key in ("name", "mechanism", "summary", "paper") if key in row)
+        for keys in row["keys"].values() if "keys" in row else [row["parameters"]]:
+            for item in keys:
+                yield from (item["name"], item["range"], item["description"])
+
+
 def test_schema_is_json() -> None:
     assert json.loads(invoke("schema").stdout)["title"] == "fedsim scenario"
 
@@ -284,8 +380,24 @@ def test_validate(path: Path) -> None:
     assert invoke("validate", path).stdout == f"{path}: valid\n"
     swept = invoke("validate", path, "--set", 'sweep["seed"]=[1, 2]').stdout
     assert swept == f"{path}: valid\n  seed=1\n  seed=2\n"
+    wide = invoke("validate", path, "--set", 'sweep["model"]=[{"name": "mlp", "hidden": [8]}]')
+    assert "-" in wide.stdout
+    assert wide.stdout.endswith('  (model={"name": "mlp", "hidden": [8]})\n')
     resolved = invoke("validate", path, "--resolved").stdout
     path.write_text(resolved, encoding="utf-8")
     assert invoke("validate", path, "--resolved").stdout == resolved
     assert "algorithm: fedsgd" in resolved
     assert invoke("validate", path, "--set", "seed=x").exit_code == 2
+
+
+@pytest.mark.parametrize("resolved", [(), ("--resolved",)], ids=["valid", "resolved"])
+def test_validate_warns_where_no_defense_can_be_compared(
+    path: Path, resolved: tuple[str, ...]
+) -> None:
+    alone = ("--set", 'defenses={"noise": [{"name": "gaussian_noise", "std": 0.01}]}')
+    result = invoke("validate", path, *resolved, *alone)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.startswith(f"{path}: WARNING: defenses: no stack is undefended")
+    assert result.stderr.count("\n") == 1
+    for fine in ((), (*alone, "--set", "attacks=[]")):
+        assert invoke("validate", path, *resolved, *fine).stderr == ""

@@ -149,7 +149,7 @@ def test_a_partition_with_too_few_images_for_a_client_is_refused():
     data = dataset()
     data.client_of[data.client_of == 30] = 20
     data.client_of[0] = 30
-    with pytest.raises(FedsimError, match="leaves client 3 with 1 images, fewer than 2"):
+    with pytest.raises(FedsimError, match="leaves client 3 with 1 image, fewer than 2"):
         partition(data, Partition(name="natural"), 5, seed=0, least=2)
 
 

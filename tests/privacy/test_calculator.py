@@ -136,6 +136,78 @@ def test_the_command_says_what_python_says(name: str, keys: dict[str, Any]) -> N
     assert "None" not in shown.output
 
 
+def beside(output: str) -> list[str]:
+    """What stands in brackets behind the ε of each line that has one."""
+    lines = [line for line in output.splitlines() if "ε = " in line]
+    assert not [line for line in lines if not line.endswith(")")]
+    return [line.rpartition(" (δ ")[2].removesuffix(")") for line in lines]
+
+
+NEIGHBOURS = {
+    "gaussian": "row, at most 1 apart",
+    "random_projection": "row, add or remove, leverage ≤ 0.1",
+    "least_squares": "row, add or remove, leverages 0.02 and 0.05",
+    "normal": "unit unknown, the two distributions",
+    "gaussian_sampling": "row, close, kernels at a distance ≤ 0.05",
+    "truncated_laplace": "row, at most 1 apart",
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_no_epsilon_is_printed_without_delta_unit_and_neighbours(
+    name: str, keys: dict[str, Any]
+) -> None:
+    words = [f"{key}={value}" for key, value in keys.items()]
+    asked = invoke("epsilon", name, *words, "--delta", 0.01).output
+    assert beside(asked) == [f"0.01, {NEIGHBOURS[name]}"]
+    given = invoke("delta", name, *words, "--epsilon", 0.4).output
+    found = calculator.delta(name, keys, epsilon=0.4)
+    assert beside(given) == [f"{found.delta:.10g}, {NEIGHBOURS[name]}"]
+    assert f"{found.unit}, {found.neighbours}" == NEIGHBOURS[name]
+
+
+@pytest.mark.parametrize("relation", ["zero_out", "replace_one"])
+def test_the_relation_that_was_asked_for_stands_beside_epsilon(relation: str) -> None:
+    words = ("correlated_gaussian", "steps=4", "sampling=full", f"relation={relation}")
+    told = f"0.01, example, {relation.replace('_', ' ')}"
+    asked = invoke("epsilon", *words, "noise_multiplier=2", "--delta", 0.01)
+    noise = invoke("calibrate", *words, "--epsilon", 1, "--delta", 0.01)
+    assert beside(asked.output) == beside(noise.output) == [told]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("gaussian sigma=2", "0.01, row, at most 1 apart"),
+        ("gaussian_sampling k=9 distance=0.1", "0.01, row, close, kernels at a distance ≤ 0.1"),
+        (
+            "poisson_gaussian steps=2 sampling_rate=0.5 noise_multiplier=2",
+            "0.01, example, zero out",
+        ),
+        (
+            "correlated_gaussian steps=2 sampling=full noise_multiplier=2",
+            "0.01, example, zero out",
+        ),
+    ],
+)
+def test_every_epsilon_of_an_audit_says_of_what(words: str, told: str) -> None:
+    found = invoke("audit", *words.split(), "--delta", 0.01, "--draws", 1000)
+    assert found.exit_code == 0, found.output
+    assert beside(found.output) == 3 * [told], "of the claim, the bound, and each method's"
+
+
+@pytest.mark.parametrize("question", ["delta", "epsilon", "calibrate", "audit"])
+def test_an_unknown_mechanism_is_told_before_a_missing_option(question: str) -> None:
+    result = invoke(question, "gaussan", "sigma=1")
+    assert result.exit_code == 2
+    assert "did you mean 'gaussian'?" in result.stderr
+    missing = invoke(
+        question, "gaussian", "sensitivity=1", *["sigma=1"] * (question != "calibrate")
+    )
+    assert missing.exit_code == 2
+    assert "is missing; add for instance" in missing.stderr
+
+
 def test_what_is_infinite_is_still_strict_json() -> None:
     result = invoke("epsilon", "gaussian", "sensitivity=1", "sigma=0", "--delta", 0.1, "--json")
     assert result.exit_code == 0, result.output

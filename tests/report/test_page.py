@@ -125,6 +125,33 @@ def test_it_says_what_was_run_against_whom_and_what_came_of_it(page: Page) -> No
     assert "INVALID" not in text
 
 
+def test_the_page_explains_no_column_that_it_does_not_show(
+    page: Page, run_folder: Path, tmp_path: Path
+) -> None:
+    def without(row: dict[str, Any]) -> None:
+        row["control"] = None
+
+    bare = Page(write_report(edited(run_folder, tmp_path / "bare", without)).read_text())
+    for made, there in ((page, True), (bare, False)):
+        table = made.text[made.text.index("All attacks on all defenses") :]
+        assert ("Other" in table.partition("inverting_gradients")[0]) is there
+        assert ("Other: PSNR of the same attack" in made.flat) is there
+        assert ("Other update" in made.flat) is there
+        assert "LPIPS (" not in made.flat
+    single = write_run(tmp_path / "single", trials=1, rounds=1, batch_sizes=(1,))
+    assert "Small figures" not in Page(write_report(single).read_text()).flat
+    assert "Small figures: 95% Student’s intervals" in page.flat
+
+
+def test_counts_of_one_are_singular(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "pruning")}
+    one = write_run(tmp_path, stacks=stacks, trials=1, rounds=1, batch_sizes=(1,))
+    text = Page(write_report(one).read_text()).flat
+    assert "1/1 trial mean" in re.sub(r"1/1 trial(?=mean)", "1/1 trial ", text)
+    assert "1/1 trials" not in text
+    assert "behind 1 defense;" in text
+
+
 def test_pictures_of_every_attack_on_every_defense(page: Page) -> None:
     alts = [a["alt"] or "" for t, a in page.elements if t == "img"]
     found = [alt for alt in alts if alt.startswith("What inverting_gradients")]
@@ -187,6 +214,35 @@ def test_sweeps_make_one_page_with_a_part_per_variant(tmp_path: Path) -> None:
     assert "photos-demo (training.local.mode=train), photos, convnet" in text
     assert "photos-demo (training.local.mode=eval), photos, convnet" in text
     assert text.count("What was recovered") == 2
+
+
+def test_several_models_were_trained_and_invalid_in_part_is_not_all(tmp_path: Path) -> None:
+    def named(model: str, gain: bool) -> Edit:
+        def edit(row: dict[str, Any]) -> None:
+            row["model"] = {**row["model"], "name": model}
+            row["variant"] = {"model": model}
+            if not gain:
+                row["baseline"] = {**row["baseline"], "psnr": 60.0}
+
+        return edit
+
+    source = write_run(
+        tmp_path / "source",
+        stacks={"none": STACKS["none"]},
+        trials=1,
+        rounds=1,
+        batch_sizes=(1,),
+    )
+    edited(source, tmp_path / "some" / "a", named("lenet", gain=True))
+    edited(source, tmp_path / "some" / "b", named("convnet", gain=False))
+    edited(source, tmp_path / "all" / "a", named("lenet", gain=False))
+    edited(source, tmp_path / "all" / "b", named("convnet", gain=False))
+    some = Page(write_report(tmp_path / "some").read_text()).flat
+    every = Page(write_report(tmp_path / "all").read_text()).flat
+    assert "lenet and convnet were trained on" in some
+    assert "INVALID in part" in some
+    assert "INVALID" in every
+    assert "in part" not in every
 
 
 def test_a_run_without_results_or_extras_still_has_a_page(run_folder: Path, tmp_path: Path) -> None:

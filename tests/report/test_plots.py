@@ -129,3 +129,18 @@ def test_errors_of_features_have_a_line_each_and_stay_on_the_plot() -> None:
         for n in (1, 4)
     )
     assert height < taller
+
+
+def test_rounds_are_whole_even_if_there_is_one() -> None:
+    curve = Curve(label="none", series=0, accuracy=[(4, 0.5)], loss=[(1, 2.0), (2, 1.0), (4, 0.5)])
+    drawn = parse(training_curves([curve], width=600, height=300, stacked=False))
+    ticks = [
+        "".join(text.itertext())
+        for axis in drawn.iter("{http://www.w3.org/2000/svg}g")
+        if (axis.get("id") or "").startswith("matplotlib.axis_")
+        and any("round" in "".join(text.itertext()) for text in axis.iter())
+        for text in axis.iter("{http://www.w3.org/2000/svg}text")
+    ]
+    assert "4" in ticks
+    assert ticks.count("round") == 2
+    assert all(tick == "round" or tick.isdigit() for tick in ticks), ticks

@@ -16,6 +16,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
 from fedsim.report.figures import describe_stack
+from fedsim.report.render import _CLAIM, _COLUMNS
 from fedsim.results.settings import differences
 
 
@@ -44,9 +45,40 @@ def test_table_fits_the_terminal_and_keeps_what_matters(rows: list[LeaderboardRo
     assert re.search(r"\d\d\.\d \[-?\d+\.\d, \d+\.\d\]", text)
     narrow = render(rows, width=72)
     assert max(map(len, narrow.splitlines())) <= 72
-    assert "gain" in narrow
+    assert "gain" in narrow.split("▸", 1)[0]
     assert "sec" not in narrow.split("▸", 1)[0]
+    medium = render(rows, width=92).split("▸", 1)[0]
+    assert "gain" in medium
+    assert _CLAIM in medium
+    below = f"{_CLAIM}: none ∞; pruning ∞; dp 7.82 (1e-05, client, zero out) ▸"
+    assert below in re.sub(r"\s+", " ", narrow), "what has no room beside its defense"
     assert "\x1b[" in render(rows, color=True)
+
+
+def test_the_legend_explains_what_is_shown_and_names_what_is_not(
+    rows: list[LeaderboardRow],
+) -> None:
+    for width in (*range(60, 130, 3), 160, 240):
+        text = render(rows, width=width)
+        whole = len(re.findall(r"^\w+ +▸ inverting_gradients .*\d", text, re.MULTILINE))
+        assert whole == sum(row.strongest and row.attack == "inverting_gradients" for row in rows)
+        heading = next(line for line in text.splitlines() if line.startswith("defense"))
+        legend = re.sub(r"\s+", " ", text[text.index("▸:") :])
+        explained, _, hidden = legend.partition(" Too wide for this terminal: ")
+        shown = [name for name, cell in _COLUMNS if re.search(rf" {re.escape(name)}( |$)", heading)]
+        entries = {entry.partition(":")[0].strip() for entry in re.split(r"(?<=\.) ", explained)}
+        named = {"PSNR dB": "PSNR", _CLAIM: "ε"}
+        expected = {"▸", "B", "ok", "ε", *(named.get(name, name) for name in shown)}
+        assert entries - {""} == expected, width
+        there = {name for name, cell in _COLUMNS if any(cell(row) != "–" for row in rows)}
+        listed = hidden.partition(";")[0]
+        assert there - {*shown, _CLAIM} == {name for name in there if name in listed}, width
+
+
+def test_an_interval_is_explained_only_where_there_is_one(tmp_path: Path) -> None:
+    for trials, told in ((1, False), (3, True)):
+        folder = write_run(tmp_path / str(trials), trials=trials, rounds=1, batch_sizes=(1,))
+        assert ("Student's" in render(leaderboard_rows([folder]))) is told
 
 
 def test_names_cannot_drive_the_terminal(rows: list[LeaderboardRow]) -> None:
@@ -88,7 +120,9 @@ def test_without_rows_every_form_says_so() -> None:
     assert "no results" in render([], "csv")
 
 
-def test_sweeps_are_found_below_a_folder_and_kept_apart(tmp_path: Path) -> None:
+def test_sweeps_are_found_below_a_folder_and_kept_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = {"none": STACKS["none"]}
     for mode in ("train", "eval"):
         write_run(
@@ -100,8 +134,19 @@ def test_sweeps_are_found_below_a_folder_and_kept_apart(tmp_path: Path) -> None:
             rounds=1,
             variant={"training.local.mode": mode},
         )
-    variants = [row.variant for row in leaderboard_rows([tmp_path])]
-    assert variants == ["training.local.mode=eval", "training.local.mode=train"]
+    rows = leaderboard_rows([tmp_path])
+    assert [row.variant for row in rows] == [
+        "training.local.mode=eval",
+        "training.local.mode=train",
+    ]
+    assert [row.folders for row in rows] == [
+        (str(tmp_path / f"mode={mode}"),) for mode in ("eval", "train")
+    ]
+    for form in ("table", "json", "csv"):
+        text = render(rows, form)  # type: ignore[arg-type]
+        assert str(tmp_path / "mode=eval") in text, "a title leads to its folder"
+    monkeypatch.chdir(tmp_path)
+    assert "\nin mode=eval\n" in render(rows)
 
 
 def overridden(run: Path, copy: Path, change: str, by: str) -> Path:
@@ -142,7 +187,8 @@ def test_runs_of_other_seeds_and_engines_are_pooled(run_folder: Path, tmp_path: 
 def test_a_run_named_twice_counts_once(run_folder: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_folder, tmp_path / "copy")
     once = leaderboard_rows([run_folder])
-    assert leaderboard_rows([run_folder, run_folder, copy]) == once
+    thrice = leaderboard_rows([run_folder, run_folder, copy])
+    assert thrice == [replace(row, folders=(str(copy),)) for row in once]
 
 
 def test_confidence_is_the_asked_one(run_folder: Path) -> None:

@@ -353,7 +353,7 @@ def test_a_difference_within_what_the_test_set_shows_is_said_to_be(tmp_path: Pat
     rows = board(tmp_path, [evaluated(0.9), evaluated(0.8625, defense="dp", stack=DP)])
     (control,) = positive_controls(rows)
     verdict = verdicts(rows, control)[1]
-    assert "3.7 points below no defense, which 80 test examples do not tell apart" in (
+    assert "3.7 points below no defense, which 80 test examples cannot tell apart" in (
         verdict.accuracy
     )
 

@@ -174,7 +174,7 @@ def test_every_stack_has_the_same_victims(finished: Run) -> None:
 @pytest.mark.parametrize(
     ("source", "observe", "reason"),
     [
-        ({}, {"batch_sizes": [3], "trials": 5}, r"5 trials of 3 images each take 15 .* lower it"),
+        ({}, {"batch_sizes": [3], "trials": 5}, r"5 trials of 3 images need 15 .* lower it"),
         (
             {"clients": 2, "contents": 2},
             {"batch_sizes": [1], "trials": 6},
@@ -183,7 +183,7 @@ def test_every_stack_has_the_same_victims(finished: Run) -> None:
         (
             {"clients": 24, "contents": 1},
             {"batch_sizes": [1], "trials": 2},
-            "take 2 different ones, and client 0 holds 1",
+            "need 2 different ones, and client 0 holds 1",
         ),
     ],
 )
@@ -208,7 +208,7 @@ def test_several_steps_take_images_of_their_own(tmp_path: Path) -> None:
     done = run(tmp_path / "out", training=training, observe=observe, attacks=["blank"])
     found = [image for row in cell(done, 2) for image in contents(done, row)]
     assert len(found) == len(set(found)) == 12
-    with pytest.raises(FedsimError, match="4 trials of 4 images each take 16"):
+    with pytest.raises(FedsimError, match="4 trials of 4 images need 16"):
         run(tmp_path / "more", training=training, observe={**observe, "trials": 4})
 
 

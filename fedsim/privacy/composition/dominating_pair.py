@@ -26,6 +26,7 @@ from fedsim.privacy.composition.participation import Array, Grid, Rounding, grid
 from fedsim.privacy.contract import Direction
 from fedsim.privacy.numerics import work
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 CONFIDENCE = 0.99
 
@@ -292,8 +293,8 @@ class PairCurve:
         delta, error, tail = self._cached("forward", "up").delta(epsilon)
         if tail < _FEWEST or error > _WORST * delta:
             raise TooFewDraws(
-                f"only {tail} of {self._count} draws reach ε = {epsilon:g}, too few for an "
-                "interval: raise draws, or ask for a smaller ε (a larger δ)"
+                f"only {tail} of {number_of(self._count, 'draw')} reach ε = {epsilon:g}, too few "
+                "for an interval: raise draws, or ask for a smaller ε (a larger δ)"
             )
         high = delta + _QUANTILE * error
         reverse, reverse_error, tail = self._cached("reverse", "up").delta(epsilon)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Experiment, Size
+from fedsim.privacy.contract import Curve, Experiment, Size
 from fedsim.privacy.mechanisms.experiments import Sabotage
+from fedsim.words import number_of
 
 Floats = NDArray[np.float64]
 
@@ -32,6 +33,7 @@ class CorrelatedExperiment(Experiment):
     sum tells whether the example has taken another's place, whatever its own gradient.
     """
 
+    unit: ClassVar[str] = "example"
     steps: Annotated[int, Field(ge=1, le=100_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -47,8 +49,9 @@ class CorrelatedExperiment(Experiment):
     def _few_patterns(self) -> CorrelatedExperiment:
         if self.sampling in ("poisson", "fixed_size") and 2**self.steps > _PATTERNS:
             raise ValueError(
-                f"sampling {self.sampling} is audited over at most {int(math.log2(_PATTERNS))} "
-                "steps: the score sums over all patterns of participation"
+                f"sampling {self.sampling} is audited over at most "
+                f"{number_of(int(math.log2(_PATTERNS)), 'step')}: the score sums over all "
+                "patterns of participation"
             )
         if self._count * self.steps > _HELD:
             raise ValueError(
@@ -57,18 +60,26 @@ class CorrelatedExperiment(Experiment):
             )
         return self
 
-    def claim(self, delta: float) -> float:
-        """The curve's ε; of an estimate, its interval's upper end."""
+    def curve(self) -> Curve:
+        """The claim's."""
         from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 
-        answer = CorrelatedCurve(
+        return CorrelatedCurve(
             steps=self.steps,
             sampling_rate=self.sampling_rate,
             correlation=self.correlation,
             noise_multiplier=self.noise_multiplier,
             sampling=self.sampling,
             variant=self.variant,
-        ).epsilon(delta)
+        )
+
+    def neighbours(self) -> str:
+        """Those of the curve."""
+        return self.curve().neighbours()
+
+    def claim(self, delta: float) -> float:
+        """The curve's ε; of an estimate, its interval's upper end."""
+        answer = self.curve().epsilon(delta)
         return answer.interval[1] if answer.interval else answer.epsilon
 
     def work(self) -> int:

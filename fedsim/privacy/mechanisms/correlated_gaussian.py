@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, Self, final
+from typing import Annotated, ClassVar, Literal, Self, final
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ from fedsim.privacy.composition.dominating_pair import (
 from fedsim.privacy.contract import Answer, Calibration, Curve, Keys
 from fedsim.privacy.numerics import work
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
 
@@ -34,6 +35,7 @@ _SEARCH, _ATTEMPTS = 9, 8
 
 
 class _Keys(Keys):
+    unit: ClassVar[str] = "example"
     steps: Annotated[int, Field(ge=1, le=100_000)]
     """T: noisy steps."""
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -54,6 +56,10 @@ class _Keys(Keys):
     """Of the Monte-Carlo draws, where they are needed."""
     draws: Annotated[int, Field(ge=1000, le=100_000_000)] | None = None
     """Monte-Carlo draws per direction; default 8,192 for Poisson sampling, else 200,000."""
+
+    def neighbours(self) -> str:
+        """The relation, as reports write it."""
+        return self.relation.replace("_", " ")
 
     @model_validator(mode="after")
     def _known(self) -> Self:
@@ -152,7 +158,7 @@ class _Keys(Keys):
 
     @property
     def _sampled(self) -> str:
-        return f"Monte-Carlo of the dominating pair, {self._draws} draws"
+        return f"Monte-Carlo of the dominating pair, {number_of(self._draws, 'draw')}"
 
 
 @final

@@ -34,6 +34,10 @@ class _Sabotaged(Experiment):
     def curve(self) -> Curve:
         """What is claimed: the mechanism as declared, without `sabotage`."""
 
+    def neighbours(self) -> str:
+        """Those of the curve."""
+        return self.curve().neighbours()
+
     def claim(self, delta: float) -> float:
         """The ε that the mechanism's curve has at δ."""
         return self.curve().epsilon(delta).epsilon
@@ -205,27 +209,25 @@ class GaussianSamplingExperiment(Neighbours, _Sabotaged):
 
 
 @final
-class PoissonGaussianExperiment(Experiment):
+class PoissonGaussianExperiment(_Sabotaged):
     """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
 
-    sabotage: Sabotage = 1.0
-    """What the noise's standard deviation is multiplied with, behind the claim's back."""
+    unit: ClassVar[str] = "example"
     steps: Annotated[int, Field(ge=1, le=10_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)]
     noise_multiplier: Annotated[float, Field(ge=0.1, le=1e12)]
     """Standard deviation of a step's noise over the bound of one row's contribution."""
 
-    def claim(self, delta: float) -> float:
-        """dp_accounting's ε by privacy loss distributions (rounded up)."""
+    def curve(self) -> Curve:
+        """That of dp_accounting, by privacy loss distributions (rounded up)."""
         from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
 
-        curve = CorrelatedCurve(
+        return CorrelatedCurve(
             steps=self.steps,
             sampling_rate=self.sampling_rate,
             sampling="poisson",
             noise_multiplier=self.noise_multiplier,
         )
-        return curve.epsilon(delta).epsilon
 
     def work(self) -> int:
         """See `Experiment`."""

@@ -17,7 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Size
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Curve,
+    Size,
+)
 from fedsim.privacy.numerics.special import (
     Array,
     checked,
@@ -177,6 +182,10 @@ class GaussianCurve(Curve):
     sigma: float = Field(ge=0, le=1e12)
     """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
 
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"at most {self.sensitivity:g} apart"
+
     @model_validator(mode="after")
     def _some_noise(self) -> GaussianCurve:
         if 0 < self.sigma < 1e-12:
@@ -209,6 +218,10 @@ class GaussianCalibration(Calibration):
 
     sensitivity: Size
     """L2 distance between the values of two neighbours, in the units of the release."""
+
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

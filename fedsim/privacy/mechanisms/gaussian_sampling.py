@@ -33,6 +33,12 @@ class Neighbours(Keys):
     row_norm: Size = 1.0
     """With beta: the bound on a row's L2 norm."""
 
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        if self.beta is None:
+            return f"close, kernels at a distance ≤ {self.distance:g}"
+        return f"close, a row moved by ≤ {self.beta:g}"
+
     @model_validator(mode="after")
     def _one_of_both(self) -> Neighbours:
         if (self.beta is None) != (self.lift is None) or (self.distance is None) == (

@@ -16,7 +16,13 @@ import math
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Direction, Size
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Curve,
+    Direction,
+    Size,
+)
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
@@ -126,6 +132,10 @@ class TruncatedLaplaceCurve(Curve):
     bound: Size
     """The largest magnitude of the noise, in the units of the release."""
 
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"at most {self.sensitivity:g} apart"
+
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
         keys = (self.sensitivity, self.scale, self.bound)
@@ -160,6 +170,10 @@ class TruncatedLaplaceCalibration(Calibration):
 
     sensitivity: Size
     """Distance between the numbers of two neighbours, in the units of the release."""
+
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Size
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Count,
+    Curve,
+    Direction,
+    Size,
+)
 from fedsim.privacy.numerics.special import (
     Array,
     checked,
@@ -235,6 +242,10 @@ class RandomProjectionCurve(Curve):
     r: Count
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"add or remove, leverage ≤ {self.leverage:g}"
+
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)))
@@ -268,6 +279,10 @@ class RandomProjectionCalibration(Calibration):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
     variant: Variant = "tight"
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
+
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

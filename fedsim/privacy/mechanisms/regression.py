@@ -20,7 +20,16 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Keys, Size, larger
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Count,
+    Curve,
+    Direction,
+    Keys,
+    Size,
+    larger,
+)
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
@@ -281,6 +290,10 @@ class Leverages(Keys):
     d: Count
     """Features: columns of B."""
 
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"add or remove, leverages {self.p:g} and {self.q:g}"
+
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         _checked(self.p, self.q, self.r, self.d)
@@ -329,6 +342,10 @@ class LeastSquaresCalibration(Calibration):
     """Features: columns of B."""
     variant: Variant = "tight"
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
+
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

@@ -13,7 +13,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -24,6 +24,7 @@ from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
 from fedsim.system import paths
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 _WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _ROUNDING = 64 * np.finfo(float).eps
@@ -169,7 +170,7 @@ def estimate(
     eps = float(checked_epsilon(epsilon))
     draws = math.ceil(math.log(2 / (1 - confidence)) / (2 * error**2))
     if draws > 10**9:
-        raise FedsimError(f"error: {error:g} takes {draws:.1e} draws; use a larger one")
+        raise FedsimError(f"error: {error:g} takes {number_of(draws, 'draw')}; use a larger one")
     if pair.apart:
         mean = 1.0
     else:
@@ -253,6 +254,8 @@ def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
 class NormalCurve(Curve):
     """Any two normal distributions, one for each neighbour."""
 
+    unit: ClassVar[str] = "unit unknown"
+
     file: Path
     """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
     method: Literal["exact", "monte_carlo"] = "exact"
@@ -263,6 +266,10 @@ class NormalCurve(Curve):
     """Of `monte_carlo`: the probability that the interval contains δ."""
     seed: int = Field(default=0, ge=0)
     """Of `monte_carlo`: of its draws."""
+
+    def neighbours(self) -> str:
+        """See `Keys`."""
+        return "the two distributions"
 
     def delta(self, epsilon: float) -> Answer:
         """See `Curve`."""
@@ -303,7 +310,8 @@ class NormalCurve(Curve):
             epsilon=epsilon,
             delta=best.delta,
             log_delta=log_delta,
-            method=f"Monte-Carlo with Hoeffding's bound, {best.draws} draws (Lu et al., Figure 2)",
+            method="Monte-Carlo with Hoeffding's bound, "
+            f"{number_of(best.draws, 'draw')} (Lu et al., Figure 2)",
             direction=way,
             interval=best.interval,
             confidence=self.confidence,

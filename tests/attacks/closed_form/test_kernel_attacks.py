@@ -463,5 +463,5 @@ def test_what_cannot_be_read_is_refused() -> None:
     few = replace(known, other_rows=(known.other_rows[0][:3],))
     for attack in (RowReconstruction(), MembershipInference()):
         asked = replace(few, candidate=truth.rows[0])
-        with pytest.raises(AttackFailed, match="15 rows were released and 3 of them are known"):
+        with pytest.raises(AttackFailed, match="of 15 released rows 3 are known"):
             solve(attack, observation, asked, 0)
