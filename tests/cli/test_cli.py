@@ -227,7 +227,10 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
             "--grant known: expected key=value, such as labels=known",
         ),
         (["--attack", "inverting_gradients", "--device", "cuda:99"], "not available"),
-        (["--attack", "generative_prior", "--grant", "public=test"], "no public images were recorded"),
+        (
+            ["--attack", "generative_prior", "--grant", "public=test"],
+            "no public images were recorded",
+        ),
         (["--attack", "row_reconstruction"], "and clients send updates of a model"),
         (["--attack", "nonsense"], "--attack nonsense: no plugin named 'nonsense' in attacks"),
     ],
