@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fedsim import rng, scoring
 from fedsim.contracts.attack import create
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.data.folder import ImageFolder
 from fedsim.models.base import build, denormalize, normalize
@@ -40,15 +41,7 @@ from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, root_of
 from fedsim.system.memory import keep_freed
-from fedsim.types import (
-    Effect,
-    GroundTruth,
-    Knowledge,
-    LocalTraining,
-    ModelSpec,
-    Observation,
-    Reconstruction,
-)
+from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convnet": ("convnet", {}),
@@ -138,7 +131,7 @@ def fedsim_runner(
     def run(iterations: int, length: int) -> Tensor:
         keep_freed()
         attack = create(name, {"iterations": length, **parameters})
-        knowledge = Knowledge(labels="known", true_labels=truth.labels)
+        knowledge = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
         state = attack.init(observation, knowledge, rng.generator(0, "attack", 0))
         for _ in range(iterations):
             state = attack.step(state)

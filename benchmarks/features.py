@@ -26,10 +26,11 @@ import torch.nn.functional as F
 
 from fedsim import rng
 from fedsim.contracts.attack import create, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.scoring import score
 from fedsim.system.memory import peak
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 
 CASES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "tensor_features": ("tensor_features", []),

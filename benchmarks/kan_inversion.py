@@ -24,10 +24,11 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import Attack, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Digits
 from fedsim.models.splines import spline_basis
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.kan.spline_inversion import SplineInversion
 
@@ -53,7 +54,7 @@ def victim(
 
 def psnr(attack: Attack[Any], observation: Observation, truth: GroundTruth) -> list[float]:
     """Of each image, in the order that suits best."""
-    knowledge = Knowledge(labels="known", true_labels=truth.labels)
+    knowledge = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     found = solve(attack, observation, knowledge, seed=0).reconstruction.images
     assert found is not None
     errors = (found[:, None] - truth.images[None]).square().mean((2, 3, 4))

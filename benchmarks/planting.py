@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, create, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.scenario import Scenario, expand, open_document
 from fedsim.scoring import score
 from fedsim.training.schedule import Probe
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, Knowledge
+from fedsim.types import Dataset
 
 _GAIN = 0.01
 """Times the scale: what keeps the logits of unnormalized features moderate."""

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import create, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.layers import activation
 from fedsim.scoring import score
 from fedsim.scoring.statistics import summarize
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features.tensor_features import power_method
 

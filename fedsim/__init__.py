@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedsim.attacking.replay import attack
+    from fedsim.contracts.grant import Grant
     from fedsim.pipeline import run
     from fedsim.recording.files import load_observation
     from fedsim.scenario import Scenario, load
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording.files",
@@ -30,7 +32,7 @@ _HOMES = {
     "load": "fedsim.scenario",
 }
 
-__all__ = ["Scenario", "attack", "load", "load_observation", "run"]
+__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "run"]
 
 
 def __getattr__(name: str) -> Any:

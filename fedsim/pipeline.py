@@ -14,7 +14,6 @@ from rich.console import Console
 
 from fedsim import audit, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs
-from fedsim.attacking.targets import Granted
 from fedsim.contracts.attack import Progress
 from fedsim.data.public import public_images
 from fedsim.federation.records import RoundRecord
@@ -376,7 +375,7 @@ class _Plan:
         return Setting(
             root=self.out,
             device=self.device,
-            granted=Granted(**self.scenario.knowledge.model_dump()),
+            granted=self.scenario.knowledge,
             guesser=guesser,
             lpips_backbone=self.scenario.scoring.lpips_backbone,
             lpips_weights=self.scenario.scoring.lpips_weights,

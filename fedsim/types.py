@@ -25,11 +25,6 @@ Vantage = Literal["server", "aggregate"]
 Server = Literal["honest", "planted", "modified"]
 """What the server has done to the model: nothing; chosen weights of a two-layer head, to read
 features from (`head.planted`); put a module in front, to read images from (`imprint`)."""
-Labels = Literal["none", "inferred", "known"]
-BatchNormKnowledge = Literal["none", "running", "inferred", "exact"]
-FeatureKnowledge = Literal["none", "known"]
-RowKnowledge = Literal["none", "others"]
-PublicKnowledge = Literal["none", "test"]
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 AuditMethod = Literal["two_worlds", "one_run"]
@@ -365,33 +360,6 @@ class RowTruth:
 
 
 Truth = GroundTruth | RowTruth
-
-
-@dataclass(frozen=True, kw_only=True)
-class Knowledge:
-    """What the threat model grants an attack beyond the observation."""
-
-    labels: Labels = "none"
-    true_labels: Tensor | None = None
-    """(N,) int64, set only if `labels == "known"`."""
-    bn: BatchNormKnowledge = "none"
-    exact_bn: Tensors | None = None
-    """Statistics of the victim batch, set only if `bn == "exact"`."""
-    features: FeatureKnowledge = "none"
-    true_features: Tensor | None = None
-    """(N, d) inputs of the head, set only if `features == "known"`."""
-    rows: RowKnowledge = "none"
-    other_rows: tuple[Tensor, ...] = ()
-    """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
-    the target. Set only if `rows == "others"`."""
-    target_client: int = 0
-    """Whose row the target is, counted in `other_rows`."""
-    public: PublicKnowledge = "none"
-    public_images: Tensor | None = None
-    """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
-    if `public == "test"`."""
-    candidate: Tensor | None = None
-    """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ ROOMS: dict[str, set[str]] = {
         *("attacking", "audit", "contracts", "federation", "privacy", "recording", "scenario"),
         *("scoring", "training"),
     },
-    "report": {*BASE, "recording", "results", "scoring"},
+    "report": {*BASE, "contracts", "recording", "results", "scoring"},
     "testing": {*BASE, "attacking", "contracts", "learners", "models", "recording", "scenario"},
     "fedsim_attacks": {*BASE, "contracts", "models"},
     "fedsim_defenses": {*BASE, "contracts", "privacy"},

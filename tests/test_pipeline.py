@@ -201,9 +201,10 @@ def test_a_recording_is_replayed_without_flower(finished: Run) -> None:
 
 def test_known_labels_need_the_truth(finished: Run) -> None:
     observation = fedsim.load_observation(finished.observations()[0])
+    grant = fedsim.Grant(labels="known")
     with pytest.raises(FedsimError, match="ground truth"):
-        fedsim.attack(observation, "idlg", labels="known")
-    fedsim.attack(observation, "idlg", {"iterations": 1}, labels="known", truth=finished.out)
+        fedsim.attack(observation, "idlg", grant=grant)
+    fedsim.attack(observation, "idlg", {"iterations": 1}, grant=grant, truth=finished.out)
 
 
 @pytest.mark.parametrize("moment", [0, 1, 2])

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
-from fedsim.types import Effect, Knowledge, Observation, ReleaseKind
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Effect, Observation, ReleaseKind
 from fedsim.words import number_of
 from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
 

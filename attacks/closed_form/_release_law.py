@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
-from fedsim.types import Knowledge, Observation, ReleaseKind
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation, ReleaseKind
 
 KNOWN: tuple[ReleaseKind, ...] = (
     "sketch",

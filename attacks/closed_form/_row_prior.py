@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedsim.types import Knowledge, ReleaseSpec
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import ReleaseSpec
 
 _UNIFORM_VARIANCE = 1 / 3
 """Of a value that is uniform on [-1, 1]."""

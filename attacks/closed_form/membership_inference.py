@@ -17,8 +17,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs
-from fedsim.types import Knowledge, Observation, Reconstruction, Released
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.types import Observation, Reconstruction, Released
 from fedsim.words import number_of
 from fedsim_attacks.closed_form._kernel_posterior import likeness, log_normal
 from fedsim_attacks.closed_form._kernel_release import (
@@ -52,7 +53,7 @@ class MembershipInference(Attack[Compared]):
         "Principles, S&P 2022, with exact laws; the adversary: Balle, Cherubin and Hayes, "
         "Reconstructing Training Data with Informed Adversaries, S&P 2022"
     )
-    needs: ClassVar[Needs] = Needs(rows="others")
+    needs: ClassVar[Grant] = Grant.least(rows="others")
     reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
     asked_of_candidates: ClassVar[bool] = True
 

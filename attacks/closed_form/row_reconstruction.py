@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, Needs
-from fedsim.types import Knowledge, Observation, Reconstruction, Released
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.types import Observation, Reconstruction, Released
 from fedsim_attacks.closed_form._kernel_posterior import KernelPosterior
 from fedsim_attacks.closed_form._kernel_release import KERNELS, match, others, read
 from fedsim_attacks.closed_form._release_law import KNOWN, Law, law
@@ -58,7 +59,7 @@ class RowReconstruction(Attack[Searched]):
         "2022, section III (coefficients); for sketches the maximum-likelihood estimate of Tipping "
         "and Bishop, JRSS-B 1999"
     )
-    needs: ClassVar[Needs] = Needs(rows="others")
+    needs: ClassVar[Grant] = Grant.least(rows="others")
     reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"

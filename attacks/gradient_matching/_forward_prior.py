@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_function
 from fedsim.models.victim import rebuild
-from fedsim.types import Knowledge, Observation
+from fedsim.types import Observation
 
 
 class Features(NamedTuple):
@@ -89,7 +90,7 @@ def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tup
     layers = {
         n: m for n, m in rebuild(observation).named_modules() if isinstance(m, nn.BatchNorm2d)
     }
-    if knowledge.bn == "exact" and knowledge.exact_bn is not None:
+    if knowledge.grant.bn == "exact" and knowledge.exact_bn is not None:
         exact = knowledge.exact_bn
         return {name: (exact[f"{name}.mean"], exact[f"{name}.var"]) for name in layers}
     found = {}
@@ -99,11 +100,11 @@ def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tup
         after = [
             observation.buffers_update[key] for key in keys if key in observation.buffers_update
         ]
-        if knowledge.bn == "inferred" and len(after) == 2 and layer.momentum:
+        if knowledge.grant.bn == "inferred" and len(after) == 2 and layer.momentum:
             # new = (1 - m) old + m batch, its variance unbiased: of many positions, nearly the same
             m = layer.momentum
             mean, variance = ((b - (1 - m) * a) / m for a, b in zip(before, after, strict=True))
             found[name] = mean, variance.clamp_min(0)
-        elif knowledge.bn in ("running", "inferred") and len(before) == 2:
+        elif knowledge.grant.bn in ("running", "inferred") and len(before) == 2:
             found[name] = before[0], before[1]
     return found

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
-from fedsim.types import Knowledge, LocalTraining, Observation, Tensors
+from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import PAYS, Tape
@@ -272,10 +273,10 @@ class Matching:
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
     """(N,) int64 labels: true or inferred as `knowledge` grants; None if neither is granted."""
-    if knowledge.labels == "known":
+    if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels
-    return infer_labels(observation) if knowledge.labels == "inferred" else None
+    return infer_labels(observation) if knowledge.grant.labels == "inferred" else None
 
 
 def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Tensor]]:

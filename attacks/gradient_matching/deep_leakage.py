@@ -9,7 +9,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedsim.types import Knowledge, Observation
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
 from fedsim_attacks.gradient_matching._matching import granted_labels
 
@@ -26,4 +27,4 @@ class DeepLeakage(GradientDistance):
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         """True labels if they are known."""
-        return granted_labels(observation, knowledge) if knowledge.labels == "known" else None
+        return granted_labels(observation, knowledge) if knowledge.grant.labels == "known" else None

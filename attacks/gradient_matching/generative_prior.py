@@ -18,10 +18,11 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState, Needs
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.system.paths import from_home
-from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
+from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks.gradient_matching._generator import (
     Generator,
     over_parameterized,
@@ -78,7 +79,7 @@ class GenerativePrior(Attack[Search]):
         "without `weights`: Zhang et al., Generative Gradient Inversion, ICCV 2023 (GION); with: "
         "Jeon et al., Gradient Inversion with Generative Image Prior, NeurIPS 2021 (GIAS)"
     )
-    needs: ClassVar[Needs] = Needs(labels="inferred")
+    needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
     weights: str | None = None
     """Safetensors file of a generator that `benchmarks/train_generator.py` has trained on public

@@ -9,8 +9,8 @@ from typing import ClassVar, final
 
 from torch import Tensor
 
-from fedsim.contracts.attack import Needs
-from fedsim.types import Knowledge, Observation
+from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
 from fedsim_attacks.gradient_matching._matching import granted_labels
 
@@ -20,7 +20,7 @@ class IDLG(GradientDistance):
     """Reads the labels off the last layer first, then matches the update over images alone."""
 
     paper: ClassVar[str] = "Zhao et al., iDLG, 2020, Algorithm 1; batches as in label_inference"
-    needs: ClassVar[Needs] = Needs(labels="inferred")
+    needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
         """True labels if they are known, else inferred ones."""

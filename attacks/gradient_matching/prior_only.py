@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fedsim import rng as streams
 from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize, normalize
-from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
+from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks.gradient_matching._contrast import exposed
 from fedsim_attacks.gradient_matching._unet import UNet
 from fedsim_attacks.gradient_matching._variation import (

@@ -23,7 +23,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.spectral_features import span
 

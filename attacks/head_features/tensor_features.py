@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.layers import activation
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._cp_decomposition import components
 from fedsim_attacks.head_features._head_gradient import HeadGradient
@@ -72,9 +73,9 @@ class TensorFeatures(Attack[Decomposed]):
     an upper bound that needs `knowledge.features: known`. Else signs are those that explain ∂L/∂A
     best, and the order says nothing."""
 
-    def required(self) -> Needs:
+    def required(self) -> Grant:
         """The true features, for the oracle."""
-        return Needs(features="known") if self.oracle else self.needs
+        return Grant.least(features="known") if self.oracle else self.needs
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -8,7 +8,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from fedsim.types import Knowledge, Observation
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Distance, Matching, Target
 from fedsim_attacks.images_from_features._body_gradient import Misfit, Signals

@@ -19,7 +19,8 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackState, solve
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.gradient_matching._contrast import exposing
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fedsim import rng as streams
 from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -139,7 +140,7 @@ class FeatureInversion(Attack[Inversion]):
         else:
             labels = granted_labels(observation, knowledge)
         if labels is None:
-            labels = granted_labels(observation, Knowledge(labels="inferred"))
+            labels = granted_labels(observation, Knowledge(grant=Grant(labels="inferred")))
             assert labels is not None
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
         pixels, network = None, None

@@ -13,8 +13,9 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, Needs, solve
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.grant import Grant, Knowledge
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.best_features import BestFeatures
@@ -52,7 +53,7 @@ class FeatureRegression(Attack[Regressed]):
         "Inverting Visual Representations with Convolutional Networks, CVPR 2016, by ridge "
         "regression"
     )
-    needs: ClassVar[Needs] = Needs(public="test")
+    needs: ClassVar[Grant] = Grant.least(public="test")
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.imprint._segmentation import Segmentation, segment
 
 _WEIGHT, _BIAS = "imprint.hidden.weight", "imprint.hidden.bias"

@@ -17,9 +17,10 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
-from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction
+from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
 from fedsim_attacks.kan._spline_unmixing import quadrics, unmix

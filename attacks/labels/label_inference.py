@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState, Needs
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
 from fedsim.models.victim import rebuild
-from fedsim.types import Knowledge, LocalTraining, Observation, Reconstruction
+from fedsim.types import LocalTraining, Observation, Reconstruction
 
 _DUMMIES = 32
 _ROUNDS = 20
@@ -47,7 +48,7 @@ class LabelInference(Attack[Inferred]):
         "Zhao et al., iDLG, 2020 (one image); Ma et al., Instance-wise Batch Label Restoration, "
         "ICLR 2023, and Geng et al., 2021 (batches)"
     )
-    needs: ClassVar[Needs] = Needs(labels="inferred")
+    needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator

@@ -20,14 +20,15 @@ import torch
 from torch import Tensor
 
 from fedsim import rng, scoring
+from fedsim.attacking.knowledge import Public
 from fedsim.attacking.public_features import MOST, public_features
-from fedsim.attacking.targets import Granted, question
+from fedsim.attacking.targets import question
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import Progress, Solution, create
+from fedsim.contracts.grant import Grant
 from fedsim.recording.files import (
     checked_id,
     load_observation,
-    load_public,
     load_truth,
     write_tensors,
 )
@@ -56,7 +57,7 @@ class Setting:
     root: Path
     """The run's folder."""
     device: str
-    granted: Granted
+    granted: Grant
     guesser: scoring.Guesser | None
     """Of batches of images; None where the data are rows, which are guessed from the others."""
     lpips_backbone: scoring.Backbone
@@ -193,7 +194,7 @@ def run_job(
             truth,
             setting.granted,
             seed,
-            public_images=load_public(setting.root) if setting.granted.public != "none" else None,
+            public=Public.of(setting.root, setting.granted),
             restarts=job.restarts,
             progress=progress,
         )

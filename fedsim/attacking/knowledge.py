@@ -2,70 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
-    GroundTruth,
-    Knowledge,
-    Labels,
-    Observation,
-    RowKnowledge,
-    RowTruth,
-)
+from fedsim.recording.files import load_public
+from fedsim.types import FedsimError, GroundTruth, Observation, RowTruth
 
 
-def grant(
+@dataclass(frozen=True, kw_only=True)
+class Public:
+    """What can be granted and is no secret of a victim: a run's folder holds it for all attacks."""
+
+    images: Tensor | None = None
+    """(P, C, H, W) uint8, of the test split."""
+
+    @classmethod
+    def of(cls, root: Path | None, granted: Grant) -> Public:
+        """What of the run in `root` is `granted`.
+
+        Raises:
+            FedsimError: something is that the folder does not hold, or there is no folder.
+        """
+        if granted.public == "none":
+            return cls()
+        if root is None:
+            raise FedsimError(
+                "public images lie in a run's folder, and none was found: name it (--truth)"
+            )
+        return cls(images=load_public(root))
+
+
+def hand_over(
     observation: Observation,
     truth: GroundTruth | None,
-    labels: Labels,
-    bn: BatchNormKnowledge,
-    features: FeatureKnowledge = "none",
-    public_images: Tensor | None = None,
+    granted: Grant,
+    public: Public | None = None,
 ) -> tuple[Observation, Knowledge]:
-    """The observation as the threat model shows it, and the knowledge granted beside it.
-
-    Labels are handed over only if `labels == "known"`, features only if `features == "known"` (None
-    if the model has no head whose features are recorded), `public_images` (P, C, H, W) if given.
-    The client's new batch-norm buffers, from which its batch's statistics follow, are withheld
-    below `bn == "inferred"`.
+    """The observation as the threat model shows it, and what is handed over beside it.
 
     What is handed over of the truth is a copy: an attack that writes into it changes no score.
 
+    Args:
+        observation: As recorded. The client's new batch-norm buffers, from which its batch's
+            statistics follow, are withheld below `bn: inferred`.
+        truth: Of the observation. It has features only if the model has a head to record them of.
+        granted: What the threat model grants; nothing else is handed over.
+        public: Of the observation's run.
+
     Raises:
-        ValueError: what only the truth holds is granted, but there is no truth.
+        ValueError: what is granted is not there to be handed over.
     """
-    if truth is None and from_truth(labels, bn, features):
-        raise ValueError(
-            "known labels, known features and exact statistics can only be granted with the truth"
-        )
-    if bn in ("none", "running"):
+    if truth is None and (secrets := granted.from_truth()):
+        raise ValueError(f"{' and '.join(secrets)} can only be granted with the truth")
+    images = public.images if public and granted.public == "test" else None
+    if images is None and granted.public == "test":
+        raise ValueError("public=test can only be granted with public images")
+    if granted.bn in ("none", "running"):
         observation = replace(observation, buffers_update={})
     device = next(iter(observation.parameters.values())).device
-    true_features = truth.features if truth and features == "known" else None
+    labels = truth.labels if truth and granted.labels == "known" else None
+    features = truth.features if truth and granted.features == "known" else None
     return observation, Knowledge(
-        labels=labels,
-        true_labels=truth.labels.to(device, copy=True) if truth and labels == "known" else None,
-        bn=bn,
-        exact_bn=batch_statistics(observation, truth) if truth and bn == "exact" else None,
-        features=features,
-        true_features=None if true_features is None else true_features.to(device, copy=True),
-        public="none" if public_images is None else "test",
-        public_images=None if public_images is None else public_images.to(device),
+        grant=granted,
+        true_labels=None if labels is None else labels.to(device, copy=True),
+        exact_bn=batch_statistics(observation, truth) if truth and granted.bn == "exact" else None,
+        true_features=None if features is None else features.to(device, copy=True),
+        public_images=None if images is None else images.to(device),
     )
 
 
-def grant_of_row(
+def hand_over_row(
     truth: RowTruth,
     target: int,
-    rows: RowKnowledge,
+    granted: Grant,
     asked: bool,
     exchanged: torch.Generator | None = None,
 ) -> Knowledge:
@@ -73,9 +89,16 @@ def grant_of_row(
 
     And the row itself, if it is `asked` whether it took part. If it did not, and `exchanged` is
     given, one of its client's rows that did is drawn and withheld: the one in its place.
+
+    Args:
+        truth: All rows that may have taken part.
+        target: The index of the row that the attack is after.
+        granted: What the threat model grants.
+        asked: Whether the attack says of the row if it took part; else it recovers it.
+        exchanged: Draws the row in whose place the target is asked about.
     """
     others: tuple[Tensor, ...] = ()
-    if rows == "others":
+    if granted.rows == "others":
         kept = truth.members.clone()
         kept[target] = False
         if asked and exchanged and not bool(truth.members[target]):
@@ -85,21 +108,11 @@ def grant_of_row(
         clients = range(int(truth.clients.max()) + 1)
         others = tuple(truth.rows[kept & (truth.clients == client)] for client in clients)
     return Knowledge(
-        rows=rows,
+        grant=granted,
         other_rows=others,
         target_client=int(truth.clients[target]),
         candidate=truth.rows[target].clone() if asked else None,
     )
-
-
-def from_truth(
-    labels: Labels,
-    bn: BatchNormKnowledge,
-    features: FeatureKnowledge,
-    rows: RowKnowledge = "none",
-) -> bool:
-    """Whether such a grant holds anything that only the victim knows."""
-    return "known" in (labels, features) or bn == "exact" or rows != "none"
 
 
 def batch_statistics(observation: Observation, truth: GroundTruth) -> dict[str, Tensor]:

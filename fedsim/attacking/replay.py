@@ -8,24 +8,14 @@ from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
-from fedsim.attacking.knowledge import from_truth
-from fedsim.attacking.targets import Granted, question, unanswerable
+from fedsim.attacking.knowledge import Public
+from fedsim.attacking.targets import question, unanswerable
 from fedsim.contracts.attack import create
+from fedsim.contracts.grant import Grant
 from fedsim.recording import files
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
-from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
-    FedsimError,
-    Labels,
-    Observation,
-    PublicKnowledge,
-    Reconstruction,
-    RowKnowledge,
-    RowTruth,
-    Truth,
-)
+from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
 
 
 def attack(
@@ -34,11 +24,7 @@ def attack(
     parameters: Mapping[str, object] | None = None,
     *,
     restarts: int = 1,
-    labels: Labels = "inferred",
-    bn: BatchNormKnowledge = "none",
-    features: FeatureKnowledge = "none",
-    rows: RowKnowledge = "none",
-    public: PublicKnowledge = "none",
+    grant: Grant = Grant(),
     seed: int | None = None,
     device: str = "cpu",
     threads: int = 1,
@@ -52,7 +38,7 @@ def attack(
         observation: A recording, or the path of its JSON file.
         name: The attack; `parameters` are its hyper-parameters (others at their defaults).
         restarts: Starting points; the one with the least own loss is kept.
-        labels, bn, features, rows, public: What the threat model grants.
+        grant: What the threat model grants, as `knowledge` in a scenario.
         seed: Of the attack; default: as in the recorded run, for an attack labelled by its name.
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: That compute, at least 1; the recorded run's (`threads` of its scenario) give the
@@ -77,23 +63,19 @@ def attack(
         root = root or files.root_of(path)
     known = root is not None and files.has_truth(root, observation.id)
     victim = files.load_truth(root, observation.id) if root and known else None
-    if victim is None and from_truth(labels, bn, features, rows):
+    if victim is None and (secrets := grant.from_truth()):
         raise FedsimError(
-            "known labels or features, exact statistics and other rows come from the ground truth, "
-            "and none was found: name the run's folder (--truth), or grant less"
+            f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
+            "run's folder (--truth), or grant less"
         )
     if threads < 1:
         raise FedsimError(f"threads: expected at least 1, got {threads}")
     chosen = create(name, parameters)
     if reason := unanswerable(chosen, observation, victim):
         raise FedsimError(reason)
-    if unmet := chosen.required().unmet(labels, bn, features, rows, public):
-        raise FedsimError(f"attack {name} {unmet}")
-    if public != "none" and root is None:
-        raise FedsimError(
-            "public images lie in a run's folder, and none was found: name it (--truth)"
-        )
-    public_images = files.load_public(root) if root and public != "none" else None
+    if missing := grant.lacks(chosen.required()):
+        raise FedsimError(f"attack {name} {missing}")
+    public = Public.of(root, grant)
     if on_start:
         on_start()
     with fixed(threads):
@@ -101,9 +83,9 @@ def attack(
             chosen,
             observation,
             victim,
-            Granted(labels=labels, bn=bn, features=features, rows=rows, public=public),
+            grant,
             jobs.seed_of(observation, name) if seed is None else seed,
-            public_images=public_images,
+            public=public,
             restarts=restarts,
             progress=on_progress,
         )
@@ -117,13 +99,7 @@ def attack(
             "parameters": chosen.model_dump(mode="json"),
         },
         "server": observation.server,
-        "knowledge": {
-            "labels": labels,
-            "bn": bn,
-            "features": features,
-            "rows": rows,
-            "public": public,
-        },
+        "knowledge": grant.model_dump(),
         "metrics": scores and scores.metrics(),
         "missing": scores and scores.missing,
         "cost": jobs.cost(solution),

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant, grant_of_row
+from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
 from fedsim.contracts.attack import (
     Attack,
     AttackFailed,
@@ -23,42 +22,22 @@ from fedsim.contracts.attack import (
     solve,
     unreadable,
 )
-from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
-    Labels,
-    Observation,
-    PublicKnowledge,
-    Reconstruction,
-    RowKnowledge,
-    RowTruth,
-    Truth,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Granted:
-    """What the threat model grants every attack of a run."""
-
-    labels: Labels = "none"
-    bn: BatchNormKnowledge = "none"
-    features: FeatureKnowledge = "none"
-    rows: RowKnowledge = "none"
-    public: PublicKnowledge = "none"
+from fedsim.contracts.grant import Grant
+from fedsim.types import Observation, Reconstruction, RowTruth, Truth
 
 
 def question(
     attack: Attack[AttackState],
     observation: Observation,
     truth: Truth | None,
-    granted: Granted,
+    granted: Grant,
     seed: int,
     *,
-    public_images: torch.Tensor | None = None,
+    public: Public | None = None,
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Run `attack` on `observation` with what is granted of `truth`, and any `public_images`.
+    """Run `attack` on `observation` with what is granted of `truth` and of what is `public`.
 
     Of rows the answers are put together: for every row that took part, in order, or, from an attack
     that is asked of candidates, for every row that could have. What an attack draws from
@@ -72,9 +51,7 @@ def question(
         raise AttackFailed(reason)
     if isinstance(truth, RowTruth):
         return _of_rows(attack, observation, truth, granted, seed, restarts, progress)
-    seen, known = grant(
-        observation, truth, granted.labels, granted.bn, granted.features, public_images
-    )
+    seen, known = hand_over(observation, truth, granted, public)
     with rng.global_stream(seed):
         return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
 
@@ -101,7 +78,7 @@ def _of_rows(
     attack: Attack[AttackState],
     observation: Observation,
     truth: RowTruth,
-    granted: Granted,
+    granted: Grant,
     seed: int,
     restarts: int,
     progress: Callable[[Progress], None] | None,
@@ -115,7 +92,7 @@ def _of_rows(
         exchanged = (
             rng.generator(secret, "exchanged", target) if observation.release.counted else None
         )
-        known = grant_of_row(truth, target, granted.rows, asked, exchanged)
+        known = hand_over_row(truth, target, granted, asked, exchanged)
         with rng.global_stream(own):
             answer = solve(attack, observation, known, own, restarts=restarts, progress=progress)
         found.append(answer)

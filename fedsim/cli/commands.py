@@ -58,44 +58,6 @@ class TableFormat(StrEnum):
     csv = "csv"
 
 
-class LabelGrant(StrEnum):
-    """`knowledge.labels`."""
-
-    none = "none"
-    inferred = "inferred"
-    known = "known"
-
-
-class BatchNormGrant(StrEnum):
-    """`knowledge.bn`."""
-
-    none = "none"
-    running = "running"
-    inferred = "inferred"
-    exact = "exact"
-
-
-class FeatureGrant(StrEnum):
-    """`knowledge.features`."""
-
-    none = "none"
-    known = "known"
-
-
-class RowGrant(StrEnum):
-    """`knowledge.rows`."""
-
-    none = "none"
-    others = "others"
-
-
-class PublicGrant(StrEnum):
-    """`knowledge.public`."""
-
-    none = "none"
-    test = "test"
-
-
 ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO")]
 Settings = Annotated[
     list[str] | None,
@@ -146,21 +108,15 @@ def attack(
     name: Annotated[str, typer.Option("--attack", metavar="NAME", help="See fedsim list attacks.")],
     settings: Settings = None,
     restarts: Annotated[int, typer.Option(min=1, max=1000, help="Starting points.")] = 1,
-    labels: Annotated[
-        LabelGrant, typer.Option(help="What the attacker knows of the labels.")
-    ] = LabelGrant.inferred,
-    bn: Annotated[
-        BatchNormGrant, typer.Option(help="What the attacker knows of batch-norm statistics.")
-    ] = BatchNormGrant.none,
-    features: Annotated[
-        FeatureGrant, typer.Option(help="What the attacker knows of the features; for oracles.")
-    ] = FeatureGrant.none,
-    rows: Annotated[
-        RowGrant, typer.Option(help="Which rows the attacker of a closed-form release knows.")
-    ] = RowGrant.none,
-    public: Annotated[
-        PublicGrant, typer.Option(help="Which images of no client the attacker has.")
-    ] = PublicGrant.none,
+    grants: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--grant",
+            metavar="KEY=VALUE",
+            help="What the attacker is granted, as in a scenario's `knowledge`: labels=known, say; "
+            "may be repeated.",
+        ),
+    ] = None,
     truth: Annotated[
         Path | None,
         typer.Option(help="Run folder with truth/; found by itself beside the recording."),
@@ -184,12 +140,13 @@ def attack(
 
         from fedsim.attacking.replay import attack as attack_recording
         from fedsim.progress import Live
-        from fedsim.scenario import parameters_of
+        from fedsim.scenario import grant_of, parameters_of
         from fedsim.system.paths import writable_folder
 
         parameters = parameters_of(
             "fedsim.attacks", name, settings or [], origin=f"--attack {name}"
         )
+        grant = grant_of(grants or [])
         if out:
             writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
@@ -198,11 +155,7 @@ def attack(
                 name,
                 parameters,
                 restarts=restarts,
-                labels=labels.value,
-                bn=bn.value,
-                features=features.value,
-                rows=rows.value,
-                public=public.value,
+                grant=grant,
                 seed=seed,
                 device=device,
                 threads=threads,

@@ -19,65 +19,14 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts import plugins
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
-from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
-    FedsimError,
-    Knowledge,
-    Labels,
-    Observation,
-    PublicKnowledge,
-    Reconstruction,
-    Released,
-    RowKnowledge,
-)
+from fedsim.types import FedsimError, Observation, Reconstruction, Released
 
 
 class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
     """An attack cannot say anything about this observation; the row carries the reason."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Needs:
-    """The least knowledge that an attack can work with."""
-
-    labels: Labels = "none"
-    bn: BatchNormKnowledge = "none"
-    features: FeatureKnowledge = "none"
-    rows: RowKnowledge = "none"
-    public: PublicKnowledge = "none"
-
-    def unmet(
-        self,
-        labels: Labels,
-        bn: BatchNormKnowledge,
-        features: FeatureKnowledge = "none",
-        rows: RowKnowledge = "none",
-        public: PublicKnowledge = "none",
-    ) -> str | None:
-        """What is missing from such a grant, as advice; None if nothing is."""
-        label_order: Sequence[Labels] = ("none", "inferred", "known")
-        bn_order: Sequence[BatchNormKnowledge] = ("none", "running", "inferred", "exact")
-        if label_order.index(labels) < label_order.index(self.labels):
-            return _advice("labels", self.labels, labels)
-        if bn_order.index(bn) < bn_order.index(self.bn):
-            return _advice("bn", self.bn, bn)
-        if self.features == "known" and features == "none":
-            return _advice("features", "known", "none")
-        if self.rows == "others" and rows == "none":
-            return _advice("rows", "others", "none")
-        if self.public == "test" and public == "none":
-            return _advice("public", "test", "none")
-        return None
-
-
-def _advice(what: str, needed: str, granted: str) -> str:
-    return (
-        f"needs knowledge.{what}: {needed} (of `fedsim attack`: --{what} {needed}), and what is "
-        f"granted is {granted}"
-    )
 
 
 @dataclass(kw_only=True)
@@ -95,7 +44,7 @@ S = TypeVar("S", bound=AttackState)
 class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[Grant] = Grant.least()
     reads: ClassVar[tuple[Released, ...]] = ("update",)
     """What of clients it can read. Of rows it is asked about one at a time, on its own."""
     asked_of_candidates: ClassVar[bool] = False
@@ -103,7 +52,7 @@ class Attack(Plugin, Generic[S]):
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
 
-    def required(self) -> Needs:
+    def required(self) -> Grant:
         """What it needs with these parameters: `needs`, unless one of them asks for more."""
         return self.needs
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fedsim.contracts.grant import Grant
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import Compared, Gained, gains, over_other, own_gains
 from fedsim.report.victims import images, units
@@ -109,11 +110,7 @@ class LeaderboardRow:
     vantage: str
     server: Server
     """What the server has done to the model."""
-    labels: str
-    bn: str
-    features: str
-    rows: str
-    public: str
+    knowledge: Grant
     batch_size: int
     round: int
     n: int
@@ -377,11 +374,7 @@ def _aggregate(
         attack=first.attack.label,
         vantage=first.vantage,
         server=first.server,
-        labels=first.knowledge.labels,
-        bn=first.knowledge.bn,
-        features=first.knowledge.features,
-        rows=first.knowledge.rows,
-        public=first.knowledge.public,
+        knowledge=first.knowledge,
         batch_size=first.batch_size,
         round=first.round,
         n=len(rows),

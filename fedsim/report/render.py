@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from fedsim.contracts.grant import Grant
 from fedsim.report.control import (
     describe_comparison,
     invalid_comparisons,
@@ -66,7 +67,9 @@ def _json(rows: Sequence[LeaderboardRow]) -> str:
 
 
 def _fields(row: LeaderboardRow) -> dict[str, Any]:
-    fields = asdict(row)
+    fields: dict[str, Any] = {}
+    for name, value in asdict(row).items():
+        fields |= row.knowledge.model_dump() if name == "knowledge" else {name: value}
     del fields["cell"]  # repeats the others
     return {**fields, "epsilon": _epsilon(row.epsilon)}
 
@@ -105,11 +108,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "strongest": row.strongest,
         "vantage": row.vantage,
         "server": row.server,
-        "labels": row.labels,
-        "bn": row.bn,
-        "features": row.features,
-        "rows": row.rows,
-        "public": row.public,
+        **row.knowledge.model_dump(),
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,
@@ -384,16 +383,18 @@ def _width(columns: list[list[str]]) -> int:
     return sum(max(map(len, column)) + 1 for column in columns)
 
 
-_CASES = ("vantage", "server", "labels", "bn", "features", "public", "round")
-_CASES_OF_ROWS = ("vantage", "rows", "round")
-
-
 def _varying(rows: Sequence[LeaderboardRow]) -> list[str]:
-    return [name for name in _cases_of(rows) if len({getattr(row, name) for row in rows}) > 1]
+    return [name for name in _cases_of(rows) if len({_case(row, name) for row in rows}) > 1]
 
 
-def _cases_of(rows: Sequence[LeaderboardRow]) -> tuple[str, ...]:
-    return _CASES if rows[0].subject == "images" else _CASES_OF_ROWS
+def _cases_of(rows: Sequence[LeaderboardRow]) -> list[str]:
+    subject = rows[0].subject
+    seen = ["vantage", "server"] if subject == "images" else ["vantage"]
+    return [*seen, *Grant.meanings(subject), "round"]
+
+
+def _case(row: LeaderboardRow, name: str) -> Any:
+    return getattr(row.knowledge if name in Grant.model_fields else row, name)
 
 
 def _common(rows: Sequence[LeaderboardRow]) -> str:
@@ -403,7 +404,7 @@ def _common(rows: Sequence[LeaderboardRow]) -> str:
 
 
 def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
-    return [f"{name}={getattr(row, name)}" for name in names]
+    return [f"{name}={_case(row, name)}" for name in names]
 
 
 def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
+from fedsim.contracts.grant import Grant
 from fedsim.results.reading import ResultRow
 from fedsim.words import number_of
 
@@ -36,32 +38,6 @@ _RELEASES = {
     "kernel_model": "a release is the features and coefficients of a kernel regression of the "
     "client’s images; of who took part it is asked if this row did, or another in its place",
 }
-_ROWS = {
-    "none": "no row",
-    "others": "every row that took part but the one that it is after, as the informed adversary of "
-    "differential privacy: read these figures as an upper bound",
-}
-_LABELS = {
-    "none": "nothing of the labels",
-    "inferred": "no labels, but may infer them from the update",
-    "known": "the true labels of the attacked batch, which few real attackers have",
-}
-_BATCH_NORM = {
-    "none": "no batch-norm statistics",
-    "running": "the global model’s running batch-norm statistics, which are public",
-    "inferred": "the client’s new batch-norm statistics, which travel with the update",
-    "exact": "the exact batch-norm statistics of the victim’s batch, which no real attacker has: "
-    "read these figures as an upper bound",
-}
-_FEATURES = {
-    "none": "",
-    "known": "the true features, for oracles that order by them, which no real attacker has: read "
-    "their figures as an upper bound",
-}
-_PUBLIC = {
-    "none": "",
-    "test": "the test split: images of the same kind, of which no client holds any",
-}
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
@@ -75,12 +51,6 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         _each(rows, _TRAINING, lambda row: row.training.get("algorithm")),
         _each(rows, _MODE, lambda row: row.training.get("mode")),
     ]
-    granted = [
-        _each(rows, _LABELS, lambda row: row.knowledge.labels),
-        _each(rows, _BATCH_NORM, lambda row: row.knowledge.bn),
-        _each(rows, _FEATURES, lambda row: row.knowledge.features),
-        _each(rows, _PUBLIC, lambda row: row.knowledge.public),
-    ]
     return [
         ("Sees", _sentence(seen)),
         (
@@ -88,7 +58,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
             "The model’s code, the global weights that the client started from, the declared "
             f"training settings, the batch size, and the declared defenses. {_conduct(rows)}",
         ),
-        ("Is granted", _sentence(granted)),
+        ("Is granted", _granted(rows)),
         (
             "Never sees",
             "An image of a client. Restarts and reconstructions are chosen by the attack’s own "
@@ -114,12 +84,20 @@ def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
             f"The learner and its parameters, {ranges}, and the declared defenses with their "
             "noise. It follows the protocol.",
         ),
-        ("Is granted", _sentence([_each(rows, _ROWS, lambda row: row.knowledge.rows)])),
+        ("Is granted", _granted(rows)),
         (
             "Never sees",
             f"The row that it is after, unless it is asked whether that row took part; {hidden}.",
         ),
     ]
+
+
+def _granted(rows: Sequence[ResultRow]) -> str:
+    said = []
+    for name, meaning in Grant.meanings(rows[0].subject).items():
+        phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
+        said.append(_each(rows, phrases, attrgetter(f"knowledge.{name}")))
+    return _sentence(said)
 
 
 def _conduct(rows: Sequence[ResultRow]) -> str:

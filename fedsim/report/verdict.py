@@ -178,7 +178,7 @@ def _leaks_labels(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """
     gain = _chosen(row, rows, lambda r: r.label_gain)
     # Labels that the attacker was given are no leak.
-    if row.labels == "known" or gain is None or gain.n < LEAST or _same_labels(row):
+    if row.knowledge.labels == "known" or gain is None or gain.n < LEAST or _same_labels(row):
         return False
     return gain.certain >= _LABEL_GAIN
 
@@ -309,7 +309,9 @@ def _labels(rows: Sequence[LeaderboardRow]) -> str | None:
             row,
         )
         for row in rows
-        if row.n_ok and row.labels != "known" and (summary := row.metrics["label_accuracy"])
+        if row.n_ok
+        and row.knowledge.labels != "known"
+        and (summary := row.metrics["label_accuracy"])
     ]
     if not found:
         return None
@@ -376,8 +378,8 @@ def _cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list
         )
     elif strongest.gain and strongest.gain.n >= LEAST and strongest.gain.low is None:
         found.append(
-            f"All of {number_of(strongest.gain.n, 'trial')} gained the same: no interval is given of "
-            "equal values, which says nothing of what is rare."
+            f"All of {number_of(strongest.gain.n, 'trial')} gained the same: no interval is given "
+            "of equal values, which says nothing of what is rare."
         )
     if strongest.independent < strongest.n:
         found.append(

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from fedsim.contracts.grant import Grant
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
 from fedsim.system import paths
@@ -75,14 +76,10 @@ class ModelOf(_Part):
     parameters: dict[str, Any] = {}
 
 
-class KnowledgeOf(_Part):
-    """What the attacker was granted."""
+class KnowledgeOf(Grant):
+    """What the attacker was granted; a row of a later version may hold more."""
 
-    labels: str
-    bn: str
-    features: str = "none"
-    rows: str = "none"
-    public: str = "none"
+    model_config = ConfigDict(extra="ignore")
 
 
 class BaselineOf(Metrics):

@@ -14,7 +14,7 @@ from fedsim.scenario.document import Document
 from fedsim.scenario.dump import dump
 from fedsim.scenario.location import Problem, ScenarioError
 from fedsim.scenario.model import Scenario
-from fedsim.scenario.overrides import parameters_of
+from fedsim.scenario.overrides import grant_of, parameters_of
 from fedsim.scenario.resolve import resolve
 from fedsim.scenario.schema import json_schema
 from fedsim.scenario.sweep import Variant, expand, load, locate, open_document
@@ -30,6 +30,7 @@ __all__ = [
     "declared_training",
     "dump",
     "expand",
+    "grant_of",
     "json_schema",
     "load",
     "locate",

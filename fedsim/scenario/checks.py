@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fedsim.contracts.attack import Attack, unreadable
+from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import installed
 from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
@@ -14,7 +15,6 @@ from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
     AttackEntry,
     Data,
-    KnowledgeGrant,
     Observe,
     PluginRef,
     Scenario,
@@ -282,25 +282,17 @@ def _repeated(values: Sequence[Hashable]) -> Iterator[int]:
             yield index
 
 
-def _needs(
-    entries: Sequence[tuple[int, AttackEntry]], knowledge: KnowledgeGrant
-) -> Iterator[Finding]:
+def _needs(entries: Sequence[tuple[int, AttackEntry]], knowledge: Grant) -> Iterator[Finding]:
     for index, entry in entries:
         cls = plugin_class("fedsim.attacks", entry.name)
         if not issubclass(cls, Attack):
             continue
         required = cls.model_validate(dict(entry.parameters)).required()
-        if unmet := required.unmet(
-            knowledge.labels,
-            knowledge.bn,
-            knowledge.features,
-            knowledge.rows,
-            knowledge.public,
-        ):
-            yield ("attacks", index), f"{entry.name} {unmet}; grant it, or drop the attack"
+        if missing := knowledge.lacks(required):
+            yield ("attacks", index), f"{entry.name} {missing}; grant it, or drop the attack"
 
 
-def _batch_norm(knowledge: KnowledgeGrant, training: Training) -> Iterator[Finding]:
+def _batch_norm(knowledge: Grant, training: Training) -> Iterator[Finding]:
     if knowledge.bn == "inferred" and training.local.mode == "eval":
         yield (
             ("knowledge", "bn"),

@@ -16,18 +16,14 @@ from pydantic import (
     model_serializer,
 )
 
+from fedsim.contracts.grant import Grant
 from fedsim.types import (
     DEVICE_PATTERN,
     MOST_STEPS,
     Algorithm,
     AuditMethod,
     Batches,
-    BatchNormKnowledge,
-    FeatureKnowledge,
-    Labels,
     Mode,
-    PublicKnowledge,
-    RowKnowledge,
     Sampling,
 )
 
@@ -163,21 +159,6 @@ class Observe(Section):
     same for the imprint module of `model.imprint`, which starts out passing images as they are."""
 
 
-class KnowledgeGrant(Section):
-    """What the attacker is granted beyond the observation."""
-
-    labels: Labels = "inferred"
-    bn: BatchNormKnowledge = "none"
-    features: FeatureKnowledge = "none"
-    """`known` is for oracles alone: no attacker has the features that it is after."""
-    rows: RowKnowledge = "none"
-    """Of a closed-form release. `others`: the attacker knows every row that took part but the one
-    that it is after, as the informed adversary of differential privacy does."""
-    public: PublicKnowledge = "none"
-    """Images that no client holds. `test`: the attacker has the test split (of more than 10,000
-    images, so many at random); attacks then say how much is seen by whoever has similar data."""
-
-
 class Privacy(Section):
     """How the ledger states the claim."""
 
@@ -237,7 +218,7 @@ class Scenario(Section):
     attacks: list[AttackEntry]
     """Every attack meets every recorded update of every stack."""
     observe: Observe = Observe()
-    knowledge: KnowledgeGrant = KnowledgeGrant()
+    knowledge: Grant = Grant()
     privacy: Privacy = Privacy()
     audit: Audit | None = None
     scoring: Scoring = Scoring()

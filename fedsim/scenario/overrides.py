@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fedsim.contracts.grant import Grant
 from fedsim.scenario.document import Document, Mark
 from fedsim.scenario.explain import show
 from fedsim.scenario.location import KeyPath, Problem, ScenarioError, dotted, parse
 from fedsim.scenario.reader import parse_yaml
-from fedsim.scenario.resolve import plugin_slots, resolve_plugin
+from fedsim.scenario.resolve import plugin_slots, resolve_plugin, resolve_section
 from fedsim.words import number_of
+
+_EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
+"""Options that take `key=value`."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +31,17 @@ class Override:
         return self.value.mark(())
 
 
-def parse_override(text: str) -> Override:
-    """`attacks[0].iterations=50` as an override; the value is YAML.
+def parse_override(text: str, option: str = "--set") -> Override:
+    """`attacks[0].iterations=50` as an override; the value is YAML. Errors name the `option`.
 
     Raises:
         ScenarioError: it has no `=`, its key is no key path, or its value is no YAML.
     """
-    origin = f"--set {text if len(text) <= 80 else text[:77] + '...'}"
+    origin = f"{option} {text if len(text) <= 80 else text[:77] + '...'}"
     key, equals, value = _split(text)
     try:
         if not equals:
-            raise ValueError("expected key=value, such as training.rounds=10")
+            raise ValueError(f"expected key=value, such as {_EXAMPLES[option]}")
         path = parse(key.strip())
     except ValueError as error:
         raise ScenarioError([Problem(str(error), (), origin)]) from error
@@ -93,13 +97,25 @@ def parameters_of(
         ) from error
 
 
-def parse_overrides(texts: Sequence[str]) -> list[Override]:
+def grant_of(words: Sequence[str]) -> Grant:
+    """What `words` of the form `labels=known` grant, each other thing being at its default.
+
+    Raises:
+        ScenarioError: a word names nothing that can be granted, or not in such a measure.
+    """
+    own = parse_overrides(words, "--grant")
+    overrides = [replace(each, path=("knowledge", *each.path)) for each in own]
+    grant: Grant = resolve_section("knowledge", apply(Document({}), overrides))
+    return grant
+
+
+def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
     """Several of `parse_override`; all that are wrong are listed."""
     parsed: list[Override] = []
     problems: list[Problem] = []
     for text in texts:
         try:
-            parsed.append(parse_override(text))
+            parsed.append(parse_override(text, option))
         except ScenarioError as error:
             problems += error.problems
     if problems:

@@ -47,6 +47,19 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
     return PluginRef(name=entry["name"], parameters=entry["parameters"])
 
 
+def resolve_section(name: str, written: Document) -> Any:
+    """The top-level section `name` of a scenario of which no more is written.
+
+    Raises:
+        ScenarioError: something in it is wrong.
+    """
+    resolver = _Resolver(written)
+    section = resolver.section(name, written.value)
+    if resolver.problems:
+        raise ScenarioError(resolver.problems)
+    return section
+
+
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
     """What is not a document yet as one whose values have no place.
 

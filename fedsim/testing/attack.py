@@ -23,13 +23,14 @@ import pytest
 import torch
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant, grant_of_row
+from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
 from fedsim.contracts.attack import Attack, AttackFailed, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.observation import example_batch, make_observation
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.release import example_rows, make_release
 from fedsim.testing.updates import copy, same
-from fedsim.types import Knowledge, Observation, Reconstruction, Tensors
+from fedsim.types import Observation, Reconstruction, Tensors
 
 _SIZES = (1, 3)
 _LIMIT = 10_000
@@ -153,17 +154,10 @@ class AttackContract(AnyAttackContract):
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
-        needs = self.make().required()
         images, _ = example_batch(size + _PUBLIC)
         public = (images[size:] * 255).round().to(torch.uint8)
-        return grant(
-            observation,
-            truth,
-            "known" if most else needs.labels,
-            "exact" if most else needs.bn,
-            "known" if most else needs.features,
-            public if most or needs.public != "none" else None,
-        )
+        granted = Grant.most() if most else self.make().required()
+        return hand_over(observation, truth, granted, Public(images=public))
 
     def check(self, found: Reconstruction, observation: Observation) -> None:
         """As many as there are of each, images in [0, 1], labels among the classes."""
@@ -208,9 +202,9 @@ class RowAttackContract(AnyAttackContract):
             num_clients=size,
         )
         attack = self.make()
-        rows = "others" if most else attack.required().rows
+        granted = Grant.most() if most else attack.required()
         target = int(truth.members.nonzero()[0])
-        return observation, grant_of_row(truth, target, rows, attack.asked_of_candidates)
+        return observation, hand_over_row(truth, target, granted, attack.asked_of_candidates)
 
     def check(self, found: Reconstruction, observation: Observation) -> None:
         """One row in [-1, 1], or one score."""

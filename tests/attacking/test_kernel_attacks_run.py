@@ -100,7 +100,7 @@ def test_the_recording_declares_the_noise_and_no_row(finished: Run) -> None:
 
 def test_a_recording_is_attacked_again(finished: Run) -> None:
     (path,) = [p for p in finished.observations() if p.match("none/*/client-0000-b8-t1.json")]
-    _, told = replay.attack(path, "row_reconstruction", rows="others")
+    _, told = replay.attack(path, "row_reconstruction", grant=fedsim.Grant(rows="others"))
     assert told["metrics"]["rows_recovered"] == 1
 
 

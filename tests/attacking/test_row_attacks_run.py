@@ -205,7 +205,7 @@ def test_control_leaderboard_and_report(finished: Run) -> None:
 
 def test_a_recording_is_replayed(finished: Run) -> None:
     path = next(p for p in finished.observations() if "none/round-0001/client-0000-b8-t0" in str(p))
-    found, row = fedsim.attack(path, "membership_inference", rows="others")
+    found, row = fedsim.attack(path, "membership_inference", grant=fedsim.Grant(rows="others"))
     (recorded,) = [r for r in rows_of(finished, "none", "membership_inference") if r["trial"] == 0]
     assert found.membership is not None
     assert row["metrics"]["membership_auc"] == recorded["metrics"]["membership_auc"]

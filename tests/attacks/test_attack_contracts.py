@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedsim.attacking.knowledge import grant_of_row
+from fedsim.attacking.knowledge import hand_over_row
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import load, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
 from fedsim.testing.observation import example_batch
-from fedsim.types import Knowledge, Observation
+from fedsim.types import Observation
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_attacks.gradient_matching._generator import over_parameterized, pack_generator
@@ -227,9 +228,9 @@ class _OfKernels(RowAttackContract):
             ],
             num_clients=size,
         )
-        rows = "others" if most else self.make().required().rows
+        granted = Grant.most() if most else self.make().required()
         target = int(truth.members.nonzero()[0])
-        return observation, grant_of_row(truth, target, rows, self.make().asked_of_candidates)
+        return observation, hand_over_row(truth, target, granted, self.make().asked_of_candidates)
 
 
 class TestRowReconstructionOfKernels(_OfKernels):

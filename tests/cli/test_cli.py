@@ -176,7 +176,6 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         ["run"],
         ["run", "x.yaml", "--workers", "0"],
         ["attack", "x.json"],
-        ["attack", "x.json", "--attack", "idlg", "--labels", "all"],
         ["attack", "x.json", "--attack", "idlg", "--restarts", "0"],
         ["leaderboard"],
         ["leaderboard", "x", "--format", "xml"],
@@ -193,7 +192,8 @@ def test_wrong_usage_is_status_2(words: list[str]) -> None:
 def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> None:
     result = invoke(
         *("attack", recording(finished), "--attack", "inverting_gradients", "--quiet"),
-        *("--set", "iterations=2", "--restarts", 2, "--labels", "known", "--out", tmp_path / "o"),
+        *("--set", "iterations=2", "--restarts", 2, "--grant", "labels=known"),
+        *("--out", tmp_path / "o"),
     )
     assert result.exit_code == 0, result.output
     row = json.loads(result.stdout)
@@ -217,8 +217,20 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
             "--set iterations=x: iterations: expected a whole number, got 'x'",
         ),
         (["--attack", "inverting_gradients", "--set", "restarts=2"], "restarts: unknown key"),
+        (
+            ["--attack", "inverting_gradients", "--grant", "labls=known"],
+            "--grant labls=known: knowledge.labls: unknown key; did you mean 'labels'?",
+        ),
+        (["--attack", "inverting_gradients", "--grant", "bn=exakt"], "did you mean 'exact'?"),
+        (
+            ["--attack", "inverting_gradients", "--grant", "known"],
+            "--grant known: expected key=value, such as labels=known",
+        ),
         (["--attack", "inverting_gradients", "--device", "cuda:99"], "not available"),
-        (["--attack", "generative_prior", "--public", "test"], "no public images were recorded"),
+        (
+            ["--attack", "generative_prior", "--grant", "public=test"],
+            "no public images were recorded",
+        ),
         (["--attack", "row_reconstruction"], "and clients send updates of a model"),
         (["--attack", "nonsense"], "--attack nonsense: no plugin named 'nonsense' in attacks"),
     ],

@@ -163,12 +163,13 @@ def test_a_third_partys_attack_and_defense_run_in_a_scenario(site: Path, tmp_pat
 
 
 ATTACK = """
-from fedsim.contracts.attack import Attack, AttackState, Needs
+from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Grant
 from pydantic import Field, field_validator
 
 class Needy(Attack[AttackState]):
     "Needs what a scenario has to grant."
-    needs = Needs(labels="known", bn="running")
+    needs = Grant(labels="known", bn="running")
     def init(self, observation, knowledge, rng): raise NotImplementedError
     def step(self, state): raise NotImplementedError
     def terminate(self, state): raise NotImplementedError

@@ -60,7 +60,7 @@ def test_the_row_says_so_and_the_attack_gains(finished: Run) -> None:
     assert row["knowledge"]["public"] == "test"
     assert row["metrics"]["psnr"] > row["baseline"]["psnr"] + 2
     (cell,) = leaderboard_rows([finished.out])
-    assert cell.public == "test"
+    assert cell.knowledge.public == "test"
     granted = dict(threat_model(load_runs([finished.out])[0].rows))["Is granted"]
     assert "the test split" in granted
 
@@ -68,18 +68,18 @@ def test_the_row_says_so_and_the_attack_gains(finished: Run) -> None:
 def test_a_recording_is_attacked_with_them_again(finished: Run, tmp_path: Path) -> None:
     (path,) = finished.observations()
     (recorded,) = finished.rows()
-    _, row = fedsim.attack(path, "feature_regression", public="test")
+    _, row = fedsim.attack(path, "feature_regression", grant=fedsim.Grant(public="test"))
     assert row["knowledge"]["public"] == "test"
     assert row["metrics"] == pytest.approx(recorded["metrics"], nan_ok=True)
     words = ["attack", str(path), "--attack", "feature_regression", "--quiet"]
-    said = CliRunner().invoke(app, [*words, "--public", "test"])
+    said = CliRunner().invoke(app, [*words, "--grant", "public=test"])
     assert json.loads(said.stdout)["metrics"]["psnr"] == pytest.approx(row["metrics"]["psnr"])
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code == 2
-    assert "--public test" in refused.stderr
+    assert "--grant public=test" in refused.stderr
     alone = fedsim.load_observation(path)
     with pytest.raises(FedsimError, match="--truth"):
-        fedsim.attack(alone, "feature_regression", public="test")
+        fedsim.attack(alone, "feature_regression", grant=fedsim.Grant(public="test"))
 
 
 def test_what_was_not_granted_was_not_recorded(tmp_path: Path) -> None:
@@ -87,7 +87,9 @@ def test_what_was_not_granted_was_not_recorded(tmp_path: Path) -> None:
     done = fedsim.run({**SCENARIO, "knowledge": {}, "attacks": attacks}, out=tmp_path / "out")
     assert not list(done.out.glob("public*"))
     with pytest.raises(FedsimError, match=r"knowledge\.public: test"):
-        fedsim.attack(done.observations()[0], "feature_regression", public="test")
+        fedsim.attack(
+            done.observations()[0], "feature_regression", grant=fedsim.Grant(public="test")
+        )
 
 
 def test_an_attack_that_needs_them_is_refused_before_any_work(tmp_path: Path) -> None:

@@ -167,7 +167,6 @@ def test_no_name_or_reason_becomes_markup(run_folder: Path, tmp_path: Path) -> N
         row |= {"scenario": NASTY, "dataset": NASTY, "variant": {NASTY: NASTY}}
         row["model"]["name"] = row["attack"]["label"] = row["vantage"] = NASTY
         row["defense"] = {"name": NASTY + row["defense"]["name"], "stack": [{"name": NASTY}]}
-        row["knowledge"] = {"labels": NASTY, "bn": NASTY}
         row["privacy"] |= {"epsilon": 1.0, "accountant": NASTY, "unit": NASTY, "relation": NASTY}
         if row["status"] == "failed":
             row["reason"] = NASTY

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from synthetic_run import STACKS, write_run
 
+from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
 from fedsim.report.figures import describe_stack
 from fedsim.report.render import _CLAIM, _COLUMNS
@@ -87,7 +88,7 @@ def test_names_cannot_drive_the_terminal(rows: list[LeaderboardRow]) -> None:
 
 
 def test_what_varies_is_told_apart(rows: list[LeaderboardRow]) -> None:
-    text = render([rows[0], replace(rows[0], round=2, labels="known")], width=120)
+    text = render([rows[0], replace(rows[0], round=2, knowledge=Grant(labels="known"))], width=120)
     assert "labels=known" in text
     assert "round=2" in text
     assert "vantage server" in text

@@ -613,9 +613,8 @@ MUTATIONS = (
         name="true labels granted while rows say inferred",
         item=8,
         file="fedsim/attacking/targets.py",
-        old="        observation, truth, granted.labels, granted.bn, "
-        "granted.features, public_images\n",
-        new='        observation, truth, "known", granted.bn, granted.features, public_images\n',
+        old="hand_over(observation, truth, granted, public)\n",
+        new='hand_over(observation, truth, Grant(labels="known"), public)\n',
         tests=(ROAD,),
     ),
     Mutation(
@@ -782,8 +781,8 @@ MUTATIONS = (
         name="true labels that an attack can write into",
         item=16,
         file="fedsim/attacking/knowledge.py",
-        old="truth.labels.to(device, copy=True)",
-        new="truth.labels.to(device)",
+        old="labels.to(device, copy=True)",
+        new="labels.to(device)",
         tests=(FOREIGN,),
     ),
     Mutation(

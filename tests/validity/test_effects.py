@@ -15,11 +15,12 @@ import fedsim
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack
 from fedsim.contracts.defense import UpdateDefense, add_gaussian
+from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import UNKNOWN, Effect, Knowledge, LocalTraining, Noise, Observation, Tensors
+from fedsim.types import UNKNOWN, Effect, LocalTraining, Noise, Observation, Tensors
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _body_gradient
 

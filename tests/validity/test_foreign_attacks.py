@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from fedsim.attacking.targets import Granted, question
+from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.types import Observation, Reconstruction
 
 
 class Careless(Attack[AttackState]):
@@ -41,7 +42,7 @@ def test_what_an_attack_writes_into_its_knowledge_changes_no_truth() -> None:
     observation, truth = make_observation(torch.rand(2, 3, 8, 8), torch.tensor([4, 7]), model="mlp")
     assert truth.features is not None
     features = truth.features.clone()
-    question(Careless(), observation, truth, Granted(labels="known", features="known"), 1)
+    question(Careless(), observation, truth, Grant(labels="known", features="known"), 1)
     assert truth.labels.tolist() == [4, 7]
     assert torch.equal(truth.features, features)
 
@@ -52,7 +53,7 @@ def test_draws_from_the_global_stream_follow_from_the_seed() -> None:
     before = torch.get_rng_state()
 
     def drawn(seed: int) -> torch.Tensor:
-        images = question(Careless(), observation, truth, Granted(), seed).reconstruction.images
+        images = question(Careless(), observation, truth, Grant.least(), seed).reconstruction.images
         assert images is not None
         return images
 

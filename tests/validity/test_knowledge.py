@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedsim.attacking.knowledge import grant
-from fedsim.contracts.attack import Needs
+from fedsim.attacking.knowledge import Public, hand_over
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, save_observation, save_truth
@@ -23,11 +24,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.training.workload import Workload
 from fedsim.types import (
-    BatchNormKnowledge,
-    FeatureKnowledge,
     GroundTruth,
-    Knowledge,
-    Labels,
     LocalTraining,
     Mode,
     Observation,
@@ -44,8 +41,7 @@ SCENARIO: dict[str, Any] = {
     "attacks": [],
 }
 
-LABELS = get_args(Labels)
-BN = get_args(BatchNormKnowledge)
+LABELS, BN = (Grant.values()[name] for name in ("labels", "bn"))
 
 
 def batch_norm(mode: Mode = "train") -> tuple[Observation, GroundTruth]:
@@ -110,12 +106,10 @@ def test_neither_observation_nor_recording_holds_labels_or_images(
 
 @pytest.mark.parametrize("bn", BN)
 @pytest.mark.parametrize("labels", LABELS)
-def test_labels_and_statistics_are_handed_over_only_as_granted(
-    labels: Labels, bn: BatchNormKnowledge
-) -> None:
+def test_labels_and_statistics_are_handed_over_only_as_granted(labels: str, bn: str) -> None:
     observation, truth = batch_norm()
-    shown, knowledge = grant(observation, truth, labels, bn)
-    assert (knowledge.labels, knowledge.bn) == (labels, bn)
+    shown, knowledge = hand_over(observation, truth, Grant(labels=labels, bn=bn))
+    assert knowledge.grant == Grant(labels=labels, bn=bn)
     assert holds((shown, knowledge), truth.labels) == (labels == "known")
     assert (knowledge.true_labels is not None) == (labels == "known")
     assert (knowledge.exact_bn is not None) == (bn == "exact")
@@ -126,46 +120,48 @@ def test_labels_and_statistics_are_handed_over_only_as_granted(
 
 
 @pytest.mark.parametrize("features", ["none", "known"])
-def test_features_are_handed_over_only_as_granted(features: FeatureKnowledge) -> None:
+def test_features_are_handed_over_only_as_granted(features: str) -> None:
     head = {"width": 40, "planted": 30}
     observation, truth = make_observation(
         *example_batch(3), model="mlp", model_parameters={"hidden": [7], "head": head}
     )
     assert truth.features is not None
-    _, knowledge = grant(observation, truth, "none", "none", features)
-    assert knowledge.features == features
+    _, knowledge = hand_over(observation, truth, Grant.least(features=features))
+    assert knowledge.grant.features == features
     assert holds(knowledge, truth.features) == (features == "known")
 
 
 def test_public_images_are_handed_over_only_as_granted() -> None:
     observation, truth = batch_norm()
     public = (example_batch(9)[0][4:] * 255).byte()
-    _, without = grant(observation, truth, "known", "exact")
-    shown, knowledge = grant(observation, truth, "none", "none", public_images=public)
+    _, without = hand_over(observation, truth, Grant(labels="known", bn="exact"))
+    granted = Grant.least(public="test")
+    shown, knowledge = hand_over(observation, truth, granted, Public(images=public))
     assert not holds(without, public)
     assert not holds(shown, public)
     assert holds(knowledge, public)
     assert not holds(knowledge, truth.images)
-    assert (without.public, knowledge.public) == ("none", "test")
-    assert Needs(public="test").unmet("known", "exact", "known", "others") is not None
-    assert Needs(public="test").unmet("none", "none", "none", "none", "test") is None
+    assert (without.grant.public, knowledge.grant.public) == ("none", "test")
+    assert not holds(hand_over(observation, truth, Grant(), Public(images=public)), public)
+    with pytest.raises(ValueError, match="public"):
+        hand_over(observation, truth, granted)
 
 
 def test_without_the_truth_it_cannot_be_granted() -> None:
     observation, _ = batch_norm()
     with pytest.raises(ValueError, match="truth"):
-        grant(observation, None, "known", "none")
+        hand_over(observation, None, Grant(labels="known"))
     with pytest.raises(ValueError, match="truth"):
-        grant(observation, None, "none", "exact")
+        hand_over(observation, None, Grant.least(bn="exact"))
     with pytest.raises(ValueError, match="truth"):
-        grant(observation, None, "none", "none", "known")
-    _, knowledge = grant(observation, None, "inferred", "inferred")
-    assert knowledge == Knowledge(labels="inferred", bn="inferred")
+        hand_over(observation, None, Grant(features="known"))
+    _, knowledge = hand_over(observation, None, Grant(labels="inferred", bn="inferred"))
+    assert knowledge == Knowledge(grant=Grant(labels="inferred", bn="inferred"))
 
 
 def test_exact_statistics_are_those_of_the_victims_batch() -> None:
     observation, truth = batch_norm()
-    _, knowledge = grant(observation, truth, "none", "exact")
+    _, knowledge = hand_over(observation, truth, Grant.least(bn="exact"))
     assert knowledge.exact_bn is not None
     model = rebuild(observation)
     names = [name for name, m in model.named_modules() if isinstance(m, nn.BatchNorm2d)]
@@ -182,27 +178,18 @@ def test_exact_statistics_are_those_of_the_victims_batch() -> None:
             torch.testing.assert_close(knowledge.exact_bn[f"{name}.var"], var, rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("needed", LABELS)
-@pytest.mark.parametrize("granted", LABELS)
-def test_an_attack_that_needs_more_labels_than_granted_is_refused(
-    needed: Labels, granted: Labels
-) -> None:
-    unmet = Needs(labels=needed).unmet(granted, "none")
-    assert (unmet is None) == (LABELS.index(granted) >= LABELS.index(needed))
-    if unmet:
-        assert f"knowledge.labels: {needed}" in unmet
-        assert granted in unmet
-
-
-@pytest.mark.parametrize("needed", BN)
-@pytest.mark.parametrize("granted", BN)
-def test_an_attack_that_needs_more_statistics_than_granted_is_refused(
-    needed: BatchNormKnowledge, granted: BatchNormKnowledge
-) -> None:
-    unmet = Needs(bn=needed).unmet("known", granted)
-    assert (unmet is None) == (BN.index(granted) >= BN.index(needed))
-    if unmet:
-        assert f"knowledge.bn: {needed}" in unmet
+@pytest.mark.parametrize("name", Grant.values())
+def test_an_attack_that_needs_more_than_granted_is_refused(name: str) -> None:
+    values = Grant.values()[name]
+    for needed, granted in itertools.product(values, values):
+        missing = (
+            Grant.most().model_copy(update={name: granted}).lacks(Grant.least(**{name: needed}))
+        )
+        assert (missing is None) == (values.index(granted) >= values.index(needed))
+        if missing:
+            assert f"knowledge.{name}: {needed}" in missing
+            assert f"--grant {name}={needed}" in missing
+            assert granted in missing
 
 
 def test_the_mode_is_declared_recorded_and_counts(tmp_path: Path) -> None:

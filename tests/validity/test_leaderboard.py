@@ -612,7 +612,7 @@ def test_ten_trials_without_a_gain_are_no_certainty(tmp_path: Path) -> None:
     text = told(tmp_path, rows)
     assert "0/10 (0–31)" in text and "0 of 10 (0 to 31%)" in text
     assert "interval of that chance 0 to 31%" in text
-    assert "All 10 trials gained the same" in text
+    assert "All of 10 trials gained the same" in text
     assert "12.0 [12.0, 12.0]" not in text
     (record,) = csv.DictReader(io.StringIO(render(rows, "csv")))
     assert (record["leaking_count"], record["leaking_n"]) == ("0", "10")

@@ -16,13 +16,14 @@ import torch
 from scipy.stats import binom
 
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Release
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.learners.least_squares import normal_solution
 from fedsim.privacy.membership import auc_limit, tpr_limit
 from fedsim.scoring.rows import membership_auc
 from fedsim.testing import make_release
-from fedsim.types import Knowledge, Observation, RowTruth
+from fedsim.types import Observation, RowTruth
 from fedsim_attacks.closed_form._release_law import law
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_defenses.least_squares import LeastSquaresMechanism
@@ -63,7 +64,7 @@ def scores(
     rows = torch.cat([others, ROW[None]]) if present else others
     whole = regularized(rows, sigma)
     stream = torch.Generator().manual_seed(int(present))
-    knowledge = Knowledge(rows="others", other_rows=(others,), candidate=ROW)
+    knowledge = Knowledge(grant=Grant.least(rows="others"), other_rows=(others,), candidate=ROW)
     worlds = torch.stack([torch.zeros_like(ROW), ROW])
     known = law(observation, knowledge)
     found = []
@@ -79,7 +80,7 @@ def scores(
 
 def test_the_attack_answers_that_ratio() -> None:
     observation, _ = release("sketch")
-    known = Knowledge(rows="others", other_rows=(NOBODY,), candidate=ROW)
+    known = Knowledge(grant=Grant.least(rows="others"), other_rows=(NOBODY,), candidate=ROW)
     found = solve(MembershipInference(), observation, known, 0).reconstruction.membership
     worlds = torch.stack([torch.zeros_like(ROW), ROW])
     absent, there = law(observation, known).log_likelihood(worlds)

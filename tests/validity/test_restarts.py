@@ -12,9 +12,10 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import Knowledge, Observation, Reconstruction
+from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 
 
@@ -97,7 +98,7 @@ def test_restarts_start_from_points_of_their_own() -> None:
 def test_the_reported_iterate_is_that_of_least_own_loss() -> None:
     observation, truth = make_observation(*example_batch(1))
     attack = InvertingGradients(iterations=1000, step_size=0.5)
-    known = Knowledge(labels="known", true_labels=truth.labels)
+    known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     state = attack.init(observation, known, rng.generator(1, "attack", 0))
     losses: list[float] = []
     iterates = []

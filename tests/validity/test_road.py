@@ -22,18 +22,19 @@ from torch.func import functional_call
 
 import fedsim
 from fedsim.attacking.jobs import reconstruction_path, seed_of
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, AttackState, solve
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.defense import UpdateDefense
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, load_truth, read_tensors
 from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.results.record import Row, Run
-from fedsim.types import Dataset, GroundTruth, Knowledge, Observation, Reconstruction, Tensors
+from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
 
 RESTARTS = 4
 SPREAD = 8
@@ -274,7 +275,11 @@ def test_every_update_that_there_was_to_be_has_its_row(finished: Run) -> None:
 def test_the_restart_that_is_reported_has_the_least_own_loss(finished: Run) -> None:
     """Rule 1, in the attack stage: no job looks at the truth to choose."""
     for row in of(finished, "dice", "none", "sum"):
-        seen, known = grant(recorded(finished, row), truth_of(finished, row), "inferred", "running")
+        seen, known = hand_over(
+            recorded(finished, row),
+            truth_of(finished, row),
+            Grant(labels="inferred", bn="running"),
+        )
         solution = solve(
             Dice(), seen, known, seed_of(recorded(finished, row), "dice"), restarts=RESTARTS
         )

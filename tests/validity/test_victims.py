@@ -15,20 +15,13 @@ from fedsim.attacking.jobs import reconstruction_path
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.data import DataSource
+from fedsim.contracts.grant import Knowledge
 from fedsim.recording.files import load_truth, read_tensors
 from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
 from fedsim.results import rows
 from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser
-from fedsim.types import (
-    Dataset,
-    FedsimError,
-    GroundTruth,
-    Knowledge,
-    Observation,
-    Reconstruction,
-    Tensors,
-)
+from fedsim.types import Dataset, FedsimError, GroundTruth, Observation, Reconstruction, Tensors
 
 SIDE = 8
 

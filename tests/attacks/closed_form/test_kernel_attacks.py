@@ -13,16 +13,17 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from fedsim.attacking.knowledge import grant_of_row
-from fedsim.attacking.targets import Granted, question
+from fedsim.attacking.knowledge import hand_over_row
+from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.learners import ntk
 from fedsim.privacy.mechanisms import draws, laplace
 from fedsim.privacy.membership import auc_limit
 from fedsim.scoring import row_baseline, score_rows
 from fedsim.scoring.rows import membership_auc
 from fedsim.testing import make_kernel_release
-from fedsim.types import Knowledge, Observation, Reconstruction, RowTruth
+from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form import _kernel_posterior
 from fedsim_attacks.closed_form._kernel_posterior import Likeness, equations, posterior_mean
 from fedsim_attacks.closed_form._kernel_release import (
@@ -38,7 +39,7 @@ from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_defenses.truncated_laplace import TruncatedLaplace
 
-OTHERS = Granted(rows="others")
+OTHERS = Grant.least(rows="others")
 CANDIDATES = 45
 MODEL = {"release": "model", "ridge": 1.0}
 FORM = {"release": "form", "ridge": 1.0}
@@ -203,7 +204,7 @@ def test_a_predictor_of_more_rows_than_entries_hides_none_of_them(
     """From who knows the others, as long as no noise is on the features."""
     observation, truth = released(FORM, [*defense, {"name": "aggregate"}], num_clients=5)
     assert int(truth.members.sum()) > 64
-    knowledge = grant_of_row(truth, int(truth.members.nonzero()[3]), "others", asked=False)
+    knowledge = hand_over_row(truth, int(truth.members.nonzero()[3]), OTHERS, asked=False)
     found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
     assert found.rows is not None
     target = truth.rows[truth.members][3]
@@ -215,7 +216,7 @@ def test_a_row_among_many_has_its_label_told_by_the_labels_of_the_others() -> No
     observation, truth = released(FORM, [{"name": "aggregate"}], num_clients=5)
     members = truth.members.nonzero().flatten().tolist()
     for target in members[::10]:
-        knowledge = grant_of_row(truth, target, "others", asked=False)
+        knowledge = hand_over_row(truth, target, OTHERS, asked=False)
         found = solve(RowReconstruction(), observation, knowledge, seed=0).reconstruction
         assert found.rows is not None
         assert torch.equal(found.rows[0, 64:].argmax(), truth.rows[target, 64:].argmax())
@@ -364,7 +365,7 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
     )
     observation, truth = case
     target = int(truth.members.nonzero()[0])
-    known = others(grant_of_row(truth, target, "others", True))
+    known = others(hand_over_row(truth, target, OTHERS, True))
     model = match(read(observation, known), known, True).model
     mechanism = TruncatedLaplace(beta=beta, epsilon=epsilon, delta=delta)
 
@@ -432,16 +433,16 @@ def test_whoever_was_exchanged_is_withheld() -> None:
     inside, outside = int(truth.members.nonzero()[0]), int((~truth.members).nonzero()[-1])
     count = int(truth.members.sum())
     for target in (inside, outside):
-        known = grant_of_row(truth, target, "others", True, stream())
+        known = hand_over_row(truth, target, OTHERS, True, stream())
         assert sum(map(len, known.other_rows)) == count - 1
         assert [len(part) for part in known.other_rows][known.target_client] == 14
     assert int(truth.clients[outside]) == 2
     drawn = {
-        tuple(grant_of_row(truth, outside, "others", True, stream(s)).other_rows[2].sum(0).tolist())
+        tuple(hand_over_row(truth, outside, OTHERS, True, stream(s)).other_rows[2].sum(0).tolist())
         for s in range(40)
     }
     assert len(drawn) > 5
-    plain = grant_of_row(truth, outside, "others", True)
+    plain = hand_over_row(truth, outside, OTHERS, True)
     assert sum(map(len, plain.other_rows)) == count
 
 
@@ -458,7 +459,7 @@ def test_what_cannot_be_read_is_refused() -> None:
         question(MembershipInference(), foreign, truth, OTHERS, 0)
     with pytest.raises(AttackFailed, match=r"knowledge\.rows: others"):
         solve(RowReconstruction(), observation, Knowledge(), 0)
-    known = grant_of_row(truth, 0, "others", False)
+    known = hand_over_row(truth, 0, OTHERS, False)
     few = replace(known, other_rows=(known.other_rows[0][:3],))
     for attack in (RowReconstruction(), MembershipInference()):
         asked = replace(few, candidate=truth.rows[0])

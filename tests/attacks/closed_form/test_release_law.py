@@ -10,11 +10,12 @@ from scipy import stats
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.testing import make_release
-from fedsim.types import UNKNOWN, Knowledge, Observation
+from fedsim.types import UNKNOWN, Observation
 from fedsim_attacks.closed_form._release_law import Law, law
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
@@ -43,7 +44,9 @@ def observed(
         num_clients=clients,
         intercept=False,
     )
-    return observation, Knowledge(rows="others", other_rows=ROWS.chunk(clients), target_client=0)
+    return observation, Knowledge(
+        grant=Grant.least(rows="others"), other_rows=ROWS.chunk(clients), target_client=0
+    )
 
 
 def gram(sigma: float = 0.0, row: bool = False, rows: Tensor = ROWS) -> Tensor:

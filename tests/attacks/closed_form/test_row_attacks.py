@@ -6,18 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.attacking.knowledge import grant_of_row
-from fedsim.attacking.targets import Granted, question
+from fedsim.attacking.knowledge import hand_over_row
+from fedsim.attacking.targets import question
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.scoring import row_baseline, score_rows
 from fedsim.testing import make_observation, make_release
 from fedsim.testing.release import example_rows
-from fedsim.types import Knowledge, Observation, Reconstruction, RowTruth
+from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 
-OTHERS = Granted(rows="others")
+OTHERS = Grant.least(rows="others")
 
 
 def released(
@@ -102,7 +103,7 @@ def test_the_posterior_is_at_a_maximum() -> None:
     """The returned row is likelier than any nearby, in whichever direction."""
     observation, truth = released(parameters={"columns": 60})
     target = int(truth.members.nonzero()[2])
-    known = grant_of_row(truth, target, "others", False)
+    known = hand_over_row(truth, target, OTHERS, False)
     attack = RowReconstruction()
     state = attack.init(observation, known, torch.Generator())
     while not attack.terminate(state):
@@ -138,19 +139,19 @@ def test_a_row_is_asked_for_by_itself() -> None:
     """What is handed over about one target: never itself, unless asked; never who took part."""
     _, truth = released()
     for target in (0, 1):
-        known = grant_of_row(truth, target, "others", False)
+        known = hand_over_row(truth, target, OTHERS, False)
         assert known.candidate is None
         (others,) = known.other_rows
         assert len(others) == int(truth.members.sum()) - int(truth.members[target])
         assert not bool((others == truth.rows[target]).all(1).any())
-    assert grant_of_row(truth, 1, "none", True).other_rows == ()
+    assert hand_over_row(truth, 1, Grant.least(), True).other_rows == ()
     assert not torch.equal(truth.members, torch.ones_like(truth.members))
 
 
 def test_the_wrong_kind_is_refused() -> None:
     images = make_observation(torch.rand(1, 1, 16, 16), torch.tensor([1]))
     with pytest.raises(AttackFailed, match=r"reads sketch and .*clients send updates of a model"):
-        question(MembershipInference(), *images, Granted(), 0)
+        question(MembershipInference(), *images, Grant.least(), 0)
     with pytest.raises(AttackFailed, match=r"reads updates of a model.*releases of kind sketch"):
         question(DeepLeakage(iterations=1), *released(), OTHERS, 0)
     observation, _ = released()

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_release
 from fedsim.testing.release import example_rows
-from fedsim.types import Knowledge
 from fedsim_attacks.closed_form._release_law import Law
 from fedsim_attacks.closed_form._row_posterior import Posterior
 from fedsim_attacks.closed_form._row_prior import Prior, prior
@@ -73,7 +73,11 @@ def test_other_rows_are_taken_as_they_were_before_they_were_scaled() -> None:
     observation, _ = make_release(rows, members, learner="sketch", parameters={"columns": 9})
     scaled = rows * torch.linspace(0.5, 1.0, len(rows), dtype=torch.float64)[:, None]
     known, found = (
-        prior(observation.release, Knowledge(rows="others", other_rows=(each,)), True)
+        prior(
+            observation.release,
+            Knowledge(grant=Grant.least(rows="others"), other_rows=(each,)),
+            True,
+        )
         for each in (rows, scaled)
     )
     torch.testing.assert_close(found.mean, known.mean)

@@ -9,7 +9,7 @@ import torch
 from deep_victims import observe
 
 from fedsim import rng
-from fedsim.types import Knowledge
+from fedsim.contracts.grant import Knowledge
 from fedsim_attacks.gradient_matching._contrast import exposed, trusted
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features

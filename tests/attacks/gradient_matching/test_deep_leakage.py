@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.testing import make_observation
-from fedsim.types import Knowledge, Labels
 from fedsim_attacks.gradient_matching._gradient_distance import GradientDistance
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 from fedsim_attacks.gradient_matching.idlg import IDLG
@@ -35,9 +35,9 @@ def psnr(found: Tensor, truth: Tensor) -> float:
         (IDLG(iterations=150), "inferred"),
     ],
 )
-def test_a_face_is_recovered_with_its_label(attack: GradientDistance, labels: Labels) -> None:
+def test_a_face_is_recovered_with_its_label(attack: GradientDistance, labels: str) -> None:
     images, truth = face()
-    seen = grant(*make_observation(images, truth), labels, "none")
+    seen = hand_over(*make_observation(images, truth), Grant(labels=labels))
     found = solve(attack, *seen, seed=0).reconstruction
     assert found.images is not None
     assert found.labels is not None
@@ -51,14 +51,14 @@ def test_labels_that_are_only_inferred_are_not_used_by_dlg() -> None:
     observation, truth = make_observation(*face())
     stream = torch.Generator()
     attack = DeepLeakage()
-    for granted in (Knowledge(labels="none"), Knowledge(labels="inferred")):
+    for granted in (Knowledge(), Knowledge(grant=Grant(labels="inferred"))):
         assert attack.init(observation, granted, stream).candidate.logits is not None
-    known = Knowledge(labels="known", true_labels=truth.labels)
+    known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     assert attack.init(observation, known, stream).candidate.logits is None
 
 
 def test_it_stops_where_nothing_improves() -> None:
     observation, truth = make_observation(*face(), model="mlp", model_parameters={"hidden": [8]})
-    known = Knowledge(labels="known", true_labels=truth.labels)
+    known = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
     solution = solve(DeepLeakage(iterations=5000), observation, known, seed=0)
     assert solution.iterations < 5000

@@ -16,13 +16,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.recording.files import read_tensors
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import FedsimError, Knowledge, Observation
+from fedsim.types import FedsimError, Observation
 from fedsim_attacks.gradient_matching._generator import (
     Generator,
     over_parameterized,
@@ -61,7 +62,7 @@ def of_its_range(count: int) -> tuple[Observation, Knowledge, Tensor]:
     """An observation of images that `example_generator` draws, and those."""
     images = example_generator()(example_codes(count))
     observation, truth = make_observation(images, torch.arange(count), model="mlp")
-    return *grant(observation, truth, "known", "none"), images
+    return *hand_over(observation, truth, Grant(labels="known")), images
 
 
 def begin(attack: GenerativePrior, count: int) -> Search:
@@ -138,7 +139,7 @@ def gains(attack: GenerativePrior) -> list[float]:
     found = []
     for index in (5, 40, 120):
         images, labels = pixels[index : index + 1], faces.train_labels[index : index + 1]
-        seen = grant(*make_observation(images, labels, model="mlp"), "inferred", "none")
+        seen = hand_over(*make_observation(images, labels, model="mlp"), Grant(labels="inferred"))
         drawn = solve(attack, *seen, seed=0).reconstruction.images
         assert drawn is not None
         guess = (pixels.mean(0) - images).square().mean()
@@ -256,5 +257,5 @@ def test_the_training_script_writes_what_an_attack_takes(tmp_path: Path) -> None
     assert attack.pop("name") == "generative_prior"
     assert attack["public"] == "digits size=16 test split, 359 images"
     images, labels = example_batch(1)
-    seen = grant(*make_observation(images, labels), "known", "none")
+    seen = hand_over(*make_observation(images, labels), Grant(labels="known"))
     assert solve(GenerativePrior(**attack, iterations=11), *seen, seed=0).iterations == 11

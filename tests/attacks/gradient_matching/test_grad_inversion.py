@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import Knowledge, Labels
 from fedsim_attacks.gradient_matching._registration import register
 from fedsim_attacks.gradient_matching.grad_inversion import (
     GradInversion,
@@ -45,7 +45,9 @@ def own_loss(attack: GradInversion, state: Group, images: Tensor) -> float:
 def test_the_objective_is_zero_at_the_truth_alone(batch_norm: bool) -> None:
     """Without the weights of those priors that are not."""
     observation, truth = make_observation(*example_batch(3), **(BATCH_NORM if batch_norm else {}))
-    seen = grant(observation, truth, "known", "exact" if batch_norm else "none")
+    seen = hand_over(
+        observation, truth, Grant(labels="known", bn="exact" if batch_norm else "none")
+    )
     attack = GradInversion(iterations=1, seeds=2, **ZERO_AT_TRUTH)
     state = attack.init(*seen, stream())
     assert own_loss(attack, state, normalize(truth.images, observation.model)) < 1e-6
@@ -57,7 +59,7 @@ def test_granted_batch_norm_statistics_are_matched() -> None:
     wrong = normalize(1 - truth.images, observation.model)
     losses = []
     for granted in ("none", "exact"):
-        seen = grant(observation, truth, "known", granted)
+        seen = hand_over(observation, truth, Grant(labels="known", bn=granted))
         attack = GradInversion(iterations=1, seeds=1, batch_norm=1.0)
         losses.append(own_loss(attack, attack.init(*seen, stream()), wrong))
     assert losses[1] > losses[0] + 0.3
@@ -73,7 +75,7 @@ def test_every_term_has_its_slope() -> None:
     assert torch.allclose(consensus_slope(images, mean), wanted)
 
     observation, truth = make_observation(*example_batch(3))
-    seen = grant(observation, truth, "known", "none")
+    seen = hand_over(observation, truth, Grant(labels="known"))
     attack = GradInversion(iterations=1, seeds=1, total_variation=0.3, norm=0.7)
     state = attack.init(*seen, stream())
     (at,) = state.images
@@ -91,7 +93,7 @@ def test_seeds_that_agree_are_not_pulled() -> None:
 
 def test_the_group_is_pulled_together() -> None:
     observation, truth = make_observation(*example_batch(2))
-    seen = grant(observation, truth, "known", "none")
+    seen = hand_over(observation, truth, Grant(labels="known"))
     spread = {}
     for weight in (0.0, 10.0):
         attack = GradInversion(iterations=30, seeds=3, group=weight, noise=0.0, warmup=0)
@@ -114,7 +116,7 @@ def test_a_shift_is_undone(shift: tuple[int, int]) -> None:
 
 def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
     observation, truth = make_observation(*example_batch(1))
-    seen = grant(observation, truth, "known", "none")
+    seen = hand_over(observation, truth, Grant(labels="known"))
     attack = GradInversion(iterations=1, seeds=2, reach=0, **ZERO_AT_TRUTH)
     state = attack.init(*seen, stream())
     right = normalize(truth.images, observation.model)
@@ -131,7 +133,7 @@ def test_the_mean_of_the_seeds_wins_where_its_loss_is_less() -> None:
 
 def test_noise_comes_from_the_generator_and_scales_with_the_step() -> None:
     observation, truth = make_observation(*example_batch(1))
-    seen = grant(observation, truth, "known", "none")
+    seen = hand_over(observation, truth, Grant(labels="known"))
     after = {}
     for noise in (0.0, 0.5):
         attack = GradInversion(iterations=1000, seeds=2, noise=noise, warmup=4, step_size=0.01)
@@ -153,13 +155,13 @@ def test_the_step_size_rises_and_falls_to_zero() -> None:
 
 
 @pytest.mark.parametrize("labels", ["none", "inferred", "known"])
-def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
+def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: str) -> None:
     faces = Faces(size=16).load()
     pixels = faces.train_images.float() / 255
     gains = []
     for index in (5, 40, 120):
         images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
-        seen = grant(*make_observation(images, truth, model="mlp"), labels, "none")
+        seen = hand_over(*make_observation(images, truth, model="mlp"), Grant(labels=labels))
         attack = GradInversion(iterations=200, seeds=2, warmup=10)
         found = solve(attack, *seen, seed=0).reconstruction
         assert found.images is not None

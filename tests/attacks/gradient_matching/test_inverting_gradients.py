@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Faces
 from fedsim.models.base import denormalize
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
-from fedsim.types import Knowledge, Labels, Observation
+from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._matching import cosine_distance
 from fedsim_attacks.gradient_matching._variation import opponent_variation, total_variation
 from fedsim_attacks.gradient_matching.inverting_gradients import (
@@ -27,13 +28,13 @@ from fedsim_attacks.gradient_matching.inverting_gradients import (
 
 
 @pytest.mark.parametrize("labels", ["none", "inferred", "known"])
-def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: Labels) -> None:
+def test_on_an_mlp_it_beats_the_mean_image_clearly(labels: str) -> None:
     faces = Faces(size=16).load()
     pixels = faces.train_images.float() / 255
     gains = []
     for index in (5, 40, 120):
         images, truth = pixels[index : index + 1], faces.train_labels[index : index + 1]
-        seen = grant(*make_observation(images, truth, model="mlp"), labels, "none")
+        seen = hand_over(*make_observation(images, truth, model="mlp"), Grant(labels=labels))
         found = solve(InvertingGradients(iterations=200), *seen, seed=0).reconstruction
         assert found.images is not None
         assert found.labels is not None
@@ -76,7 +77,9 @@ def test_a_single_pixel_has_no_variation() -> None:
 
 def test_stretched_images_are_multiples_of_the_others_that_fill_the_valid_pixels() -> None:
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    seen = grant(*make_observation(images, torch.tensor([1, 2]), model="mlp"), "known", "none")
+    seen = hand_over(
+        *make_observation(images, torch.tensor([1, 2]), model="mlp"), Grant(labels="known")
+    )
     plain, stretched = (
         solve(InvertingGradients(iterations=3, step_size=1e-3, stretched=on), *seen, seed=0)
         for on in (False, True)
@@ -97,7 +100,7 @@ def test_stretched_images_are_multiples_of_the_others_that_fill_the_valid_pixels
 def colored(count: int = 2, side: int = 10) -> tuple[Observation, Knowledge]:
     images = torch.rand(count, 3, side, side, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(count)
-    return grant(*make_observation(images, labels, model="mlp"), "known", "none")
+    return hand_over(*make_observation(images, labels, model="mlp"), Grant(labels="known"))
 
 
 def plain_opponents(images: Tensor) -> Tensor:

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
 from fedsim.contracts import plugins
 from fedsim.contracts.attack import AttackFailed, create, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching._matching import (
     Distance,
     Matching,
@@ -99,7 +100,7 @@ def test_an_attack_on_the_body_does_not_read_the_update_of_the_head(name: str) -
 
     def images(seen: Observation, tensors: str) -> torch.Tensor:
         attack = create(name, {**SHORT[name], "tensors": tensors})
-        knowledge = Knowledge(labels="known", true_labels=truth.labels)
+        knowledge = Knowledge(grant=Grant(labels="known"), true_labels=truth.labels)
         found = solve(attack, seen, knowledge, seed=0).reconstruction.images
         assert found is not None
         return found
@@ -112,7 +113,7 @@ def test_an_attack_on_the_body_does_not_read_the_update_of_the_head(name: str) -
 @pytest.mark.parametrize("name", SHORT)
 def test_where_nothing_is_outside_of_the_head_the_body_is_refused(name: str) -> None:
     observation, truth = observed()
-    seen, knowledge = grant(with_other(observation, "body", 0.0), truth, "known", "none")
+    seen, knowledge = hand_over(with_other(observation, "body", 0.0), truth, Grant(labels="known"))
     attack = create(name, {**SHORT[name], "tensors": "body"})
     with pytest.raises(AttackFailed, match="outside of the head: match tensors: all"):
         solve(attack, seen, knowledge, seed=0)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackFailed, create, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
+from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.head_features import best_features, head_fit, unrolled_features
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective

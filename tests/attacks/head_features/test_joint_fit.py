@@ -11,10 +11,11 @@ import torch.nn.functional as F
 
 from fedsim import rng
 from fedsim.contracts.attack import create, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
 from fedsim_attacks.head_features._feature_norms import labels_of
 from fedsim_attacks.head_features._head_gradient import HeadGradient

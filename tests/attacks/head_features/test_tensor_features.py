@@ -13,11 +13,11 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import create, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import HeadConfig
 from fedsim.models.head import TwoLayerHead
 from fedsim.scoring import score
 from fedsim.testing import make_observation
-from fedsim.types import Knowledge
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
@@ -251,11 +251,13 @@ def test_the_oracle_needs_the_truth_and_gives_its_order() -> None:
     )
     assert truth.features is not None
     oracle = create("tensor_features", {"oracle": True, "variance_reduction": True})
-    assert oracle.required().unmet("known", "exact") is not None
-    assert oracle.required().unmet("none", "none", "known") is None
-    assert create("tensor_features").required().unmet("none", "none") is None
+    assert Grant(labels="known", bn="exact").lacks(oracle.required()) is not None
+    assert Grant.least(features="known").lacks(oracle.required()) is None
+    assert Grant.least().lacks(create("tensor_features").required()) is None
     for order in ([0, 1], [1, 0]):
-        knowledge = Knowledge(features="known", true_features=truth.features[order])
+        knowledge = Knowledge(
+            grant=Grant.least(features="known"), true_features=truth.features[order]
+        )
         found = solve(oracle, observation, knowledge, seed=1).reconstruction.features
         assert found is not None
         assert bool((F.cosine_similarity(found, truth.features[order]) > 0.9).all())

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from fedsim import rng
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.testing.updates import same
-from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd._smooth_slopes import max_pool, relu
 from fedsim_attacks.gradient_matching._matching import Target
 from fedsim_attacks.gradient_matching._variation import chromatic_variation

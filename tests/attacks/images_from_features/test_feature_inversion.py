@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import hand_over
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import BatchNormKnowledge, GroundTruth, Knowledge, Observation
+from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._unet import UNet
@@ -77,10 +78,10 @@ def test_equation_2_does_not_see_signs_or_norms() -> None:
 
 
 @pytest.mark.parametrize("bn", ["exact", "inferred"])
-def test_the_batch_norm_term_is_least_at_the_truth(bn: BatchNormKnowledge) -> None:
+def test_the_batch_norm_term_is_least_at_the_truth(bn: str) -> None:
     """Zero for exact statistics; inferred variances are unbiased, which adds a little."""
     observation, truth = observe()
-    seen, knowledge = grant(observation, truth, "none", bn)
+    seen, knowledge = hand_over(observation, truth, Grant.least(bn=bn))
     prior = ForwardPrior(seen, knowledge, None, batch_norm=1.0)
     right = float(prior(normalize(truth.images, observation.model))[0])
     assert right < (1e-4 if bn == "exact" else 0.5)
@@ -89,7 +90,7 @@ def test_the_batch_norm_term_is_least_at_the_truth(bn: BatchNormKnowledge) -> No
 
 def test_ungranted_statistics_are_not_used() -> None:
     observation, truth = observe()
-    seen, knowledge = grant(observation, truth, "none", "none")
+    seen, knowledge = hand_over(observation, truth, Grant.least())
     assert float(ForwardPrior(seen, knowledge, None, batch_norm=1.0)(truth.images)[0]) == 0
 
 

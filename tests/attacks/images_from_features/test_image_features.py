@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.testing.updates import near
-from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, relative_noise_variance

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Grant
 from fedsim.data.bundled import Digits
 from fedsim.models.base import normalize
 from fedsim.scoring import score
@@ -114,7 +115,7 @@ def digits(count: int, defense: list[dict[str, object]]) -> tuple[Observation, G
 def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
     defense: list[dict[str, object]] = [{"name": "gaussian_noise", "std": std}] if std else []
     observation, truth, public = digits(4, defense)
-    _, knowledge = grant(observation, truth, "none", "none", public_images=public)
+    _, knowledge = hand_over(observation, truth, Grant.least(public="test"), Public(images=public))
     found = solve(FeatureRegression(), observation, knowledge, 0).reconstruction
     mean = (public.float() / 255).mean(0)
     guessed = -10 * torch.log10((truth.images - mean).square().flatten(1).mean(1)).mean()
@@ -127,7 +128,7 @@ def test_images_are_read_off_features_behind_noise_too(std: float) -> None:
 def test_features_in_doubt_are_not_read() -> None:
     """Of features that are wrong a regression makes images that are worse than their mean."""
     observation, _, public = digits(4, [{"name": "gaussian_noise", "std": 0.3}])
-    _, knowledge = grant(observation, None, "none", "none", public_images=public)
+    _, knowledge = hand_over(observation, None, Grant.least(public="test"), Public(images=public))
     images = solve(FeatureRegression(), observation, knowledge, 0).reconstruction.images
     assert images is not None
     mean = (public.float() / 255).mean(0).expand_as(images)
@@ -136,8 +137,8 @@ def test_features_in_doubt_are_not_read() -> None:
 
 def test_an_attack_uses_public_images_only_if_they_are_granted_and_wanted() -> None:
     observation, truth, public = digits(2, [])
-    _, without = grant(observation, truth, "none", "none")
-    _, granted = grant(observation, truth, "none", "none", public_images=public)
+    _, without = hand_over(observation, truth, Grant.least())
+    _, granted = hand_over(observation, truth, Grant.least(public="test"), Public(images=public))
     attack = FactoredInversion(iterations=10)
     plain = solve(attack, observation, without, 0).reconstruction
     unused = solve(

@@ -10,10 +10,11 @@ from deep_victims import observe
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.attacking.knowledge import grant
+from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.attack import solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing.observation import example_batch
-from fedsim.types import Knowledge, Observation
+from fedsim.types import Observation
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
 from fedsim_attacks.images_from_features._image_prior import ImageLaw, ImagePrior
@@ -88,7 +89,9 @@ def test_images_of_a_deep_body_come_out(defense: list[dict[str, Any]], least: fl
 
 def public(observation: Observation) -> Knowledge:
     images, _ = example_batch(30, observation.model.input_shape)
-    return grant(observation, None, "none", "none", public_images=(images * 255).byte())[1]
+    return hand_over(
+        observation, None, Grant.least(public="test"), Public(images=(images * 255).byte())
+    )[1]
 
 
 @pytest.mark.parametrize("std", [1e-2, 0.3])

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import Batches, GroundTruth, Knowledge, LocalTraining, Observation
+from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
 from fedsim_attacks.imprint._segmentation import Segmentation, segment
 from fedsim_attacks.imprint.imprint import ImprintAttack, _clear_jumps
 

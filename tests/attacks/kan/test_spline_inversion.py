@@ -13,11 +13,12 @@ from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import GroundTruth, Knowledge, LocalTraining, Observation, Reconstruction
+from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
 from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
 from fedsim_attacks.kan.spline_inversion import SplineInversion

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim.types import Knowledge, LocalTraining, Observation
+from fedsim.types import LocalTraining, Observation
 from fedsim_attacks.labels import label_inference
 from fedsim_attacks.labels.label_inference import LabelInference, infer_labels
 
@@ -148,7 +149,9 @@ def test_strong_noise_hides_the_labels() -> None:
 
 
 def test_the_attack_returns_labels_alone() -> None:
-    solution = solve(LabelInference(), observe(BATCH), Knowledge(labels="inferred"), seed=0)
+    solution = solve(
+        LabelInference(), observe(BATCH), Knowledge(grant=Grant(labels="inferred")), seed=0
+    )
     found = solution.reconstruction
     assert found.images is None
     assert found.labels is not None

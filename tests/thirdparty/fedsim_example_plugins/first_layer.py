@@ -13,8 +13,9 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
-from fedsim.types import Knowledge, ModelSpec, Observation, Reconstruction, Tensors
+from fedsim.types import ModelSpec, Observation, Reconstruction, Tensors
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,165 @@
+"""What an attacker is granted beside an observation, and the values that are handed over for it.
+
+To grant something new, add a field to `Grant`, one for its value to `Knowledge`, and hand it over
+in `fedsim.attacking.knowledge`: scenarios, the command line, rows and reports follow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from fedsim.types import Tensors
+
+
+class Meaning:
+    """What a field of `Grant` is about, and what each of its values means."""
+
+    def __init__(
+        self, of: Literal["images", "rows"], *words: str, from_truth: str | None = None
+    ) -> None:
+        """A meaning that says itself.
+
+        Args:
+            of: What an attack to which it is granted is after.
+            words: What the attacker is granted by each value, in their order; empty if that needs
+                no saying.
+            from_truth: The least value that holds what only the victim knows; None if none does.
+        """
+        self.of, self.words, self.from_truth = of, words, from_truth
+
+
+class Grant(BaseModel):
+    """What the attacker is granted beyond the observation."""
+
+    # Values of a field: from least to most.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+    )
+
+    labels: Annotated[
+        Literal["none", "inferred", "known"],
+        Meaning(
+            "images",
+            "nothing of the labels",
+            "no labels, but may infer them from the update",
+            "the true labels of the attacked batch, which few real attackers have",
+            from_truth="known",
+        ),
+    ] = "inferred"
+    bn: Annotated[
+        Literal["none", "running", "inferred", "exact"],
+        Meaning(
+            "images",
+            "no batch-norm statistics",
+            "the global model’s running batch-norm statistics, which are public",
+            "the client’s new batch-norm statistics, which travel with the update",
+            "the exact batch-norm statistics of the victim’s batch, which no real attacker "
+            "has: read these figures as an upper bound",
+            from_truth="exact",
+        ),
+    ] = "none"
+    features: Annotated[
+        Literal["none", "known"],
+        Meaning(
+            "images",
+            "",
+            "the true features, for oracles that order by them, which no real attacker has: "
+            "read their figures as an upper bound",
+            from_truth="known",
+        ),
+    ] = "none"
+    """`known` is for oracles alone: no attacker has the features that it is after."""
+    rows: Annotated[
+        Literal["none", "others"],
+        Meaning(
+            "rows",
+            "no row",
+            "every row that took part but the one that it is after, as the informed adversary "
+            "of differential privacy: read these figures as an upper bound",
+            from_truth="others",
+        ),
+    ] = "none"
+    """Of a closed-form release. `others`: the attacker knows every row that took part but the one
+    that it is after, as the informed adversary of differential privacy does."""
+    public: Annotated[
+        Literal["none", "test"],
+        Meaning(
+            "images", "", "the test split: images of the same kind, of which no client holds any"
+        ),
+    ] = "none"
+    """Images that no client holds. `test`: the attacker has the test split (of more than 10,000
+    images, so many at random); attacks then say how much is seen by whoever has similar data."""
+
+    @classmethod
+    def values(cls) -> dict[str, tuple[str, ...]]:
+        """The values of each field, from least to most."""
+        return {name: get_args(info.annotation) for name, info in Grant.model_fields.items()}
+
+    @classmethod
+    def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
+        """The meaning of each field, or of those that attacks on `of` (images, rows) can use."""
+        own = {name: info.metadata[0] for name, info in Grant.model_fields.items()}
+        return {name: meaning for name, meaning in own.items() if of in (None, meaning.of)}
+
+    @classmethod
+    def least(cls, **more: str) -> Grant:
+        """The least of everything, but for what is named: so an attack says what it needs.
+
+        Raises:
+            ValidationError: there is no such field or value.
+        """
+        least = {name: values[0] for name, values in cls.values().items()}
+        return Grant.model_validate(least | more)
+
+    @classmethod
+    def most(cls) -> Grant:
+        """All that can be granted."""
+        return Grant.model_validate({name: values[-1] for name, values in cls.values().items()})
+
+    def lacks(self, needs: Grant) -> str | None:
+        """What is missing for an attack with such `needs`, as advice; None if nothing is."""
+        for name, values in self.values().items():
+            granted, needed = getattr(self, name), getattr(needs, name)
+            if values.index(granted) < values.index(needed):
+                return (
+                    f"needs knowledge.{name}: {needed} (of `fedsim attack`: --grant "
+                    f"{name}={needed}), and what is granted is {granted}"
+                )
+        return None
+
+    def from_truth(self) -> list[str]:
+        """What of it only the victim knows, as `labels=known`; empty if nothing."""
+        values, meanings = self.values(), self.meanings()
+        return [
+            f"{name}={value}"
+            for name, value in self
+            if (secret := meanings[name].from_truth)
+            and values[name].index(value) >= values[name].index(secret)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What an attack is handed beside the observation: a grant, and its values."""
+
+    grant: Grant = field(default_factory=Grant.least)
+    true_labels: Tensor | None = None
+    """(N,) int64, set only if `labels` are known."""
+    exact_bn: Tensors | None = None
+    """Statistics of the victim batch, set only if `bn` is exact."""
+    true_features: Tensor | None = None
+    """(N, d) inputs of the head, set only if `features` are known."""
+    other_rows: tuple[Tensor, ...] = ()
+    """(n, d + 1) float64 of each client that the release is of: the rows that took part, but for
+    the target. Set only if `rows` are those of the others."""
+    target_client: int = 0
+    """Whose row the target is, counted in `other_rows`."""
+    public_images: Tensor | None = None
+    """(P, C, H, W) uint8: images of the kind that clients hold, of which none holds any. Set only
+    if `public` is the test split."""
+    candidate: Tensor | None = None
+    """(d + 1,) float64: the row of which is asked whether it took part; None if it is asked for."""
