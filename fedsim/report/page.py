@@ -137,7 +137,8 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
         "show_lpips": any(row.metrics["lpips"] for row in rows),
-        "show_other": any(row.other_update for row in rows),
+        "show_other": any(row.other_update or row.no_control for row in rows),
+        "show_compared": any(row.other_update for row in rows),
         "show_intervals": any(
             summary and summary.low is not None
             for row in rows

@@ -226,8 +226,8 @@ def _rarely(row: LeaderboardRow, leaking: Share | None, level: Level) -> str:
     over = "guessing and over another update" if row.over_other else "guessing"
     return (
         f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack} gained "
-        f"{REQUIRED_GAIN:g} dB or more over {over}; {leaking.confidence:.0%} interval of that chance "
-        f"{100 * leaking.low:.0f} to {leaking.high:.0%}."
+        f"{REQUIRED_GAIN:g} dB or more over {over}; {leaking.confidence:.0%} interval of that "
+        f"chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
     )
 
 

@@ -419,7 +419,9 @@ def test_a_strategy_that_fails_is_named(tmp_path: Path) -> None:
     records = train(wanted, tmp_path)
     assert [record.aggregated for record in records] == [0, 0, 0]
     assert "Bulyan aggregates nothing" in records[0].details[0]
-    with pytest.raises(FedsimError, match="num_sampled_clients is 9, but 4"):
+    with pytest.raises(
+        FedsimError, match="num_sampled_clients is 9, but a round samples 4 clients"
+    ):
         parameters = PARAMETERS["DifferentialPrivacyServerSideFixedClipping"]
         name = "DifferentialPrivacyServerSideFixedClipping"
         changed = {

@@ -269,7 +269,7 @@ def test_what_a_scenario_cannot_mean(changes: dict[str, Any], message: str) -> N
         ({"data": {"source": "breast_cancer"}}, "learner ntk computes from images"),
         (
             {"data": {"source": {"name": "digits", "size": 128}}},
-            "predictor of 10 classes and 16384",
+            "predictor of 10 classes and 16,384",
         ),
         (
             {"learner": {"name": "ntk", "release": "model"}},

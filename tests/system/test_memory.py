@@ -14,7 +14,7 @@ from fedsim.system import memory
 
 FAULTS = """
 import resource, numpy
-from fedsim import memory
+from fedsim.system import memory
 {call}
 def round():
     kept = [numpy.ones(100_000 * n) for n in range(1, 20)]  # from the allocator that torch uses

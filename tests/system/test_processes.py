@@ -236,7 +236,7 @@ def test_an_ignored_signal_stays_ignored(path: Path) -> None:
     code = (
         "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "from fedsim.cli.main import main\n"
-        "from fedsim.cli.commands import commands\n"
+        "from fedsim.cli import commands\n"
         "commands.app = lambda: (os.kill(os.getpid(), signal.SIGHUP), print('done'))\n"
         "main()"
     )

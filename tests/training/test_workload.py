@@ -166,7 +166,7 @@ def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> No
     [
         (
             {"training": {"local": {"batch_size": 5000}}},
-            "at least 5000 images",
+            "at least 5,000 images",
         ),
         (
             {"observe": {"clients": [0], "batch_sizes": [1, 4000]}},
@@ -179,7 +179,7 @@ def test_evaluation_against_a_loop_by_hand(workloads: dict[str, Workload]) -> No
             },
             "observe.clients: none of them takes part in round",
         ),
-        ({"data": {"source": "digits", "clients": 90000}}, "90000"),
+        ({"data": {"source": "digits", "clients": 90000}}, "90,000 clients"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(changes: dict[str, Any], message: str) -> None:

@@ -970,4 +970,12 @@ MUTATIONS = (
         new="key=_mean_psnr",
         tests=("tests/report/test_overview.py",),
     ),
+    Mutation(
+        name="a server that holds its clients' data",
+        item=17,
+        file="fedsim/training/workload.py",
+        old="self.scenario, self.stack_name, self.described, len(",
+        new="self.scenario, self.stack_name, self.dataset, len(",
+        tests=("tests/training/test_server.py",),
+    ),
 )

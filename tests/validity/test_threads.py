@@ -82,7 +82,7 @@ def test_a_recording_attacked_again_gives_the_same_reconstruction(on_one: Run) -
                 on_one.out / "observations" / f"{row['observation']}.json",
                 row["attack"]["name"],
                 row["attack"]["parameters"],
-                labels=row["knowledge"]["labels"],
+                grant=fedsim.Grant(labels=row["knowledge"]["labels"]),
             )[1]
             assert found["metrics"]["attack_loss"] == row["metrics"]["attack_loss"]
     finally:

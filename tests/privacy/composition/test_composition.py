@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fedsim.contracts.guarantee import Composed, CurveMechanism
-from fedsim.privacy.composition.curves import LogDelta, curves
+from fedsim.privacy.composition import curves
+from fedsim.privacy.composition.curves import LogDelta
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.numerics.special import Array
 
