@@ -1,8 +1,6 @@
-"""The leverage of a database's rows, and how far rows σ I appended to it lower that."""
+"""The leverage of a database's rows, as a claim may assume it to be bounded."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
@@ -38,26 +36,3 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
             f"{len(rows)} rows of {of}, so that the claim would not hold; declare what holds of "
             "every database to hide among, or leave it out for a claim that holds of any"
         )
-
-
-def bound(sigma: float, row_norm: float, leverage: float) -> float:
-    """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
-
-    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
-    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
-    knowledge of D p is 1, since D holds the row itself.
-    """
-    return 1 / (1 / leverage + (sigma / row_norm) ** 2)
-
-
-def lowering(allowed: float, row_norm: float, leverage: float) -> float:
-    """The least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more than that.
-
-    Raises:
-        FedsimError: no finite σ is enough.
-    """
-    if allowed >= leverage:
-        return 0.0
-    if allowed <= 0:
-        raise FedsimError("no noise is enough for this ε and δ; raise one of them")
-    return row_norm * math.sqrt(1 / allowed - 1 / leverage)

@@ -39,6 +39,7 @@ class Kind(StrEnum):
     learners = "learners"
     models = "models"
     data = "data"
+    mechanisms = "mechanisms"
 
 
 class ListFormat(StrEnum):
@@ -243,7 +244,7 @@ def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(help="Only these.")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the attacks, defenses, learners, models and data sources that are installed."""
+    """Show the installed attacks, defenses, learners, models, data sources and mechanisms."""
     with exits():
         from fedsim.contracts import listing
 

@@ -1,6 +1,7 @@
 """`fedsim privacy`: the privacy calculator on the command line.
 
-Each command calls the function of the same name in `fedsim.privacy.calculator`.
+Each command calls the function of the same name in `fedsim.privacy.calculator`, and `audit` that in
+`fedsim.audit.mechanisms`.
 """
 
 from __future__ import annotations
@@ -152,13 +153,14 @@ def audit(
     with exits():
         from dataclasses import asdict
 
+        from fedsim.audit import mechanisms
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
         with told_of_work(mechanism):
-            found = calculator.audit(
+            found = mechanisms.audit(
                 mechanism,
                 calculator.parse(keys),
                 delta=_given("delta", delta),

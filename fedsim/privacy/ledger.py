@@ -24,8 +24,9 @@ from functools import cache, lru_cache
 
 import numpy as np
 
-from fedsim.contracts.guarantee import ExactMechanism, Mechanism, Release
+from fedsim.contracts.guarantee import Composed, ExactMechanism, Mechanism, Release
 from fedsim.contracts.stack import Stack
+from fedsim.privacy.composition import curves
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 
@@ -127,12 +128,9 @@ def claim(
             f"clients release tensors that no defense acts on, for they hold no floating-point "
             f"numbers: {', '.join(unprotected)}; let the learner release these as floats"
         )
-    if isinstance(held.mechanism, Mechanism) and held.mechanism.noise_multiplier < _LEAST_NOISE:
-        return _unproven(_TOO_SMALL)
-    if isinstance(held.mechanism, ExactMechanism):
+    if isinstance(held.mechanism, ExactMechanism | Composed):
         asked = sum(probe.count * probe.releases for probe in probes)
-        releases = rounds + repeated_rounds * repeats + asked
-        epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
+        epsilon = _known(held.mechanism, rounds + repeated_rounds * repeats + asked, delta)
         return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
     independent = held.mechanism.sampling in _INDEPENDENT
     if probes and (held.mechanism.correlation or independent):
@@ -172,9 +170,6 @@ def claim(
     return _stated(epsilon, delta, held.mechanism, accountant)
 
 
-_LEAST_NOISE = 1e-6
-"""Multiplier below which float32 loses the noise when it is added: 1 plus it is 1 again."""
-_TOO_SMALL = "the noise is too small for a finite ε"
 _PROBED = (
     "probes are not accounted together with correlated noise, nor with sampling by poisson or "
     "balls_in_bins; declare them outside of the deployment (privacy.probes: outside)"
@@ -198,10 +193,13 @@ def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
 
 
 def _stated(
-    epsilon: float, delta: float, mechanism: Mechanism | ExactMechanism, accountant: str
+    epsilon: float,
+    delta: float,
+    mechanism: Mechanism | ExactMechanism | Composed,
+    accountant: str,
 ) -> PrivacyClaim:
     if not epsilon < _LARGEST:
-        return _unproven(f"{_TOO_SMALL} (below {_LARGEST:g})")
+        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
@@ -210,6 +208,13 @@ def _stated(
         relation=mechanism.relation,
         reason=None,
     )
+
+
+def _known(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
+    """ε of so many releases by a mechanism that is no Gaussian one."""
+    if isinstance(mechanism, Composed):
+        return curves.of_mechanisms(mechanism.parts * releases, delta)
+    return mechanism.epsilon(delta, releases) if releases else 0.0
 
 
 def _unproven(reason: str) -> PrivacyClaim:

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedsim.contracts.guarantee import CurveMechanism
 from fedsim.privacy.numerics.special import Array, checked_delta
 
 if TYPE_CHECKING:
@@ -29,6 +31,12 @@ _POINTS = 300
 _TAIL = 1e-4
 """What the ends of a curve may add to δ, in units of δ."""
 _FAR = 1e4
+
+
+@lru_cache(maxsize=256)
+def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
+    """`epsilon` of one release by each of `parts`; a mechanism may be there several times."""
+    return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:

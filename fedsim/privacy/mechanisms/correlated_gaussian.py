@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Literal, Self, final
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from fedsim.privacy.baselines import correlated_paper
@@ -16,10 +17,12 @@ from fedsim.privacy.composition.dominating_pair import (
     PairCurve,
     Participations,
     Poisson,
-    TooFewDraws,
 )
-from fedsim.privacy.contract import Answer, Calibration, Curve, Keys
+from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment, Keys, KnownMechanism
+from fedsim.privacy.mechanisms._correlated_releases import Releases
+from fedsim.privacy.mechanisms._correlated_search import least, least_noise, reached, searched
 from fedsim.privacy.numerics import work
+from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 
 Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
@@ -27,10 +30,8 @@ Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_si
 _EXACT = "exact Gaussian"
 _REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
-_LARGEST = 1e9
-"""ε and noise multipliers are searched up to here."""
-_SEARCH, _ATTEMPTS = 9, 8
-"""Curves that calibration estimates of a few draws, and of all of them."""
+_ATTEMPTS = 8
+"""Curves that calibration estimates of all draws."""
 
 
 class _Keys(Keys):
@@ -157,7 +158,7 @@ class _Keys(Keys):
 
 @final
 class CorrelatedCurve(_Keys, Curve):
-    """δ(ε) of T correlated releases with a given noise.
+    """δ(ε) of a given noise.
 
     A figure that was estimated has an `interval`, whose upper end is what may be claimed; `delta`
     (or `epsilon`) itself is then the estimate.
@@ -208,12 +209,12 @@ class CorrelatedCurve(_Keys, Curve):
         if exact:
             log_delta, method = exact
             method = self._told(method)
-            found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
+            found = least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
             return self._answer(found, delta, method, math.log(delta))
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
-        low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
-        estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
-        high = _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
+        low = least(lambda eps: reached(lambda: curve.at(eps).low, delta))
+        estimate = least(lambda eps: reached(lambda: curve.at(eps).delta, delta))
+        high = least(lambda eps: reached(lambda: curve.upper(eps), delta))
         direction = curve.at(high).direction  # raises if the draws did not reach it
         return Answer(
             epsilon=estimate,
@@ -237,20 +238,20 @@ class CorrelatedCurve(_Keys, Curve):
         It needs no draws, and what hides the batches is never less private.
         """
         target, noise = math.log(delta), self.noise_multiplier
-        found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
+        found = least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
         return self._answer(found, delta, _REVEALED, target)
 
     def _paper_delta(self, epsilon: float) -> float:
-        least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
-        if least >= 1:
+        lowest = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
+        if lowest >= 1:
             self._paper_noise(epsilon, 0.5)  # says why it does not apply
-        found = _least(
+        found = least(
             lambda by: (
-                self._paper_noise(epsilon, min(least * math.exp(by), 1.0)) <= self.noise_multiplier
-                or least * math.exp(by) >= 1
+                self._paper_noise(epsilon, min(lowest * math.exp(by), 1.0)) <= self.noise_multiplier
+                or lowest * math.exp(by) >= 1
             )
         )
-        return min(1.0, least * math.exp(found))
+        return min(1.0, lowest * math.exp(found))
 
     def _answer(
         self, epsilon: float, delta: float, method: str, log_delta: float | None = None
@@ -285,7 +286,7 @@ class CorrelatedCalibration(_Keys, Calibration):
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
-            noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
+            noise = least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
             return self._answer(epsilon, delta, noise, method)
         return self._estimated(epsilon, delta)
 
@@ -296,7 +297,7 @@ class CorrelatedCalibration(_Keys, Calibration):
             found = self._pair(math.exp(log_noise), few, self.seed).estimate(epsilon)
             return math.log(max(found, 1e-300) / delta)
 
-        slope, noise = _searched(excess, self._known_noise(epsilon, delta))
+        slope, noise = searched(excess, self._known_noise(epsilon, delta))
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
             high, direction = curve.claimed(epsilon)
@@ -317,7 +318,7 @@ class CorrelatedCalibration(_Keys, Calibration):
     def _known_noise(self, epsilon: float, delta: float) -> float:
         """Enough noise, whoever knows the batches."""
         target = math.log(delta)
-        return _least_noise(
+        return least_noise(
             lambda noise: self.revealed_log_delta(noise, epsilon) <= target, 1.0, rounds=8
         )
 
@@ -332,68 +333,25 @@ class CorrelatedCalibration(_Keys, Calibration):
         )
 
 
-def _reached(delta: Callable[[], float], target: float) -> bool:
-    """Whether δ is below the target; where hardly a draw is left in the tail, it is taken to be."""
-    try:
-        return delta() <= target
-    except TooFewDraws:
-        return True
+@final
+class CorrelatedExperiment(Experiment, Releases):
+    """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1."""
+
+    claims = CorrelatedCurve
+
+    def work(self) -> int:
+        """See `Experiment`."""
+        return 4 * self.steps + self.patterns  # a step is whitened with a stride
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios, of the whole sequence of releases."""
+        return self.log_ratios(self.sabotage * self.noise_multiplier, present, draws, rng)
 
 
-def _least(holds: Callable[[float], bool]) -> float:
-    """The least x >= 0 for which `holds`, which it does from there on; inf if for none."""
-    if holds(0.0):
-        return 0.0
-    low, high = 0.0, 1.0
-    while not holds(high):
-        low, high = high, 2 * high
-        if high > _LARGEST:
-            return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        if high - low < 1e-10 * high:
-            break
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+@final
+class CorrelatedGaussian(KnownMechanism):
+    """δ(ε) of T correlated releases with a given noise."""
 
-
-def _searched(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
-    """(how fast log δ falls with log noise, about the noise at which the excess is 0).
-
-    By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.
-    """
-    high = math.log(enough)
-    low, at_high = high - math.log(2), excess(high)
-    at_low, spent = excess(low), 2
-    while at_low <= 0 and spent < _SEARCH:
-        high, at_high, low = low, at_low, low - math.log(2)
-        at_low, spent = excess(low), spent + 1
-    while spent < _SEARCH and high - low > 0.01 and at_low > 0 > at_high:
-        share = at_low / (at_low - at_high)
-        middle = low + (high - low) * min(max(share, 0.1), 0.9)
-        found, spent = excess(middle), spent + 1
-        if found > 0:
-            low, at_low = middle, found
-        else:
-            high, at_high = middle, found
-    return min(max((at_low - at_high) / (high - low), 0.5), 1e3), math.exp(high)
-
-
-def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:
-    """The least noise that is enough, to 2^-`rounds` of its logarithm's bracket.
-
-    Raises:
-        FedsimError: none is.
-    """
-    high = start
-    while not holds(high):
-        high *= 2
-        if high > _LARGEST:
-            raise FedsimError("correlated_gaussian: no noise reaches this ε and δ: raise them")
-    low = high / 2
-    while holds(low):
-        low, high = low / 2, low
-    for _ in range(rounds):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    curve = CorrelatedCurve
+    calibration = CorrelatedCalibration
+    experiment = CorrelatedExperiment

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from fedsim.audit.bounds import LowerBound, error_probability, gaussian_bound, threshold_bound
 from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.privacy import calculator
 from fedsim.privacy.contract import Experiment
 from fedsim.types import AuditMethod, FedsimError
 
@@ -49,8 +51,9 @@ class Verdict:
         return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
 
 
-def try_claim(
-    experiment: Experiment,
+def audit(
+    mechanism: str,
+    keys: Mapping[str, Any],
     *,
     delta: float,
     draws: int | None = None,
@@ -58,10 +61,11 @@ def try_claim(
     seed: int = 0,
     method: AuditMethod = "two_worlds",
 ) -> Verdict:
-    """Draw releases of `experiment` under either neighbour and bound its ε from below.
+    """What `mechanism` claims at δ, and what an attacker can show of its releases.
 
     Args:
-        experiment: the mechanism.
+        mechanism: its name in the privacy calculator.
+        keys: of its experiment; `sabotage` multiplies the noise without the claim's knowing.
         delta: in (0, 1), at which ε is claimed.
         draws: releases of each world; of one run, canaries. By default as `DRAWS` says.
         confidence: in (0, 1), that a true claim is not refuted.
@@ -69,8 +73,12 @@ def try_claim(
         method: two worlds, or one run of the mechanism on so many independent rows.
 
     Raises:
-        FedsimError: an argument is out of its range, or too few draws.
+        FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or
+            there are too few draws.
     """
+    experiment = calculator.make(mechanism, "experiment", keys)
+    assert isinstance(experiment, Experiment)
+    calculator.probability(delta)
     error_probability(delta, confidence)
     if draws is None:
         draws = DRAWS[method]
@@ -80,16 +88,18 @@ def try_claim(
     if draws > most:
         raise FedsimError(f"draws: {draws} is too many to draw; use at most {most}")
     bound = _one_run if method == "one_run" else _two_worlds
-    found = bound(experiment, delta, draws, confidence, seed)
-    return Verdict(
-        claim=experiment.claim(delta),
-        lower_bound=max(0.0, *(one.epsilon for one in found)),
-        bounds={one.method: one.epsilon for one in found},
-        delta=delta,
-        confidence=confidence,
-        draws=draws,
-        seed=seed,
-    )
+    with calculator.computed():
+        found = bound(experiment, delta, draws, confidence, seed)
+        verdict = Verdict(
+            claim=experiment.claim(delta),
+            lower_bound=max(0.0, *(one.epsilon for one in found)),
+            bounds={one.method: one.epsilon for one in found},
+            delta=delta,
+            confidence=confidence,
+            draws=draws,
+            seed=seed,
+        )
+    return calculator.told(verdict)
 
 
 def _two_worlds(
