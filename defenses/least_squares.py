@@ -11,12 +11,12 @@ from torch import Tensor
 
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import regression
 from fedsim.privacy.mechanisms.least_squares import Regressed
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.leverage import require
+from fedsim_defenses.leverage import max_leverage, require
 
 
 @final
@@ -74,7 +74,7 @@ class LeastSquaresMechanism(DataDefense):
                 "random_projection)"
             )
         of_sketch = kind == "sketched_coefficients"
-        allowed = _max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
+        allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
         least = lowering(allowed, release.row_norm, self.leverage)
         if self.calibration == "tight" or least == 0:
             return least
@@ -100,14 +100,6 @@ class LeastSquaresMechanism(DataDefense):
             )
         )
         return Guarantee(mechanism=mechanism, reason="")
-
-
-@cache
-def _max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Of M_LS with d features; of what is computed from a sketch if that is None."""
-    if d is None:
-        return float(projection.max_leverage(epsilon, delta, r))
-    return regression.max_leverage(epsilon, delta, r, d)
 
 
 @cache

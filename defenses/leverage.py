@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
+from fedsim.privacy.mechanisms import projection, regression
 from fedsim.types import FedsimError
 
 _ROUNDING = 1e-9
@@ -36,3 +39,11 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
             f"{len(rows)} rows of {of}, so that the claim would not hold; declare what holds of "
             "every database to hide among, or leave it out for a claim that holds of any"
         )
+
+
+@cache
+def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
+    """The largest that is private: of M_LS with d features; of a sketch of r columns if None."""
+    if d is None:
+        return float(projection.max_leverage(epsilon, delta, r))
+    return regression.max_leverage(epsilon, delta, r, d)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import cache
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -14,11 +13,10 @@ from torch import Tensor
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import Guarantee, Release
 from fedsim.privacy.baselines import mutual_information, sheffet
-from fedsim.privacy.mechanisms import projection
 from fedsim.privacy.mechanisms.leverage import bound, lowering
 from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError
-from fedsim_defenses.leverage import require
+from fedsim_defenses.leverage import max_leverage, require
 
 
 @final
@@ -111,7 +109,7 @@ class RandomProjection(DataDefense):
         if self.calibration == "mutual_information":
             allowed = mutual_information.max_leverage(self.delta, columns)
             return lowering(allowed, norm, self.leverage)
-        allowed = _max_leverage(self.epsilon, self.delta, columns)
+        allowed = max_leverage(self.epsilon, self.delta, columns, None)
         least = lowering(allowed, norm, self.leverage)
         if self.calibration == "tight" or least == 0:
             return least
@@ -124,8 +122,3 @@ class RandomProjection(DataDefense):
             leverage=bound(sigma, release.row_norm, leverage),
             columns=release.columns,
         )
-
-
-@cache
-def _max_leverage(epsilon: float, delta: float, columns: int) -> float:
-    return float(projection.max_leverage(epsilon, delta, columns))

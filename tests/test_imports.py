@@ -96,6 +96,12 @@ def test_stages_do_not_import_each_other() -> None:
         assert not offenders(CORE / stage, starts(*(f"fedsim.{other}" for other in others))), stage
 
 
+def test_contracts_ledger_and_audit_import_in_one_direction() -> None:
+    """What is claimed knows no accountant, and an accountant knows nobody who tries its claims."""
+    assert not offenders(CORE / "contracts", starts("fedsim.privacy", "fedsim.audit"))
+    assert not offenders(CORE / "privacy", starts("fedsim.audit"))
+
+
 STRIPPED = """
 import sys
 import tomllib

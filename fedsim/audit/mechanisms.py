@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.audit.bounds import LowerBound, error_probability, gaussian_bound, threshold_bound
+from fedsim.audit.bounds import LowerBound, error_probability, two_world_bounds
 from fedsim.audit.one_run_bound import one_run_bound
 from fedsim.privacy import calculator
 from fedsim.privacy.contract import Experiment
@@ -16,7 +16,6 @@ from fedsim.types import AuditMethod, FedsimError
 
 DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
 """By default. Of one run, more than about 0.1 / δ canaries would show less."""
-
 
 _MOST_DRAWS = 100_000_000
 _MOST_WORK = 2_000_000_000
@@ -108,9 +107,8 @@ def _two_worlds(
     absent, present = (
         experiment.scores(world, draws, _stream(seed, int(world))) for world in (False, True)
     )
-    methods = [threshold_bound, gaussian_bound] if experiment.gaussian_dp else [threshold_bound]
-    each = 1 - (1 - confidence) / len(methods)
-    return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
+    gaussian = experiment.gaussian_dp
+    return two_world_bounds(absent, present, delta=delta, confidence=confidence, gaussian=gaussian)
 
 
 def _one_run(

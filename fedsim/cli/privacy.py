@@ -7,17 +7,15 @@ Each command calls the function of the same name in `fedsim.privacy.calculator`,
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fedsim.cli.exits import exits
 from fedsim.progress import told_of_work
-
-if TYPE_CHECKING:
-    from fedsim.privacy.contract import Answer
 
 
 class Method(StrEnum):
@@ -66,18 +64,7 @@ def delta(
     plot: Plot = None,
 ) -> None:
     """The least δ at an ε; where the two directions differ, the larger."""
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        parsed = calculator.parse(keys)
-        _refuse_unwritable(plot)
-        with told_of_work(mechanism):
-            answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
-        _draw(plot, mechanism, parsed, answer)
-        _show(answer, as_json)
+    _ask("delta", mechanism, keys, as_json, plot, epsilon=epsilon)
 
 
 @app.command()
@@ -89,18 +76,7 @@ def epsilon(
     plot: Plot = None,
 ) -> None:
     """The least ε at a δ; inf if there is none."""
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        parsed = calculator.parse(keys)
-        _refuse_unwritable(plot)
-        with told_of_work(mechanism):
-            answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
-        _draw(plot, mechanism, parsed, answer)
-        _show(answer, as_json)
+    _ask("epsilon", mechanism, keys, as_json, plot, delta=delta)
 
 
 @app.command()
@@ -112,20 +88,7 @@ def calibrate(
     as_json: AsJson = False,
 ) -> None:
     """The least noise that makes a mechanism (ε, δ)-private."""
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        with told_of_work(mechanism):
-            answer = calculator.calibrate(
-                mechanism,
-                calculator.parse(keys),
-                epsilon=_given("epsilon", epsilon),
-                delta=_given("delta", delta),
-            )
-        _show(answer, as_json)
+    _ask("calibrate", mechanism, keys, as_json, None, epsilon=epsilon, delta=delta)
 
 
 @app.command()
@@ -151,8 +114,6 @@ def audit(
 ) -> None:
     """Try to refute what a mechanism claims; exit status 1 if that succeeds."""
     with exits():
-        from dataclasses import asdict
-
         from fedsim.audit import mechanisms
         from fedsim.privacy import calculator
 
@@ -174,6 +135,33 @@ def audit(
             raise typer.Exit(1)
 
 
+def _ask(
+    question: str,
+    mechanism: str | None,
+    keys: list[str] | None,
+    as_json: bool,
+    plot: Path | None,
+    **given: float | None,
+) -> None:
+    """Print what the calculator answers, or the mechanisms if none is named."""
+    with exits():
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        parsed = calculator.parse(keys)
+        _refuse_unwritable(plot)
+        at = {name: _given(name, value) for name, value in given.items()}
+        with told_of_work(mechanism):
+            answer = getattr(calculator, question)(mechanism, parsed, **at)
+        if plot is not None:
+            from fedsim.privacy.plot import draw
+
+            draw(plot, mechanism, parsed, answer)
+        _print(asdict(answer), as_json)
+
+
 def _given(name: str, value: float | None) -> float:
     from fedsim.types import FedsimError
 
@@ -183,12 +171,6 @@ def _given(name: str, value: float | None) -> float:
 
 
 _EXAMPLES = {"epsilon": "1", "delta": "1e-5"}
-
-
-def _show(answer: Answer, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    _print(asdict(answer), as_json)
 
 
 def _print(fields: dict[str, Any], as_json: bool) -> None:
@@ -215,13 +197,6 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     return str(value)
-
-
-def _draw(plot: Path | None, mechanism: str, keys: dict[str, Any], answer: Answer) -> None:
-    if plot is not None:
-        from fedsim.privacy.plot import draw
-
-        draw(plot, mechanism, keys, answer)
 
 
 def _refuse_unwritable(plot: Path | None) -> None:

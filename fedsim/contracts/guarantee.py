@@ -39,6 +39,11 @@ class Mechanism:
     correlation: float = 0.0
     shared: bool = False
 
+    @property
+    def reach(self) -> int:
+        """How far apart neighbours' contributions are at most, in units of C."""
+        return 2 if self.relation == "replace_one" else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMechanism(ABC):
@@ -113,6 +118,8 @@ class Composed:
         return " and ".join(part.accountant for part in self.parts)
 
 
+Proven = Mechanism | ExactMechanism | Composed
+
 Statistic = Literal["features", "kernel"]
 """What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""
 
@@ -151,7 +158,7 @@ class Guarantee:
     """
 
     sensitivity: float = math.inf
-    mechanism: Mechanism | ExactMechanism | Composed | None = None
+    mechanism: Proven | None = None
     reason: str = "no noise is added"
     pooled: ExactMechanism | None = None
 

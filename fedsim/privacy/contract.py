@@ -8,14 +8,14 @@ its name in the entry point group `fedsim.mechanisms`.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from fedsim.contracts.plugins import Plugin
 
@@ -27,7 +27,6 @@ WAYS: tuple[Direction, ...] = ("forward", "reverse")
 Size = Annotated[float, Field(ge=1e-12, le=1e12)]
 """A noise, a norm or a distance, of a magnitude that can be computed with."""
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Sabotage = Annotated[float, Field(ge=1e-3, le=1e3)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +64,8 @@ def larger(found: Mapping[Direction, float]) -> Direction:
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
 
-class Keys(BaseModel, ABC):
+class Keys(Plugin):
     """Fields are what a user writes as key=value; unknown keys are refused."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
 
 
 class Curve(Keys):
@@ -111,7 +106,7 @@ class Experiment(Keys):
     """The curve that is claimed; its keys are the experiment's, but for `sabotage`."""
     gaussian_dp: ClassVar[bool] = False
     """Whether the claim is one of μ-GDP and the release's trade-off curve a Gaussian one."""
-    sabotage: Sabotage = 1.0
+    sabotage: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
     """What the noise's standard deviation is multiplied with, behind the claim's back."""
 
     def curve(self) -> Curve:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import StatisticDefense
-from fedsim.contracts.guarantee import CurveMechanism, Release
+from fedsim.contracts.guarantee import Release
 from fedsim.contracts.stack import chain
 from fedsim.privacy.composition.curves import of_mechanisms
 from fedsim.testing.plugin import PluginContract
@@ -76,15 +76,15 @@ class StatisticDefenseContract(PluginContract):
         deltas = np.exp(mechanism.log_delta(epsilons))
         assert ((deltas >= 0) & (deltas <= 1)).all()
         assert (np.diff(deltas) <= 1e-12).all()
-        epsilon = _epsilon(mechanism, DELTA, 1)
+        epsilon = of_mechanisms((mechanism,), DELTA)
         assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= DELTA * (1 + 1e-9)
 
     def test_more_is_never_more_private(self) -> None:
         """Of releases, and of certainty."""
-        mechanism = self.make().guarantee(RELEASE)
-        once = _epsilon(mechanism, DELTA, 1)
-        assert 0 <= once <= _epsilon(mechanism, DELTA, 2)
-        assert _epsilon(mechanism, 10 * DELTA, 1) <= once <= _epsilon(mechanism, DELTA / 2, 1)
+        one = (self.make().guarantee(RELEASE),)
+        once = of_mechanisms(one, DELTA)
+        assert 0 <= once <= of_mechanisms(one * 2, DELTA)
+        assert of_mechanisms(one, 10 * DELTA) <= once <= of_mechanisms(one, DELTA / 2)
 
     def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
         """Behind no update, beside none of its kind, and with a learner that uses the statistic."""
@@ -100,7 +100,3 @@ class StatisticDefenseContract(PluginContract):
         rows = torch.randn(9, RELEASE.features, generator=stream(), dtype=torch.float64)
         rows /= rows.norm(dim=1, keepdim=True)
         return (rows @ rows.T) ** 2 if self.make().statistic == "kernel" else rows
-
-
-def _epsilon(mechanism: CurveMechanism, delta: float, releases: int) -> float:
-    return of_mechanisms((mechanism,) * releases, delta)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Literal, Self, final
+from typing import Annotated, Any, Literal, Self, final
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -17,10 +17,18 @@ from fedsim.privacy.composition.dominating_pair import (
     PairCurve,
     Participations,
     Poisson,
+    TooFewDraws,
 )
-from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment, Keys, KnownMechanism
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Curve,
+    Direction,
+    Experiment,
+    Keys,
+    KnownMechanism,
+)
 from fedsim.privacy.mechanisms._correlated_releases import Releases
-from fedsim.privacy.mechanisms._correlated_search import least, least_noise, reached, searched
 from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
@@ -30,8 +38,10 @@ Sampling = Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_si
 _EXACT = "exact Gaussian"
 _REVEALED = "exact Gaussian, averaged over the batches, which may be known"
 _CONVEX = "exact Gaussian, averaged over the batches, by joint convexity"
-_ATTEMPTS = 8
-"""Curves that calibration estimates of all draws."""
+_LARGEST = 1e9
+"""ε and noise multipliers are searched up to here."""
+_SEARCH, _ATTEMPTS = 9, 8
+"""Curves that calibration estimates of a few draws, and of all of them."""
 
 
 class _Keys(Keys):
@@ -147,6 +157,13 @@ class _Keys(Keys):
             correlation=self.correlation,
         )
 
+    def _answer(
+        self, epsilon: float, delta: float, noise: float, method: str, **told: Any
+    ) -> Answer:
+        if "log_delta" not in told:
+            told["log_delta"] = math.log(delta)
+        return Answer(epsilon=epsilon, delta=delta, noise_multiplier=noise, method=method, **told)
+
     @property
     def _draws(self) -> int:
         return self.draws or (8192 if self.sampling == "poisson" else 200_000)
@@ -174,24 +191,16 @@ class CorrelatedCurve(_Keys, Curve):
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
         """
         if self.variant == "paper":
-            return self._answer(epsilon, self._paper_delta(epsilon), correlated_paper.METHOD)
+            noise, found = self.noise_multiplier, self._paper_delta(epsilon)
+            return self._answer(epsilon, found, noise, correlated_paper.METHOD)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
             method = self._told(method)
             found = log_delta(self.noise_multiplier, epsilon)
-            return self._answer(epsilon, math.exp(found), method, found)
+            return self._exactly(epsilon, math.exp(found), method, log_delta=found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
-        return Answer(
-            epsilon=epsilon,
-            delta=at.delta,
-            log_delta=math.log(at.delta),
-            method=self._sampled,
-            direction=at.direction,
-            noise_multiplier=self.noise_multiplier,
-            interval=(at.low, at.high),
-            confidence=CONFIDENCE,
-        )
+        return self._estimated(epsilon, at.delta, (at.low, at.high), at.direction)
 
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
         """See Curve; draws may take `most` numbers.
@@ -201,31 +210,20 @@ class CorrelatedCurve(_Keys, Curve):
             TooMuchWork: they would take too long.
         """
         if self.variant == "paper":
-            asked = self._paper_noise(1.0, delta)
-            return self._answer(
-                asked / self.noise_multiplier, delta, correlated_paper.METHOD, math.log(delta)
-            )
+            noise, asked = self.noise_multiplier, self._paper_noise(1.0, delta)
+            return self._answer(asked / noise, delta, noise, correlated_paper.METHOD)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
             method = self._told(method)
-            found = least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
-            return self._answer(found, delta, method, math.log(delta))
+            found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
+            return self._exactly(found, delta, method)
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
-        low = least(lambda eps: reached(lambda: curve.at(eps).low, delta))
-        estimate = least(lambda eps: reached(lambda: curve.at(eps).delta, delta))
-        high = least(lambda eps: reached(lambda: curve.upper(eps), delta))
+        low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
+        estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
+        high = _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
         direction = curve.at(high).direction  # raises if the draws did not reach it
-        return Answer(
-            epsilon=estimate,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=self._sampled,
-            direction=direction,
-            noise_multiplier=self.noise_multiplier,
-            interval=(low, high),
-            confidence=CONFIDENCE,
-        )
+        return self._estimated(estimate, delta, (low, high), direction)
 
     def _told(self, method: str) -> str:
         """The method in use: with so little noise batches are known, and no losses gone through."""
@@ -238,34 +236,30 @@ class CorrelatedCurve(_Keys, Curve):
         It needs no draws, and what hides the batches is never less private.
         """
         target, noise = math.log(delta), self.noise_multiplier
-        found = least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
-        return self._answer(found, delta, _REVEALED, target)
+        found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
+        return self._exactly(found, delta, _REVEALED)
 
     def _paper_delta(self, epsilon: float) -> float:
-        lowest = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
-        if lowest >= 1:
+        least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
+        if least >= 1:
             self._paper_noise(epsilon, 0.5)  # says why it does not apply
-        found = least(
+        found = _least(
             lambda by: (
-                self._paper_noise(epsilon, min(lowest * math.exp(by), 1.0)) <= self.noise_multiplier
-                or lowest * math.exp(by) >= 1
+                self._paper_noise(epsilon, min(least * math.exp(by), 1.0)) <= self.noise_multiplier
+                or least * math.exp(by) >= 1
             )
         )
-        return min(1.0, lowest * math.exp(found))
+        return min(1.0, least * math.exp(found))
 
-    def _answer(
-        self, epsilon: float, delta: float, method: str, log_delta: float | None = None
+    def _exactly(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
+        way = None if method == poisson.PLD else "both"
+        return self._answer(epsilon, delta, self.noise_multiplier, method, direction=way, **told)
+
+    def _estimated(
+        self, epsilon: float, delta: float, interval: tuple[float, float], direction: Direction
     ) -> Answer:
-        if log_delta is None:
-            log_delta = math.log(delta)
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=log_delta,
-            method=method,
-            direction="both" if method in (_EXACT, _REVEALED, _CONVEX) else None,
-            noise_multiplier=self.noise_multiplier,
-        )
+        told = {"direction": direction, "interval": interval, "confidence": CONFIDENCE}
+        return self._answer(epsilon, delta, self.noise_multiplier, self._sampled, **told)
 
 
 @final
@@ -282,55 +276,100 @@ class CorrelatedCalibration(_Keys, Calibration):
         """
         if self.variant == "paper":
             noise = self._paper_noise(epsilon, delta)
-            return self._answer(epsilon, delta, noise, correlated_paper.METHOD)
+            return self._answer(epsilon, delta, noise, correlated_paper.METHOD, sigma=noise)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
-            noise = least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
-            return self._answer(epsilon, delta, noise, method)
+            noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
+            return self._answer(epsilon, delta, noise, method, sigma=noise)
         return self._estimated(epsilon, delta)
 
     def _estimated(self, epsilon: float, delta: float) -> Answer:
-        few = max(1000, self._draws // 8)
+        few, target = max(1000, self._draws // 8), math.log(delta)
 
         def excess(log_noise: float) -> float:
             found = self._pair(math.exp(log_noise), few, self.seed).estimate(epsilon)
             return math.log(max(found, 1e-300) / delta)
 
-        slope, noise = searched(excess, self._known_noise(epsilon, delta))
+        # Enough noise, whoever knows the batches.
+        enough = _least_noise(lambda at: self.revealed_log_delta(at, epsilon) <= target, 1.0, 8)
+        slope, noise = _searched(excess, enough)
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
             high, direction = curve.claimed(epsilon)
             if high <= delta:
-                return Answer(
-                    epsilon=epsilon,
-                    delta=delta,
-                    log_delta=math.log(delta),
-                    method=self._sampled,
-                    direction=direction,
-                    noise_multiplier=noise,
-                    sigma=noise,
-                )
+                told = {"direction": direction, "sigma": noise}
+                return self._answer(epsilon, delta, noise, self._sampled, **told)
             # As much more as the search has seen to be enough, and a little for the next draws.
             noise *= min(2.0, 1.002 * (high / delta) ** (1 / slope))
         raise FedsimError("correlated_gaussian: the estimates do not settle: raise draws")
 
-    def _known_noise(self, epsilon: float, delta: float) -> float:
-        """Enough noise, whoever knows the batches."""
-        target = math.log(delta)
-        return least_noise(
-            lambda noise: self.revealed_log_delta(noise, epsilon) <= target, 1.0, rounds=8
-        )
 
-    def _answer(self, epsilon: float, delta: float, noise: float, method: str) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=method,
-            noise_multiplier=noise,
-            sigma=noise,
-        )
+def _reached(delta: Callable[[], float], target: float) -> bool:
+    """Whether δ is below the target; where hardly a draw is left in the tail, it is taken to be."""
+    try:
+        return delta() <= target
+    except TooFewDraws:
+        return True
+
+
+def _least(holds: Callable[[float], bool]) -> float:
+    """The least x >= 0 for which `holds`, which it does from there on; inf if for none."""
+    if holds(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > _LARGEST:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        if high - low < 1e-10 * high:
+            break
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _searched(excess: Callable[[float], float], enough: float) -> tuple[float, float]:
+    """(how fast log δ falls with log noise, about the noise at which the excess is 0).
+
+    By regula falsi down from what is `enough`, in at most `_SEARCH` evaluations.
+    """
+    high = math.log(enough)
+    low, at_high = high - math.log(2), excess(high)
+    at_low, spent = excess(low), 2
+    while at_low <= 0 and spent < _SEARCH:
+        high, at_high, low = low, at_low, low - math.log(2)
+        at_low, spent = excess(low), spent + 1
+    while spent < _SEARCH and high - low > 0.01 and at_low > 0 > at_high:
+        share = at_low / (at_low - at_high)
+        middle = low + (high - low) * min(max(share, 0.1), 0.9)
+        found, spent = excess(middle), spent + 1
+        if found > 0:
+            low, at_low = middle, found
+        else:
+            high, at_high = middle, found
+    return min(max((at_low - at_high) / (high - low), 0.5), 1e3), math.exp(high)
+
+
+def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40) -> float:
+    """The least noise that is enough, to 2^-`rounds` of its logarithm's bracket.
+
+    Raises:
+        FedsimError: none is.
+    """
+    high = start
+    while not holds(high):
+        high *= 2
+        if high > _LARGEST:
+            raise FedsimError("correlated_gaussian: no noise reaches this ε and δ: raise them")
+    low = high / 2
+    while holds(low):
+        low, high = low / 2, low
+    for _ in range(rounds):
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 @final
@@ -348,7 +387,6 @@ class CorrelatedExperiment(Experiment, Releases):
         return self.log_ratios(self.sabotage * self.noise_multiplier, present, draws, rng)
 
 
-@final
 class CorrelatedGaussian(KnownMechanism):
     """δ(ε) of T correlated releases with a given noise."""
 

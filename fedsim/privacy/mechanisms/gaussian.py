@@ -239,7 +239,6 @@ class GaussianExperiment(Experiment):
         return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2
 
 
-@final
 class Gaussian(KnownMechanism):
     """The Gaussian mechanism: a value plus normal noise."""
 

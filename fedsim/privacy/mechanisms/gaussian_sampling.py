@@ -204,7 +204,6 @@ class GaussianSamplingExperiment(Neighbours, Experiment):
         return ratio
 
 
-@final
 class GaussianSampling(KnownMechanism):
     """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
 

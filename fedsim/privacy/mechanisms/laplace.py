@@ -209,7 +209,6 @@ class TruncatedLaplaceExperiment(Experiment):
         return ratio
 
 
-@final
 class TruncatedLaplace(KnownMechanism):
     """Truncated Laplace noise on one number."""
 

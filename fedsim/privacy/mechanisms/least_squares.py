@@ -27,7 +27,7 @@ from fedsim.privacy.contract import (
 from fedsim.privacy.mechanisms import regression
 from fedsim.privacy.mechanisms.leverage import regularized
 from fedsim.privacy.mechanisms.regression import Variant, worst
-from fedsim.privacy.numerics.special import Array
+from fedsim.privacy.numerics.special import Array, least_epsilon
 
 _METHOD = "contour integral (Lu et al., Theorem 4)"
 
@@ -131,25 +131,17 @@ class Regressed(ExactMechanism):
 @cache
 def _epsilon(leverage: float, r: int, d: int, delta: float) -> float:
     """The least ε at which every row of at most that leverage is private."""
-    from scipy.optimize import brentq
-
     if leverage >= 1:
         return math.inf
-    target = math.log(delta)
-
-    def excess(epsilon: float) -> float:
-        found = worst(leverage, r, d, epsilon).log_delta
-        return max(found, -1e300) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-        if high > 1e9:
-            return math.inf
+    found = least_epsilon(
+        lambda at: worst(leverage, r, d, at).log_delta,
+        math.log(delta),
+        xtol=1e-9,
+        rtol=1e-12,
+        most=1e9,
+    )
     # Rounded up by the tolerance: the claim must not be below the truth.
-    return float(brentq(excess, 0.0, high, xtol=1e-9, rtol=1e-12)) + 1e-9
+    return found + 1e-9 if found > 0 else 0.0
 
 
 @final
@@ -179,7 +171,6 @@ class LeastSquaresExperiment(Leverages, Experiment):
         return ratio + (math.log(along) + (self.d - 1) * math.log(across)) / 2
 
 
-@final
 class LeastSquares(KnownMechanism):
     """Sketched least squares: a normal release around the solution."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -104,7 +104,6 @@ def _read(path: Path) -> dict[str, Any]:
     return read
 
 
-@final
 class Normal(KnownMechanism):
     """Any two normal distributions, one for each neighbour."""
 

@@ -46,7 +46,6 @@ class PoissonGaussianExperiment(Experiment):
         return total
 
 
-@final
 class PoissonGaussian(KnownMechanism):
     """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
 

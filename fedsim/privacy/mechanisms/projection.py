@@ -334,7 +334,6 @@ class RandomProjectionExperiment(Experiment):
         return squares / (2 * (1 - p)) + self.r / 2 * math.log1p(-p)
 
 
-@final
 class RandomProjection(KnownMechanism):
     """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
 
