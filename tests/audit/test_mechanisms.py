@@ -41,6 +41,15 @@ def test_an_honest_mechanism_holds_and_one_with_half_the_noise_is_caught(
     assert not lying.holds
 
 
+@pytest.mark.parametrize(("mechanism", "keys"), CASES)
+def test_what_is_tried_is_what_the_calculator_states(mechanism: str, keys: dict[str, Any]) -> None:
+    tried = audit(mechanism, {**keys, "sabotage": 0.5}, delta=DELTA, draws=1000).claim
+    asked = {"sensitivity": 1.0, **keys} if mechanism == "truncated_laplace" else keys
+    if mechanism == "poisson_gaussian":
+        mechanism, asked = "correlated_gaussian", {**keys, "sampling": "poisson"}
+    assert tried == calculator.epsilon(mechanism, asked, delta=DELTA).epsilon
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "keys"), CASES)
 def test_a_fifth_less_noise_is_caught(mechanism: str, keys: dict[str, Any]) -> None:
