@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from fedsim.privacy import calculator
+from fedsim.audit.mechanisms import audit
 
 CASES: list[tuple[str, float, dict[str, Any]]] = [
     ("gaussian", 1e-5, {"sensitivity": 1.0, "sigma": 1.0}),
@@ -54,7 +54,7 @@ def main() -> None:
     for name, delta, keys in CASES:
         started = time.perf_counter()
         honest, lying = (
-            calculator.audit(
+            audit(
                 name,
                 {**keys, "sabotage": sabotage},
                 delta=delta,

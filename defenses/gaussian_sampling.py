@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim.contracts.defense import StatisticDefense
-from fedsim.contracts.guarantee import CurveMechanism, Release
+from fedsim.contracts.guarantee import Release
 from fedsim.privacy.mechanisms import draws, kernel_distance, wishart
+from fedsim.privacy.mechanisms.gaussian_sampling import Sampled
 from fedsim.types import FedsimError
 
 _Positive = Annotated[float, Field(gt=0, le=1e12)]
@@ -23,23 +22,6 @@ _MOST = 100_000
 _ROUNDING = 1e-9
 """Relative error of a measured eigenvalue, beside what the largest leaves of it. A claim changes as
 little by it."""
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Sampled(CurveMechanism):
-    """So many draws of a covariance that differs from any neighbour's in two eigenvalues."""
-
-    samples: int
-    eigenvalues: tuple[tuple[float, float], ...]
-    """As `fedsim.privacy.mechanisms.kernel_distance.lifted_eigenvalues` has them."""
-    accountant: str = "exact Gaussian sampling"
-
-    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of no draw at all -∞: nothing is released."""
-        if self.samples == 0:
-            return np.full_like(epsilons, -np.inf)
-        return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
 
 
 @final

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, ClassVar, Literal, final
 
@@ -13,25 +11,12 @@ from torch import Tensor
 
 from fedsim.contracts.defense import DataDefense
 from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
-from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms import regression
+from fedsim.privacy.mechanisms.least_squares import Regressed
+from fedsim.privacy.mechanisms.leverage import bound, lowering
+from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError, Relation
-from fedsim_defenses.leverage import bound, lowering, require
-from fedsim_defenses.random_projection import Projected
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Regressed(ExactMechanism):
-    """A draw of N(x, |e|² (B'B)^-1 / r) where no row has more than `leverage` in [B, b]."""
-
-    leverage: float
-    columns: int
-    features: int
-    accountant: str = "exact least squares, worst row"
-
-    def epsilon(self, delta: float, releases: int) -> float:
-        """The worst row's, over all leverages in B; several releases by basic composition."""
-        return releases * _epsilon(self.leverage, self.columns, self.features, delta / releases)
+from fedsim_defenses.leverage import max_leverage, require
 
 
 @final
@@ -89,7 +74,7 @@ class LeastSquaresMechanism(DataDefense):
                 "random_projection)"
             )
         of_sketch = kind == "sketched_coefficients"
-        allowed = _max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
+        allowed = max_leverage(self.epsilon, self.delta, r, None if of_sketch else d)
         least = lowering(allowed, release.row_norm, self.leverage)
         if self.calibration == "tight" or least == 0:
             return least
@@ -118,37 +103,5 @@ class LeastSquaresMechanism(DataDefense):
 
 
 @cache
-def _max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
-    """Of M_LS with d features; of what is computed from a sketch if that is None."""
-    if d is None:
-        return float(projection.max_leverage(epsilon, delta, r))
-    return regression.max_leverage(epsilon, delta, r, d)
-
-
-@cache
 def _paper_sigma(epsilon: float, delta: float, r: int, d: int) -> float:
     return regression.sigma(1.0, r, d, epsilon, delta, "paper")
-
-
-@cache
-def _epsilon(leverage: float, r: int, d: int, delta: float) -> float:
-    """The least ε at which every row of at most that leverage is private."""
-    from scipy.optimize import brentq
-
-    if leverage >= 1:
-        return math.inf
-    target = math.log(delta)
-
-    def excess(epsilon: float) -> float:
-        found = regression.worst(leverage, r, d, epsilon).log_delta
-        return max(found, -1e300) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-        if high > 1e9:
-            return math.inf
-    # Rounded up by the tolerance: the claim must not be below the truth.
-    return float(brentq(excess, 0.0, high, xtol=1e-9, rtol=1e-12)) + 1e-9

@@ -1,12 +1,13 @@
-"""The leverage of a database's rows, and how far rows σ I appended to it lower that."""
+"""The leverage of a database's rows, as a claim may assume it to be bounded."""
 
 from __future__ import annotations
 
-import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from fedsim.privacy.mechanisms import projection, regression
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -42,24 +43,9 @@ def require(declared: float, rows: Tensor, of: str, defense: str) -> None:
         )
 
 
-def bound(sigma: float, row_norm: float, leverage: float) -> float:
-    """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
-
-    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
-    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
-    knowledge of D p is 1, since D holds the row itself.
-    """
-    return 1 / (1 / leverage + (sigma / row_norm) ** 2)
-
-
-def lowering(allowed: float, row_norm: float, leverage: float) -> float:
-    """The least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more than that.
-
-    Raises:
-        FedsimError: no finite σ is enough.
-    """
-    if allowed >= leverage:
-        return 0.0
-    if allowed <= 0:
-        raise FedsimError("no noise is enough for this ε and δ; raise one of them")
-    return row_norm * math.sqrt(1 / allowed - 1 / leverage)
+@cache
+def max_leverage(epsilon: float, delta: float, r: int, d: int | None) -> float:
+    """The largest that is private: of M_LS with d features; of a sketch of r columns if None."""
+    if d is None:
+        return float(projection.max_leverage(epsilon, delta, r))
+    return regression.max_leverage(epsilon, delta, r, d)

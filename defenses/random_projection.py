@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -13,25 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.defense import DataDefense
-from fedsim.contracts.guarantee import ExactMechanism, Guarantee, Release
+from fedsim.contracts.guarantee import Guarantee, Release
 from fedsim.privacy.baselines import mutual_information, sheffet
-from fedsim.privacy.mechanisms import projection
+from fedsim.privacy.mechanisms.leverage import bound, lowering
+from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.types import FedsimError
-from fedsim_defenses.leverage import bound, lowering, require
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Projected(ExactMechanism):
-    """A Gaussian random projection in whose (regularized) database no row has more `leverage`."""
-
-    leverage: float
-    columns: int
-    accountant: str = "exact random projection"
-
-    def epsilon(self, delta: float, releases: int) -> float:
-        """Sketches of the same data by independent matrices are one of all their columns."""
-        return float(projection.epsilon(self.leverage, self.columns * releases, delta))
+from fedsim_defenses.leverage import max_leverage, require
 
 
 @final
@@ -124,7 +109,7 @@ class RandomProjection(DataDefense):
         if self.calibration == "mutual_information":
             allowed = mutual_information.max_leverage(self.delta, columns)
             return lowering(allowed, norm, self.leverage)
-        allowed = _max_leverage(self.epsilon, self.delta, columns)
+        allowed = max_leverage(self.epsilon, self.delta, columns, None)
         least = lowering(allowed, norm, self.leverage)
         if self.calibration == "tight" or least == 0:
             return least
@@ -137,8 +122,3 @@ class RandomProjection(DataDefense):
             leverage=bound(sigma, release.row_norm, leverage),
             columns=release.columns,
         )
-
-
-@cache
-def _max_leverage(epsilon: float, delta: float, columns: int) -> float:
-    return float(projection.max_leverage(epsilon, delta, columns))

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.defense import StatisticDefense
-from fedsim.contracts.guarantee import CurveMechanism, Release
+from fedsim.contracts.guarantee import Release
 from fedsim.privacy.mechanisms import draws, laplace_vector
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class Shaken(CurveMechanism):
-    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta`."""
-
-    scale: float
-    bound: float
-    dimension: int
-    accountant: str = "truncated Laplace noise"
-
-    def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
-        """See `fedsim.privacy.mechanisms.laplace_vector`."""
-        return laplace_vector.log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
+from fedsim.privacy.mechanisms.laplace_vector import Shaken
 
 
 @final

@@ -41,7 +41,10 @@ ROOMS: dict[str, set[str]] = {
         *("scoring", "training"),
     },
     "report": {*BASE, "contracts", "recording", "results", "scoring"},
-    "testing": {*BASE, "attacking", "contracts", "learners", "models", "recording", "scenario"},
+    "testing": {
+        *BASE,
+        *("attacking", "contracts", "learners", "models", "privacy", "recording", "scenario"),
+    },
     "fedsim_attacks": {*BASE, "contracts", "models"},
     "fedsim_defenses": {*BASE, "contracts", "privacy"},
 }

@@ -74,6 +74,15 @@ def threshold_bound(
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="threshold")
 
 
+def two_world_bounds(
+    absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float, gaussian: bool
+) -> list[LowerBound]:
+    """`threshold_bound`, and `gaussian_bound` if that applies; all hold at once."""
+    methods = [threshold_bound, gaussian_bound] if gaussian else [threshold_bound]
+    each = 1 - (1 - confidence) / len(methods)
+    return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
+
+
 def gaussian_bound(
     absent: ArrayLike, present: ArrayLike, *, delta: float, confidence: float = 0.99
 ) -> LowerBound:

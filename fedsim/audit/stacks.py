@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from fedsim.audit import one_run, two_worlds
-from fedsim.audit.bounds import gaussian_bound, threshold_bound
+from fedsim.audit.bounds import two_world_bounds
 from fedsim.audit.one_run_bound import one_run_bound
 from fedsim.privacy import ledger
 from fedsim.scenario.model import Audit
@@ -109,9 +109,7 @@ def audited_epsilon(
         workload, claim.unit, claim.relation, taken, audit.canaries, on_progress
     )
     gaussian = claim.accountant in (ledger.EXACT, ledger.OF_SERVER)
-    each = 1 - (1 - audit.confidence) / (2 if gaussian else 1)
-    found = threshold_bound(absent, present, delta=claim.delta, confidence=each).epsilon
-    if gaussian:
-        fitted = gaussian_bound(absent, present, delta=claim.delta, confidence=each).epsilon
-        found = max(found, fitted)
-    return found
+    found = two_world_bounds(
+        absent, present, delta=claim.delta, confidence=audit.confidence, gaussian=gaussian
+    )
+    return max(bound.epsilon for bound in found)

@@ -41,6 +41,7 @@ class Kind(StrEnum):
     learners = "learners"
     models = "models"
     data = "data"
+    mechanisms = "mechanisms"
 
 
 class ListFormat(StrEnum):
@@ -212,9 +213,10 @@ def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
     format: Annotated[ListFormat, typer.Option(help="How to write it.")] = ListFormat.table,
 ) -> None:
-    """Show the attacks, defenses, learners, models and data sources that are installed.
+    """Show the installed attacks, defenses, learners, models, data sources and mechanisms.
 
-    KIND is one of attacks, defenses, learners, models and data; without it, all are shown.
+    KIND is one of attacks, defenses, learners, models, data and mechanisms; without it, all are
+    shown.
     """
     with exits():
         from shutil import get_terminal_size

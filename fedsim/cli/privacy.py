@@ -1,22 +1,21 @@
 """`fedsim privacy`: the privacy calculator on the command line.
 
-Each command calls the function of the same name in `fedsim.privacy.calculator`.
+Each command calls the function of the same name in `fedsim.privacy.calculator`, and `audit` that in
+`fedsim.audit.mechanisms`.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fedsim.cli.exits import exits
 from fedsim.progress import told_of_work
-
-if TYPE_CHECKING:
-    from fedsim.privacy.contract import Answer
 
 
 class Method(StrEnum):
@@ -64,18 +63,7 @@ def delta(
 
     `fedsim privacy` lists the mechanisms, and the keys that each asks for.
     """
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        parsed = _asked(mechanism, keys, "delta")
-        _refuse_unwritable(plot)
-        with told_of_work(mechanism):
-            answer = calculator.delta(mechanism, parsed, epsilon=_given("epsilon", epsilon))
-        _draw(plot, mechanism, parsed, answer)
-        _show(answer, as_json)
+    _ask("delta", mechanism, keys, as_json, plot, epsilon=epsilon)
 
 
 @app.command()
@@ -90,18 +78,7 @@ def epsilon(
 
     `fedsim privacy` lists the mechanisms, and the keys that each asks for.
     """
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        parsed = _asked(mechanism, keys, "epsilon")
-        _refuse_unwritable(plot)
-        with told_of_work(mechanism):
-            answer = calculator.epsilon(mechanism, parsed, delta=_given("delta", delta))
-        _draw(plot, mechanism, parsed, answer)
-        _show(answer, as_json)
+    _ask("epsilon", mechanism, keys, as_json, plot, delta=delta)
 
 
 @app.command()
@@ -116,21 +93,7 @@ def calibrate(
 
     `fedsim privacy` lists the mechanisms, and the keys that each asks for.
     """
-    with exits():
-        from fedsim.privacy import calculator
-
-        if mechanism is None:
-            _list(as_json)
-            return
-        parsed = _asked(mechanism, keys, "calibrate")
-        with told_of_work(mechanism):
-            answer = calculator.calibrate(
-                mechanism,
-                parsed,
-                epsilon=_given("epsilon", epsilon),
-                delta=_given("delta", delta),
-            )
-        _show(answer, as_json)
+    _ask("calibrate", mechanism, keys, as_json, None, epsilon=epsilon, delta=delta)
 
 
 @app.command()
@@ -159,16 +122,14 @@ def audit(
     `fedsim privacy` lists the mechanisms, and the keys that each asks for.
     """
     with exits():
-        from dataclasses import asdict
-
-        from fedsim.privacy import calculator
+        from fedsim.audit import mechanisms
 
         if mechanism is None:
             _list(as_json)
             return
         parsed = _asked(mechanism, keys, "audit")
         with told_of_work(mechanism):
-            found = calculator.audit(
+            found = mechanisms.audit(
                 mechanism,
                 parsed,
                 delta=_given("delta", delta),
@@ -191,6 +152,33 @@ def _asked(mechanism: str, keys: list[str] | None, question: str) -> dict[str, A
     return parsed
 
 
+def _ask(
+    question: str,
+    mechanism: str | None,
+    keys: list[str] | None,
+    as_json: bool,
+    plot: Path | None,
+    **given: float | None,
+) -> None:
+    """Print what the calculator answers, or the mechanisms if none is named."""
+    with exits():
+        from fedsim.privacy import calculator
+
+        if mechanism is None:
+            _list(as_json)
+            return
+        parsed = _asked(mechanism, keys, question)
+        _refuse_unwritable(plot)
+        at = {name: _given(name, value) for name, value in given.items()}
+        with told_of_work(mechanism):
+            answer = getattr(calculator, question)(mechanism, parsed, **at)
+        if plot is not None:
+            from fedsim.privacy.plot import draw
+
+            draw(plot, mechanism, parsed, answer)
+        _print(asdict(answer), as_json)
+
+
 def _given(name: str, value: float | None) -> float:
     from fedsim.types import FedsimError
 
@@ -200,12 +188,6 @@ def _given(name: str, value: float | None) -> float:
 
 
 _EXAMPLES = {"epsilon": "1", "delta": "1e-5"}
-
-
-def _show(answer: Answer, as_json: bool) -> None:
-    from dataclasses import asdict
-
-    _print(asdict(answer), as_json)
 
 
 def _print(fields: dict[str, Any], as_json: bool) -> None:
@@ -240,13 +222,6 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     return str(value)
-
-
-def _draw(plot: Path | None, mechanism: str, keys: dict[str, Any], answer: Answer) -> None:
-    if plot is not None:
-        from fedsim.privacy.plot import draw
-
-        draw(plot, mechanism, keys, answer)
 
 
 def _refuse_unwritable(plot: Path | None) -> None:

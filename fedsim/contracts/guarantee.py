@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Literal, final
 
 import numpy as np
@@ -40,6 +39,11 @@ class Mechanism:
     correlation: float = 0.0
     shared: bool = False
 
+    @property
+    def reach(self) -> int:
+        """How far apart neighbours' contributions are at most, in units of C."""
+        return 2 if self.relation == "replace_one" else 1
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMechanism(ABC):
@@ -59,65 +63,62 @@ class ExactMechanism(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CurveMechanism(ExactMechanism):
-    """An exact mechanism whose whole curve is known, so that it composes with others.
+class CurveMechanism(ABC):
+    """A release that is no Gaussian mechanism, but whose whole curve is known, so that it composes.
 
-    `beta` is how far neighbours' examples are apart at most, under relation `close`.
+    `beta` is how far neighbours' examples are apart at most, under relation `close`; `accountant`
+    says in a few words how the curve is found.
     """
 
+    unit: Unit
+    relation: Relation
+    accountant: str
     beta: float
 
     @abstractmethod
     def log_delta(self, epsilons: NDArray[np.float64]) -> NDArray[np.float64]:
         """log δ at each ε >= 0: the largest over neighbours, in both directions."""
 
-    def epsilon(self, delta: float, releases: int) -> float:
-        """The releases' composition."""
-        return Composed.of((self,)).epsilon(delta, releases)
-
 
 @final
-@dataclass(frozen=True, kw_only=True)
-class Composed(ExactMechanism):
-    """Independent releases of the same data, each by a mechanism of which the curve is known."""
+@dataclass(frozen=True)
+class Composed:
+    """Independent releases of the same data, each by a mechanism of which the curve is known.
+
+    There is one or more, and all hide the same: else it raises a FedsimError.
+    """
 
     parts: tuple[CurveMechanism, ...]
 
-    @classmethod
-    def of(cls, parts: tuple[CurveMechanism, ...]) -> Composed:
-        """Of one mechanism or more.
-
-        Raises:
-            FedsimError: they hide different things.
-        """
-        if len({(part.unit, part.beta) for part in parts}) > 1:
+    def __post_init__(self) -> None:
+        if len({(part.unit, part.beta) for part in self.parts}) > 1:
             raise FedsimError(
-                f"mechanisms that hide different things do not compose: {_listed(parts)}; give "
+                f"mechanisms that hide different things do not compose: {self._names}; give "
                 "them the same beta"
             )
-        relative = any(part.relation == "relative" for part in parts)
-        return cls(
-            unit=parts[0].unit,
-            relation="relative" if relative else parts[0].relation,
-            accountant=f"{_listed(parts)}, β = {parts[0].beta:g}",
-            parts=parts,
-        )
 
-    def epsilon(self, delta: float, releases: int) -> float:
-        """By the composition of the parts' curves (`fedsim.privacy.composition.curves`)."""
-        return _composed_epsilon(self.parts * releases, delta)
+    @property
+    def unit(self) -> Unit:
+        """What all hide."""
+        return self.parts[0].unit
+
+    @property
+    def relation(self) -> Relation:
+        """`relative` as soon as one is."""
+        relative = any(part.relation == "relative" for part in self.parts)
+        return "relative" if relative else self.parts[0].relation
+
+    @property
+    def accountant(self) -> str:
+        """Those of the parts."""
+        return f"{self._names}, β = {self.parts[0].beta:g}"
+
+    @property
+    def _names(self) -> str:
+        return " and ".join(part.accountant for part in self.parts)
 
 
-@lru_cache(maxsize=256)
-def _composed_epsilon(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    from fedsim.privacy.composition.curves import epsilon
-
-    return epsilon([part.log_delta for part in parts], delta)
-
-
-def _listed(parts: tuple[CurveMechanism, ...]) -> str:
-    return " and ".join(part.accountant for part in parts)
-
+Proven = Mechanism | ExactMechanism | Composed
 
 Statistic = Literal["features", "kernel"]
 """What a release may be computed from: features (n, d), or their kernel matrix (n, n)."""
@@ -157,7 +158,7 @@ class Guarantee:
     """
 
     sensitivity: float = math.inf
-    mechanism: Mechanism | ExactMechanism | None = None
+    mechanism: Proven | None = None
     reason: str = "no noise is added"
     pooled: ExactMechanism | None = None
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -28,6 +28,7 @@ GROUPS = (
     "fedsim.learners",
     "fedsim.models",
     "fedsim.data",
+    "fedsim.mechanisms",
 )
 
 
@@ -47,6 +48,9 @@ class Plugin(BaseModel, ABC):
 
     paper: ClassVar[str] = ""
     """The source: authors, title, venue and year, equation. Shown by `fedsim list`."""
+
+
+Role = TypeVar("Role", bound=Plugin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +146,23 @@ def load(group: str, name: str) -> type[Plugin]:
         raise PluginError(
             f"plugin {name!r} of {_package(point)} is abstract; its author has to implement "
             f"{missing}"
+        )
+    return cls
+
+
+def load_as(group: str, name: str, roles: tuple[type[Role], ...]) -> type[Role]:
+    """`load`, of a class that derives from one of `roles`.
+
+    Raises:
+        PluginError: as of `load`; or it derives from none.
+    """
+    cls = load(group, name)
+    if not issubclass(cls, roles):
+        wanted = " or ".join(role.__name__ for role in roles)
+        raise PluginError(
+            f"plugin {name!r} in {group.removeprefix('fedsim.')} is {cls.__module__}."
+            f"{cls.__qualname__}, which does not derive from {wanted}; register it in the group "
+            "of its kind"
         )
     return cls
 

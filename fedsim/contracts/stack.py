@@ -206,7 +206,7 @@ class Stack:
         bare = [statistic for statistic in known if statistic not in parts]
         if bare:
             return Guarantee(reason=f"no defense protects the {bare[0]} that the release tells of")
-        return Guarantee(mechanism=Composed.of(tuple(parts.values())), reason="")
+        return Guarantee(mechanism=Composed(tuple(parts.values())), reason="")
 
     def shows_losses(self, declared: LocalTraining) -> bool:
         """Whether clients that train may report their loss.

@@ -1,79 +1,34 @@
-"""The privacy calculator: δ(ε), ε(δ), noise and audit of any mechanism it knows, by name.
+"""The privacy calculator: δ(ε), ε(δ) and noise of any registered mechanism, by name.
 
     from fedsim.privacy import calculator
 
     calculator.delta("gaussian", {"sensitivity": 1, "sigma": 2}, epsilon=1.0)
 
-Nothing of a mechanism is imported before it is asked for.
+Mechanisms are those of the entry point group `fedsim.mechanisms`. Nothing of one is imported before
+it is asked for.
 """
 
 from __future__ import annotations
 
-import importlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment
-from fedsim.types import AuditMethod, FedsimError
+from fedsim.contracts import plugins
+from fedsim.privacy.contract import Answer, Calibration, Curve, KnownMechanism, Stated
+from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
-    from fedsim.audit.verdict import Verdict
+    from _typeshed import DataclassInstance
 
-_Found = TypeVar("_Found", "Answer", "Verdict")
+_Found = TypeVar("_Found", bound="DataclassInstance")
 
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """Where the parts of a mechanism are: `module:Class`, or None."""
-
-    curve: str | None = None
-    calibration: str | None = None
-    experiment: str | None = None
-
-
-MECHANISMS: dict[str, Known] = {
-    "gaussian": Known(
-        curve="fedsim.privacy.mechanisms.gaussian:GaussianCurve",
-        calibration="fedsim.privacy.mechanisms.gaussian:GaussianCalibration",
-        experiment="fedsim.privacy.mechanisms.experiments:GaussianExperiment",
-    ),
-    "random_projection": Known(
-        curve="fedsim.privacy.mechanisms.projection:RandomProjectionCurve",
-        calibration="fedsim.privacy.mechanisms.projection:RandomProjectionCalibration",
-        experiment="fedsim.privacy.mechanisms.experiments:RandomProjectionExperiment",
-    ),
-    "least_squares": Known(
-        curve="fedsim.privacy.mechanisms.regression:LeastSquaresCurve",
-        calibration="fedsim.privacy.mechanisms.regression:LeastSquaresCalibration",
-        experiment="fedsim.privacy.mechanisms.experiments:LeastSquaresExperiment",
-    ),
-    "normal": Known(curve="fedsim.privacy.numerics.ndis:NormalCurve"),
-    "gaussian_sampling": Known(
-        curve="fedsim.privacy.mechanisms.gaussian_sampling:GaussianSamplingCurve",
-        calibration="fedsim.privacy.mechanisms.gaussian_sampling:GaussianSamplingCalibration",
-        experiment="fedsim.privacy.mechanisms.experiments:GaussianSamplingExperiment",
-    ),
-    "truncated_laplace": Known(
-        curve="fedsim.privacy.mechanisms.laplace:TruncatedLaplaceCurve",
-        calibration="fedsim.privacy.mechanisms.laplace:TruncatedLaplaceCalibration",
-        experiment="fedsim.privacy.mechanisms.experiments:TruncatedLaplaceExperiment",
-    ),
-    "correlated_gaussian": Known(
-        curve="fedsim.privacy.mechanisms.correlated_gaussian:CorrelatedCurve",
-        calibration="fedsim.privacy.mechanisms.correlated_gaussian:CorrelatedCalibration",
-        experiment="fedsim.privacy.mechanisms.correlated_experiment:CorrelatedExperiment",
-    ),
-    "poisson_gaussian": Known(
-        experiment="fedsim.privacy.mechanisms.experiments:PoissonGaussianExperiment"
-    ),
-}
-
+GROUP = "fedsim.mechanisms"
 QUESTIONS = {
     "delta": "curve",
     "epsilon": "curve",
@@ -95,7 +50,7 @@ def delta(mechanism: str, keys: Mapping[str, Any], *, epsilon: float) -> Answer:
     """
     made, at = curve(mechanism, keys), _epsilon(epsilon)
     with computed():
-        return _of(made, _told(made.delta(at)))
+        return _of(made, told(made.delta(at)))
 
 
 def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
@@ -104,9 +59,9 @@ def epsilon(mechanism: str, keys: Mapping[str, Any], *, delta: float) -> Answer:
     Raises:
         FedsimError: as of `delta`.
     """
-    made, at = curve(mechanism, keys), _delta(delta)
+    made, at = curve(mechanism, keys), probability(delta)
     with computed():
-        return _of(made, _told(made.epsilon(at)))
+        return _of(made, told(made.epsilon(at)))
 
 
 def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta: float) -> Answer:
@@ -117,44 +72,14 @@ def calibrate(mechanism: str, keys: Mapping[str, Any], *, epsilon: float, delta:
     """
     made = make(mechanism, "calibration", keys)
     assert isinstance(made, Calibration)
-    least, at = _epsilon(epsilon), _delta(delta)
+    least, at = _epsilon(epsilon), probability(delta)
     if least > _MOST_EPSILON:
         raise FedsimError(
             f"epsilon: got {least:g}; expected at most {_MOST_EPSILON:g}, beyond which noise is "
             "not looked for"
         )
     with computed():
-        return _of(made, _told(made.calibrate(least, at)))
-
-
-def audit(
-    mechanism: str,
-    keys: Mapping[str, Any],
-    *,
-    delta: float,
-    draws: int | None = None,
-    confidence: float = 0.99,
-    seed: int = 0,
-    method: AuditMethod = "two_worlds",
-) -> Verdict:
-    """What `mechanism` claims at δ in (0, 1), and what an attacker can show of its releases.
-
-    The key `sabotage` multiplies the noise without the claim's knowing. `draws` are releases of
-    each neighbour (by default 1,000,000), or canaries of `one_run` (10,000); `confidence` is that a
-    true claim is not refuted.
-
-    Raises:
-        FedsimError: as of `delta`; or draws are too few.
-    """
-    from fedsim.audit.verdict import try_claim
-
-    made = make(mechanism, "experiment", keys)
-    assert isinstance(made, Experiment)
-    at = _delta(delta)
-    with computed():
-        return _told(
-            try_claim(made, delta=at, draws=draws, confidence=confidence, seed=seed, method=method)
-        )
+        return _of(made, told(made.calibrate(least, at)))
 
 
 def curve(mechanism: str, keys: Mapping[str, Any]) -> Curve:
@@ -183,12 +108,12 @@ def computed() -> Iterator[None]:
             raise _beyond(f"{error}" or type(error).__name__) from error
 
 
-def _of(made: Curve | Calibration, answer: Answer) -> Answer:
+def _of(made: Stated, answer: Answer) -> Answer:
     """`answer` with what it is said of."""
     return replace(answer, unit=made.unit, neighbours=made.neighbours())
 
 
-def _told(found: _Found) -> _Found:
+def told(found: _Found) -> _Found:
     """What was found, if it is a number wherever it has to be."""
     for name, value in asdict(found).items():
         numbers = _numbers(value)
@@ -217,24 +142,23 @@ def load(mechanism: str, part: str) -> type[BaseModel]:
     """The class of a `part` (curve, calibration, experiment); its fields are the keys.
 
     Raises:
-        FedsimError: there is no such mechanism, or it has no such part.
+        FedsimError: there is no such mechanism, it cannot be imported, or it has no such part.
     """
     from fedsim.scenario.explain import nearest
 
-    if mechanism not in MECHANISMS:
+    names = plugins.names(GROUP)
+    if mechanism not in names:
         raise FedsimError(
-            f"no mechanism named {mechanism!r}{nearest(mechanism, MECHANISMS)} "
-            f"(known: {', '.join(sorted(MECHANISMS))})"
+            f"no mechanism named {mechanism!r}{nearest(mechanism, names)} "
+            f"(known: {', '.join(names)})"
         )
-    where = getattr(MECHANISMS[mechanism], part)
-    if where is None:
-        having = sorted(name for name, known in MECHANISMS.items() if getattr(known, part))
+    parts = plugins.load_as(GROUP, mechanism, (KnownMechanism,)).parts()
+    if part not in parts:
+        having = [row["mechanism"] for row in listing() if part in row["keys"]]
         raise FedsimError(
             f"{mechanism} has no {part}; mechanisms that have one: {', '.join(having)}"
         )
-    module, _, name = where.partition(":")
-    found: type[BaseModel] = getattr(importlib.import_module(module), name)
-    return found
+    return parts[part]
 
 
 def make(mechanism: str, part: str, keys: Mapping[str, Any]) -> BaseModel:
@@ -282,23 +206,18 @@ def listing() -> list[dict[str, Any]]:
 
     A key has name, type, default, required, range and description.
     """
-    from fedsim.contracts.plugins import parameters
-
     rows = []
-    for name, known in MECHANISMS.items():
-        parts = {part: getattr(known, part) for part in ("curve", "calibration", "experiment")}
-        classes = {part: load(name, part) for part, where in parts.items() if where}
-        first = next(iter(classes.values()))
-        rows.append(
-            {
-                "mechanism": name,
-                "summary": (first.__doc__ or "").partition("\n")[0],
-                "keys": {
-                    part: [asdict(parameter) for parameter in parameters(cls)]
-                    for part, cls in classes.items()
-                },
+    for name in plugins.names(GROUP):
+        try:
+            cls = plugins.load_as(GROUP, name, (KnownMechanism,))
+            keys = {
+                part: [asdict(parameter) for parameter in plugins.parameters(known)]
+                for part, known in cls.parts().items()
             }
-        )
+            summary = (cls.__doc__ or "").partition("\n")[0]
+        except plugins.PluginError as error:
+            summary, keys = f"BROKEN: {error}", {}
+        rows.append({"mechanism": name, "summary": summary, "keys": keys})
     return rows
 
 
@@ -335,7 +254,12 @@ def _epsilon(value: float) -> float:
     return float(value)
 
 
-def _delta(value: float) -> float:
+def probability(value: float) -> float:
+    """δ.
+
+    Raises:
+        FedsimError: it is not above 0 and below 1.
+    """
     if not 0 < value < 1:
         raise FedsimError(f"delta: got {value:g}; expected a probability above 0 and below 1")
     return float(value)

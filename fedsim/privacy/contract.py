@@ -1,25 +1,28 @@
 """What the privacy calculator asks of a mechanism: a curve δ(ε), its inverse, noise, an audit.
 
 Each is a frozen pydantic model whose fields are the keys that a user writes (`fedsim privacy delta
-gaussian sensitivity=1 sigma=2 --epsilon 1`). `fedsim.privacy.calculator` knows which there are.
+gaussian sensitivity=1 sigma=2 --epsilon 1`). A `KnownMechanism` has them all, and is registered by
+its name in the entry point group `fedsim.mechanisms`.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from fedsim.contracts.plugins import Plugin
 
 Direction = Literal["forward", "reverse", "both"]
 """Of δ between two neighbours P and Q, the least with P(S) <= exp(ε) Q(S) + δ for every S:
 `forward` is P with the row and Q without it, `reverse` the other way round, `both` their larger."""
-
+WAYS: tuple[Direction, ...] = ("forward", "reverse")
 
 Size = Annotated[float, Field(ge=1e-12, le=1e12)]
 """A noise, a norm or a distance, of a magnitude that can be computed with."""
@@ -65,12 +68,13 @@ def larger(found: Mapping[Direction, float]) -> Direction:
     return max(found, key=lambda way: (math.isnan(found[way]), found[way]))
 
 
-class Keys(BaseModel, ABC):
+class Keys(Plugin):
     """Fields are what a user writes as key=value; unknown keys are refused."""
 
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
-    )
+
+class Stated(Keys):
+    """A release of which an ε and a δ are stated, which say nothing without whose and of whom."""
+
     unit: ClassVar[str] = "row"
     """Whose data ε and δ protect."""
 
@@ -79,7 +83,7 @@ class Keys(BaseModel, ABC):
         """What two neighbours differ in, in words."""
 
 
-class Curve(Keys):
+class Curve(Stated):
     """A release whose privacy is known."""
 
     @abstractmethod
@@ -95,7 +99,7 @@ class Curve(Keys):
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
 
 
-class Calibration(Keys):
+class Calibration(Stated):
     """A release whose noise is to be found."""
 
     @abstractmethod
@@ -104,14 +108,30 @@ class Calibration(Keys):
 
 
 class Experiment(Keys):
-    """A release that can be drawn under either neighbour, so that its claim can be tried."""
+    """A release that can be drawn under either neighbour, so that its claim can be tried.
 
+    What is drawn is the statistic that decides between the two neighbours (a sufficient statistic
+    of the full release; the tests draw full matrices as well), from the mechanism's own steps.
+    `sabotage` multiplies the noise: 0.8 draws what a mechanism with 20% less noise than it claims
+    would release. The score is the likelihood ratio's logarithm under the noise that was really
+    drawn, as of an attacker who knows the code: no other test is stronger (Neyman and Pearson).
+    """
+
+    claims: ClassVar[type[Curve]]
+    """The curve that is claimed; its keys are the experiment's, but for `sabotage`."""
     gaussian_dp: ClassVar[bool] = False
     """Whether the claim is one of μ-GDP and the release's trade-off curve a Gaussian one."""
+    sabotage: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
+    """What the noise's standard deviation is multiplied with, behind the claim's back."""
 
-    @abstractmethod
+    def curve(self) -> Curve:
+        """What is claimed: the mechanism as declared, without `sabotage`."""
+        return self.claims.model_validate(self.model_dump(exclude={"sabotage"}))
+
     def claim(self, delta: float) -> float:
-        """The ε that is claimed at δ."""
+        """The ε that is claimed at δ: the curve's; of an estimate, its interval's upper end."""
+        found = self.curve().epsilon(delta)
+        return found.interval[1] if found.interval else found.epsilon
 
     def work(self) -> int:
         """About how many numbers one release draws or goes through."""
@@ -119,8 +139,24 @@ class Experiment(Keys):
 
     @abstractmethod
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> NDArray[np.float64]:
-        """(draws,) scores of independent releases; the higher, the likelier that `present` is true.
+        """(draws,) log likelihood ratios of independent releases, or what increases with them.
 
-        The score should be the likelihood ratio's logarithm (or increase with it): no other test of
-        the two neighbours is stronger (Neyman and Pearson).
+        The higher, the likelier that `present` is true.
         """
+
+
+class KnownMechanism(Plugin):
+    """A mechanism with all that is known of it, under the name that it is registered by.
+
+    The first line of its docstring is what the calculator lists. None is what there is not.
+    """
+
+    curve: ClassVar[type[Curve] | None] = None
+    calibration: ClassVar[type[Calibration] | None] = None
+    experiment: ClassVar[type[Experiment] | None] = None
+
+    @classmethod
+    def parts(cls) -> dict[str, type[Keys]]:
+        """Those that there are, by name."""
+        named = {"curve": cls.curve, "calibration": cls.calibration, "experiment": cls.experiment}
+        return {name: part for name, part in named.items() if part}

@@ -21,14 +21,19 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.contracts.guarantee import ExactMechanism, Mechanism, Release
+from fedsim.contracts.guarantee import Composed, ExactMechanism, Mechanism, Proven, Release
 from fedsim.contracts.stack import Stack
+from fedsim.privacy.composition import curves
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 from fedsim.words import number_of
+
+if TYPE_CHECKING:
+    from fedsim.privacy.mechanisms.correlated_gaussian import Sampling
 
 EXACT = "exact Gaussian"
 OF_SERVER = f"{EXACT}, correlated noise of the server"
@@ -128,12 +133,9 @@ def claim(
             f"clients release tensors that no defense acts on, for they hold no floating-point "
             f"numbers: {', '.join(unprotected)}; let the learner release these as floats"
         )
-    if isinstance(held.mechanism, Mechanism) and held.mechanism.noise_multiplier < _LEAST_NOISE:
-        return _unproven(_TOO_SMALL)
-    if isinstance(held.mechanism, ExactMechanism):
+    if isinstance(held.mechanism, ExactMechanism | Composed):
         asked = sum(probe.count * probe.releases for probe in probes)
-        releases = rounds + repeated_rounds * repeats + asked
-        epsilon = held.mechanism.epsilon(delta, releases) if releases else 0.0
+        epsilon = _known(held.mechanism, rounds + repeated_rounds * repeats + asked, delta)
         return _stated(epsilon, delta, held.mechanism, held.mechanism.accountant)
     independent = held.mechanism.sampling in _INDEPENDENT
     if probes and (held.mechanism.correlation or independent):
@@ -155,9 +157,12 @@ def claim(
         )
     if independent:
         steps = (rounds + repeated_rounds) * held.mechanism.releases
-        balls = held.mechanism.sampling == "balls_in_bins"
+        sampling = held.mechanism.sampling
+        assert sampling in _INDEPENDENT
+        assert held.mechanism.relation == "zero_out", "an example that is drawn is there or not"
+        balls = sampling == "balls_in_bins"
         rate = 1 / training.bins(num_examples) if balls else batch_size / num_examples
-        epsilon, accountant = _sampled(held.mechanism, steps, rate, delta)
+        epsilon, accountant = _of_curve(held.mechanism, steps, sampling, rate, delta)
         return _stated(epsilon, delta, held.mechanism, accountant)
     spent = [
         _Spent(held.mechanism, rounds, 1, batch_size),
@@ -173,9 +178,6 @@ def claim(
     return _stated(epsilon, delta, held.mechanism, accountant)
 
 
-_LEAST_NOISE = 1e-6
-"""Multiplier below which float32 loses the noise when it is added: 1 plus it is 1 again."""
-_TOO_SMALL = "the noise is too small for a finite ε"
 _PROBED = (
     "probes are not accounted together with correlated noise, nor with sampling by poisson or "
     "balls_in_bins; declare them outside of the deployment (privacy.probes: outside)"
@@ -198,11 +200,9 @@ def worst_off(training: LocalTraining, held: Iterable[int]) -> list[int]:
     return sorted(least.values())
 
 
-def _stated(
-    epsilon: float, delta: float, mechanism: Mechanism | ExactMechanism, accountant: str
-) -> PrivacyClaim:
+def _stated(epsilon: float, delta: float, mechanism: Proven, accountant: str) -> PrivacyClaim:
     if not epsilon < _LARGEST:
-        return _unproven(f"{_TOO_SMALL} (below {_LARGEST:g})")
+        return _unproven(f"the noise is too small for a finite ε (below {_LARGEST:g})")
     return PrivacyClaim(
         epsilon=epsilon,
         delta=delta,
@@ -211,6 +211,13 @@ def _stated(
         relation=mechanism.relation,
         reason=None,
     )
+
+
+def _known(mechanism: ExactMechanism | Composed, releases: int, delta: float) -> float:
+    """ε of so many releases by a mechanism that is no Gaussian one."""
+    if isinstance(mechanism, Composed):
+        return curves.of_mechanisms(mechanism.parts * releases, delta)
+    return mechanism.epsilon(delta, releases) if releases else 0.0
 
 
 def _unproven(reason: str) -> PrivacyClaim:
@@ -234,8 +241,7 @@ class _Spent:
     @property
     def multiplier(self) -> float:
         """The noise's standard deviation over the sensitivity."""
-        doubled = self.mechanism.relation == "replace_one"
-        return self.mechanism.noise_multiplier / (2 if doubled else 1)
+        return self.mechanism.noise_multiplier / self.mechanism.reach
 
 
 @lru_cache(maxsize=4096)
@@ -247,12 +253,12 @@ def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tup
     first = parts[0].mechanism
     if first.correlation:
         steps = sum(part.drawn * part.repeats for part in parts)
-        return _correlated(first, steps, parts[0].batch_size, num_examples, delta)
+        if first.sampling is None or parts[0].batch_size >= num_examples:
+            return _of_curve(first, steps, "full", 1.0, delta)
+        return _of_curve(first, steps, "fixed_size", parts[0].batch_size / num_examples, delta)
     # Gaussian releases of one example compose to one, of the sum of their squared ratios.
-    if min(part.multiplier for part in parts) < _LEAST:
-        return math.inf, EXACT
     ratios = [math.sqrt(part.drawn * part.repeats) / part.multiplier for part in parts]
-    exact = float(gaussian.epsilon(1 / math.hypot(*ratios), delta))
+    exact = _gaussian(1 / math.hypot(*ratios), delta)
     sampled = [part.mechanism.sampling and part.batch_size < num_examples for part in parts]
     singles = [part.multiplier / math.sqrt(part.repeats) for part in parts]
     if not any(sampled) or min(singles) < _AMPLIFIED[0]:
@@ -271,37 +277,14 @@ def _composed(parts: tuple[_Spent, ...], num_examples: int, delta: float) -> tup
     return (amplified, RENYI) if amplified < exact else (exact, EXACT)
 
 
-def _correlated(
-    mechanism: Mechanism, steps: int, batch_size: int, num_examples: int, delta: float
-) -> tuple[float, str]:
-    from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
-
-    sampled = mechanism.sampling is not None and batch_size < num_examples
-    if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
-        return _of_all_batches(mechanism, steps, delta)
-    curve = CorrelatedCurve(
-        steps=steps,
-        sampling_rate=batch_size / num_examples if sampled else 1.0,
-        correlation=mechanism.correlation,
-        sampling="fixed_size" if sampled else "full",
-        relation=mechanism.relation,
-        noise_multiplier=mechanism.noise_multiplier,
-    )
-    found = curve.epsilon(delta)
-    return found.epsilon, f"{found.method}, correlated noise"
-
-
 def _of_all_batches(mechanism: Mechanism, steps: int, delta: float) -> tuple[float, str]:
     """(ε, accountant) of an example that may be in every batch, of any number of them.
 
     ||C z|| is at most sqrt(T) / (1 - λ), the largest singular value of C being below 1 / (1 - λ).
     """
-    if mechanism.noise_multiplier < _LEAST:
-        return math.inf, EXACT
-    factor = 2 if mechanism.relation == "replace_one" else 1
-    reach = factor * math.sqrt(steps) / (1 - mechanism.correlation)
+    reach = mechanism.reach * math.sqrt(steps) / (1 - mechanism.correlation)
     suffix = ", correlated noise" if mechanism.correlation else ""
-    found = float(gaussian.epsilon(mechanism.noise_multiplier / reach, delta))
+    found = _gaussian(mechanism.noise_multiplier / reach, delta)
     return found, f"{EXACT}, every batch{suffix}"
 
 
@@ -312,33 +295,33 @@ def _of_the_server(
     """ε of the client that reaches farthest through the server's noise: exact."""
     from fedsim.privacy.composition.correlated import reach
 
-    factor = 2 if mechanism.relation == "replace_one" else 1
-    farthest = factor * reach(schedules, mechanism.correlation)
-    if farthest == 0:
-        return 0.0
-    if mechanism.noise_multiplier < _LEAST:
-        return math.inf
-    return float(gaussian.epsilon(mechanism.noise_multiplier / farthest, delta))
+    farthest = mechanism.reach * reach(schedules, mechanism.correlation)
+    return _gaussian(mechanism.noise_multiplier / farthest, delta) if farthest else 0.0
+
+
+def _gaussian(multiplier: float, delta: float) -> float:
+    return float(gaussian.epsilon(multiplier, delta)) if multiplier >= _LEAST else math.inf
 
 
 @lru_cache(maxsize=4096)
-def _sampled(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tuple[float, str]:
-    """(ε, accountant) of steps whose examples are drawn independently of each other."""
+def _of_curve(
+    mechanism: Mechanism, steps: int, sampling: Sampling, rate: float, delta: float
+) -> tuple[float, str]:
+    """(ε, accountant) of steps by the calculator's `correlated_gaussian`."""
     from fedsim.privacy.composition.dominating_pair import TooFewDraws
     from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
     from fedsim.privacy.numerics.work import TooMuchWork
 
     if steps == 0:
         return 0.0, EXACT
-    assert mechanism.sampling in _INDEPENDENT
-    assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
     if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
         return _of_all_batches(mechanism, steps, delta)
     curve = CorrelatedCurve(
         steps=steps,
         sampling_rate=rate,
         correlation=mechanism.correlation,
-        sampling=mechanism.sampling,
+        sampling=sampling,
+        relation=mechanism.relation,
         noise_multiplier=mechanism.noise_multiplier,
     )
     suffix = ", correlated noise" if mechanism.correlation else ""

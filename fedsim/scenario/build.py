@@ -57,15 +57,7 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
         PluginError: it is not installed, cannot be imported, does not derive from the group's base
             class, or has a parameter whose name is reserved.
     """
-    cls = plugins.load(group, name)
-    roles = ROLES[group]
-    if not issubclass(cls, roles):
-        wanted = " or ".join(role.__name__ for role in roles)
-        raise plugins.PluginError(
-            f"plugin {name!r} in {group.removeprefix('fedsim.')} is {cls.__module__}."
-            f"{cls.__qualname__}, which does not derive from {wanted}; register it in the group "
-            "of its kind"
-        )
+    cls = plugins.load_as(group, name, ROLES[group])
     for field in RESERVED[group]:
         if field in cls.model_fields:
             raise plugins.PluginError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from fedsim.contracts.defense import StatisticDefense
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.stack import chain
+from fedsim.privacy.composition.curves import of_mechanisms
 from fedsim.testing.plugin import PluginContract
 from fedsim.testing.updates import stream
 from fedsim.types import FedsimError, LocalTraining
@@ -75,15 +76,15 @@ class StatisticDefenseContract(PluginContract):
         deltas = np.exp(mechanism.log_delta(epsilons))
         assert ((deltas >= 0) & (deltas <= 1)).all()
         assert (np.diff(deltas) <= 1e-12).all()
-        epsilon = mechanism.epsilon(DELTA, 1)
+        epsilon = of_mechanisms((mechanism,), DELTA)
         assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= DELTA * (1 + 1e-9)
 
     def test_more_is_never_more_private(self) -> None:
         """Of releases, and of certainty."""
-        mechanism = self.make().guarantee(RELEASE)
-        once = mechanism.epsilon(DELTA, 1)
-        assert 0 <= once <= mechanism.epsilon(DELTA, 2)
-        assert mechanism.epsilon(10 * DELTA, 1) <= once <= mechanism.epsilon(DELTA / 2, 1)
+        one = (self.make().guarantee(RELEASE),)
+        once = of_mechanisms(one, DELTA)
+        assert 0 <= once <= of_mechanisms(one * 2, DELTA)
+        assert of_mechanisms(one, 10 * DELTA) <= once <= of_mechanisms(one, DELTA / 2)
 
     def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
         """Behind no update, beside none of its kind, and with a learner that uses the statistic."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.audit import check, two_worlds
+from fedsim.audit import bounds, check, two_worlds
 from fedsim.audit import stacks as module
 from fedsim.contracts.defense import NoisyAggregation, ServerRound
 from fedsim.contracts.stack import Stack
@@ -159,8 +159,8 @@ def test_bounds_that_are_both_tried_share_what_may_go_wrong(
         return SimpleNamespace(epsilon=0.0)
 
     monkeypatch.setattr(module.two_worlds, "scores", lambda *_: (np.zeros(9), np.zeros(9)))
-    monkeypatch.setattr(module, "threshold_bound", bound)
-    monkeypatch.setattr(module, "gaussian_bound", bound)
+    monkeypatch.setattr(bounds, "threshold_bound", bound)
+    monkeypatch.setattr(bounds, "gaussian_bound", bound)
     assert audited_epsilon(audited) == 0.0
     assert asked == pytest.approx(each)
 

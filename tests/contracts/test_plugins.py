@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from fedsim.audit.mechanisms import audit
 from fedsim.cli.commands import app
 from fedsim.contracts import listing, plugins
+from fedsim.privacy import calculator
 from fedsim.scenario import ScenarioError, json_schema, resolve
+from fedsim.types import FedsimError
 
 THIRDPARTY = Path(__file__).parents[1] / "thirdparty"
 Install = Callable[..., None]
@@ -79,6 +83,44 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 def scenario(**changes: object) -> dict[str, object]:
     least = {"name": "x", "data": {"source": "faces"}, "model": "mlp", "attacks": []}
     return {**least, **changes}
+
+
+@pytest.mark.usefixtures("seen")
+def test_a_third_partys_mechanism_is_calculated_with_audited_and_listed() -> None:
+    keys = {"sensitivity": 1.0, "scale": 0.5}
+    assert calculator.epsilon("laplace", keys, delta=0.1).epsilon == 2 + 2 * math.log(0.9)
+    least = calculator.calibrate("laplace", {"sensitivity": 1.0}, epsilon=1.0, delta=0.1)
+    assert least.delta == pytest.approx(0.1, rel=1e-12)
+    honest = audit("laplace", keys, delta=0.1, draws=20_000)
+    assert honest.holds and honest.lower_bound > 1.5
+    for found in (least, honest):
+        assert (found.unit, found.neighbours) == ("row", "at most 1 apart")
+    assert not audit("laplace", {**keys, "sabotage": 0.5}, delta=0.1, draws=20_000).holds
+    (row,) = [row for row in calculator.listing() if row["mechanism"] == "laplace"]
+    assert row["summary"] == "Laplace noise on one number."
+    assert list(row["keys"]) == ["curve", "calibration", "experiment"]
+    (row,) = [row for row in listing.rows(["mechanisms"]) if row["name"] == "laplace"]
+    assert row["package"] == "fedsim-example-plugins" and row["error"] is None
+
+
+def test_nothing_of_a_mechanism_is_imported_before_it_is_asked_for() -> None:
+    code = (
+        "import sys\n"
+        "from fedsim.audit.mechanisms import audit\n"
+        "from fedsim.privacy import calculator\n"
+        "def found():\n"
+        "    return {point.module for point in points} & set(sys.modules)\n"
+        "from importlib.metadata import entry_points\n"
+        "points = entry_points(group='fedsim.mechanisms')\n"
+        "early = found()\n"
+        "calculator.delta('truncated_laplace', dict(sensitivity=1, scale=1, bound=6), epsilon=1)\n"
+        "print(sorted(found() - early), sorted(early))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # The audit's bound inverts the Gaussian curve.
+    module = "fedsim.privacy.mechanisms."
+    assert done.stdout.strip() == f"['{module}laplace'] ['{module}gaussian']"
 
 
 @pytest.mark.usefixtures("seen")
@@ -260,6 +302,25 @@ def test_a_plugin_of_the_wrong_kind_is_refused(install: Install) -> None:
     install("odd", ATTACK, "fedsim.defenses", odd="Needy")
     with pytest.raises(ScenarioError, match="does not derive from UpdateDefense or Training"):
         resolve(scenario(defenses={"a": ["odd"]}))
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("1 / 0\n", "cannot be imported: ZeroDivisionError"),
+        (ATTACK, "does not derive from KnownMechanism"),
+    ],
+)
+def test_a_broken_mechanism_stops_no_other(install: Install, code: str, said: str) -> None:
+    install("odd", code, "fedsim.mechanisms", odd="Needy")
+    keys = {"sensitivity": 1, "sigma": 2}
+    assert calculator.delta("gaussian", keys, epsilon=1.0).delta > 0
+    (row,) = [row for row in calculator.listing() if row["mechanism"] == "odd"]
+    assert said in row["summary"] and row["keys"] == {}
+    with pytest.raises(plugins.PluginError, match=said):
+        calculator.delta("odd", {}, epsilon=1.0)
+    with pytest.raises(FedsimError, match=r"normal has no calibration.*: correlated_gaussian"):
+        calculator.calibrate("normal", {}, epsilon=1.0, delta=0.1)
 
 
 def test_two_packages_with_one_name_are_a_conflict_until_it_is_resolved(install: Install) -> None:

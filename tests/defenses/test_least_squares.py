@@ -11,9 +11,9 @@ from fedsim.contracts.guarantee import ExactMechanism, Release
 from fedsim.contracts.stack import chain
 from fedsim.privacy.ledger import claim
 from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.mechanisms.leverage import bound
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.least_squares import LeastSquaresMechanism
-from fedsim_defenses.leverage import bound
 
 DELTA = 1e-3
 NORMAL = Release(kind="normal_coefficients", row_norm=1.5, columns=30, features=2)

@@ -16,13 +16,14 @@ from fedsim.contracts.stack import chain
 from fedsim.learners.closed_form import regularized, sketch
 from fedsim.privacy.ledger import claim
 from fedsim.privacy.mechanisms import projection
+from fedsim.privacy.mechanisms.leverage import bound, lowering
+from fedsim.privacy.mechanisms.projection import Projected
 from fedsim.testing import DataDefenseContract
 from fedsim.types import FedsimError, LocalTraining
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip
 from fedsim_defenses.gaussian_noise import GaussianNoise
-from fedsim_defenses.leverage import bound, lowering
-from fedsim_defenses.random_projection import Projected, RandomProjection
+from fedsim_defenses.random_projection import RandomProjection
 
 DELTA = 1e-3
 RELEASE = Release(kind="sketch", row_norm=1.5, columns=40, features=4)

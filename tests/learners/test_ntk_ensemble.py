@@ -19,6 +19,7 @@ from fedsim.federation.records import RoundRecord
 from fedsim.learners import ntk
 from fedsim.learners.ntk_ensemble import MODEL
 from fedsim.models.base import build, normalize
+from fedsim.privacy.composition.curves import of_mechanisms
 from fedsim.privacy.ledger import claim
 from fedsim.privacy.mechanisms import draws
 from fedsim.recording.files import write_tensors
@@ -140,8 +141,8 @@ def test_the_ledger_composes_both_statistics_and_misses_none() -> None:
     here = Workload(both, "both")
     assert here.release is not None
     kernel, inputs = (d.guarantee(here.release) for d in here.stack.statistic_defenses)
-    alone = [kernel.epsilon(1e-3, 1), inputs.epsilon(1e-3, 1)]
-    halves = kernel.epsilon(5e-4, 1) + inputs.epsilon(5e-4, 1)
+    alone = [of_mechanisms((part,), 1e-3) for part in (kernel, inputs)]
+    halves = sum(of_mechanisms((part,), 5e-4) for part in (kernel, inputs))
     assert max(alone) < claims["both"].epsilon < halves
     assert claims["turned"].epsilon == pytest.approx(claims["both"].epsilon, rel=1e-6)
     assert claims["free"].epsilon == pytest.approx(alone[1], rel=0.01)

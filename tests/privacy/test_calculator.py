@@ -14,14 +14,24 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
+from fedsim.contracts import plugins
 from fedsim.privacy import calculator
-from fedsim.privacy.contract import Answer, Calibration, Curve, larger
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Curve,
+    Experiment,
+    KnownMechanism,
+    Stated,
+    larger,
+)
 from fedsim.privacy.mechanisms import kernel_distance
 from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from click.testing import Result
 
+NAMES = plugins.names(calculator.GROUP)
 NORMAL = {
     "mean1": [0, 0],
     "cov1": [[1, 0], [0, 2]],
@@ -231,12 +241,12 @@ def test_an_estimate_comes_with_its_interval(tmp_path: Path) -> None:
 def test_without_a_mechanism_it_lists_them(words: list[str]) -> None:
     result = invoke(*words)
     assert result.exit_code == 0, result.output
-    for name in calculator.MECHANISMS:
+    for name in NAMES:
         assert name in result.output
     assert "> 0" in result.output
     assert "units of the release" in result.output
     rows = json.loads(invoke(*words, "--json").output)
-    assert {row["mechanism"] for row in rows} == set(calculator.MECHANISMS)
+    assert {row["mechanism"] for row in rows} == set(NAMES)
 
 
 @pytest.mark.parametrize("name", ["random_projection", "gaussian_sampling"])
@@ -313,13 +323,21 @@ def test_a_bad_file_is_refused_with_its_cause(content: str, said: str, tmp_path:
     assert said in " ".join(result.output.split())
 
 
-def test_every_part_of_the_table_can_be_loaded() -> None:
-    for name, known in calculator.MECHANISMS.items():
-        for part, base in (("curve", Curve), ("calibration", Calibration)):
-            if getattr(known, part):
-                cls = calculator.load(name, part)
-                assert issubclass(cls, base)
+def test_every_part_of_a_registered_mechanism_is_of_its_kind_and_told() -> None:
+    bases = {"curve": Curve, "calibration": Calibration, "experiment": Experiment}
+    for row in calculator.listing():
+        assert row["summary"] and row["keys"]
+        for part in row["keys"]:
+            cls = calculator.load(row["mechanism"], part)
+            assert issubclass(cls, bases[part])
+            if part != "experiment":
                 assert all(field.description for field in cls.model_fields.values())
+
+
+def test_curve_and_calibration_of_a_mechanism_protect_the_same() -> None:
+    for name in NAMES:
+        parts = plugins.load_as(calculator.GROUP, name, (KnownMechanism,)).parts().values()
+        assert len({part.unit for part in parts if issubclass(part, Stated)}) <= 1, name
 
 
 LEAST_SQUARES = "audit least_squares r=20 d=3 --delta 1e-5"

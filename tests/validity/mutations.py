@@ -104,7 +104,7 @@ MUTATIONS = (
     Mutation(
         name="a file opened beside the one way",
         item=15,
-        file="fedsim/privacy/numerics/ndis.py",
+        file="fedsim/privacy/mechanisms/normal.py",
         old="json.loads(paths.text(path, paths.TEXT))",
         new="json.loads(path.read_text())",
         tests=("tests/system/test_paths.py",),
@@ -170,8 +170,8 @@ MUTATIONS = (
         name="a claim on noise that rounding swallows",
         item=10,
         file="fedsim/privacy/ledger.py",
-        old="_LEAST_NOISE = 1e-6\n",
-        new="_LEAST_NOISE = 0.0\n",
+        old="_LARGEST = 1e9\n",
+        new="_LARGEST = math.inf\n",
         tests=(STATED,),
     ),
     Mutation(

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedsim.privacy.numerics.special import Array, checked_delta
+from fedsim.contracts.guarantee import CurveMechanism
+from fedsim.privacy.numerics.special import Array, checked_delta, least_epsilon
 
 if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
@@ -31,6 +33,12 @@ _TAIL = 1e-4
 _FAR = 1e4
 
 
+@lru_cache(maxsize=256)
+def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
+    """`epsilon` of one release by each of `parts`; a mechanism may be there several times."""
+    return epsilon([part.log_delta for part in parts], delta)
+
+
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     """The least proven ε >= 0 of all releases together at δ; inf if there is none.
 
@@ -43,7 +51,11 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     if not curves:
         return 0.0
     if len(curves) == 1:
-        return _least(curves[0], math.log(target))
+        found = least_epsilon(
+            lambda at: _at(curves[0], at), math.log(target), xtol=1e-12, rtol=1e-12, most=_FAR
+        )
+        # Rounded up by the tolerance: the claim must not be below the truth.
+        return found * (1 + 1e-11) + 1e-11 if found > 0 else 0.0
     reaches = {curve: _reach(curve, target) for curve in set(curves)}
     if any(math.isinf(reach) for reach in reaches.values()):
         return math.inf
@@ -55,23 +67,6 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     found = float(total.get_epsilon_for_delta(target))
     # Up by the rounding of the convolution: the claim must not be below the truth.
     return found * (1 + 1e-9) + 1e-9 if found > 0 else 0.0
-
-
-def _least(curve: LogDelta, target: float) -> float:
-    from scipy.optimize import brentq
-
-    def excess(at: float) -> float:
-        return max(_at(curve, at), -1e300) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-        if high > _FAR:
-            return math.inf
-    # Rounded up by the tolerance: the claim must not be below the truth.
-    return float(brentq(excess, 0.0, high, xtol=1e-12, rtol=1e-12)) * (1 + 1e-11) + 1e-11
 
 
 def _reach(curve: LogDelta, target: float) -> float:

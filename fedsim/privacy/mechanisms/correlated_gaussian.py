@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal, Self, final
+from typing import Annotated, Any, ClassVar, Literal, Self, final
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from fedsim.privacy.baselines import correlated_paper
@@ -18,8 +19,18 @@ from fedsim.privacy.composition.dominating_pair import (
     Poisson,
     TooFewDraws,
 )
-from fedsim.privacy.contract import Answer, Calibration, Curve, Keys
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Curve,
+    Direction,
+    Experiment,
+    Keys,
+    KnownMechanism,
+)
+from fedsim.privacy.mechanisms._correlated_releases import Releases
 from fedsim.privacy.numerics import work
+from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -152,6 +163,13 @@ class _Keys(Keys):
             correlation=self.correlation,
         )
 
+    def _answer(
+        self, epsilon: float, delta: float, noise: float, method: str, **told: Any
+    ) -> Answer:
+        if "log_delta" not in told:
+            told["log_delta"] = math.log(delta)
+        return Answer(epsilon=epsilon, delta=delta, noise_multiplier=noise, method=method, **told)
+
     @property
     def _draws(self) -> int:
         return self.draws or (8192 if self.sampling == "poisson" else 200_000)
@@ -163,7 +181,7 @@ class _Keys(Keys):
 
 @final
 class CorrelatedCurve(_Keys, Curve):
-    """δ(ε) of T correlated releases with a given noise.
+    """δ(ε) of a given noise.
 
     A figure that was estimated has an `interval`, whose upper end is what may be claimed; `delta`
     (or `epsilon`) itself is then the estimate.
@@ -179,24 +197,16 @@ class CorrelatedCurve(_Keys, Curve):
             FedsimError: Theorem F.12 does not apply, or the draws do not reach that far.
         """
         if self.variant == "paper":
-            return self._answer(epsilon, self._paper_delta(epsilon), correlated_paper.METHOD)
+            noise, found = self.noise_multiplier, self._paper_delta(epsilon)
+            return self._answer(epsilon, found, noise, correlated_paper.METHOD)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
             method = self._told(method)
             found = log_delta(self.noise_multiplier, epsilon)
-            return self._answer(epsilon, math.exp(found), method, found)
+            return self._exactly(epsilon, math.exp(found), method, log_delta=found)
         at = self._pair(self.noise_multiplier, self._draws, self.seed).at(epsilon)
-        return Answer(
-            epsilon=epsilon,
-            delta=at.delta,
-            log_delta=math.log(at.delta),
-            method=self._sampled,
-            direction=at.direction,
-            noise_multiplier=self.noise_multiplier,
-            interval=(at.low, at.high),
-            confidence=CONFIDENCE,
-        )
+        return self._estimated(epsilon, at.delta, (at.low, at.high), at.direction)
 
     def epsilon(self, delta: float, most: int = work.MOST) -> Answer:
         """See Curve; draws may take `most` numbers.
@@ -206,31 +216,20 @@ class CorrelatedCurve(_Keys, Curve):
             TooMuchWork: they would take too long.
         """
         if self.variant == "paper":
-            asked = self._paper_noise(1.0, delta)
-            return self._answer(
-                asked / self.noise_multiplier, delta, correlated_paper.METHOD, math.log(delta)
-            )
+            noise, asked = self.noise_multiplier, self._paper_noise(1.0, delta)
+            return self._answer(asked / noise, delta, noise, correlated_paper.METHOD)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
             method = self._told(method)
             found = _least(lambda eps: log_delta(self.noise_multiplier, eps) <= math.log(delta))
-            return self._answer(found, delta, method, math.log(delta))
+            return self._exactly(found, delta, method)
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
         estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
         high = _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
         direction = curve.at(high).direction  # raises if the draws did not reach it
-        return Answer(
-            epsilon=estimate,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=self._sampled,
-            direction=direction,
-            noise_multiplier=self.noise_multiplier,
-            interval=(low, high),
-            confidence=CONFIDENCE,
-        )
+        return self._estimated(estimate, delta, (low, high), direction)
 
     def _told(self, method: str) -> str:
         """The method in use: with so little noise batches are known, and no losses gone through."""
@@ -244,7 +243,7 @@ class CorrelatedCurve(_Keys, Curve):
         """
         target, noise = math.log(delta), self.noise_multiplier
         found = _least(lambda eps: self.revealed_log_delta(noise, eps) <= target)
-        return self._answer(found, delta, _REVEALED, target)
+        return self._exactly(found, delta, _REVEALED)
 
     def _paper_delta(self, epsilon: float) -> float:
         least = correlated_paper.least_delta(self.steps, self.sampling_rate) * (1 + 1e-12)
@@ -258,19 +257,15 @@ class CorrelatedCurve(_Keys, Curve):
         )
         return min(1.0, least * math.exp(found))
 
-    def _answer(
-        self, epsilon: float, delta: float, method: str, log_delta: float | None = None
+    def _exactly(self, epsilon: float, delta: float, method: str, **told: float) -> Answer:
+        way = None if method == poisson.PLD else "both"
+        return self._answer(epsilon, delta, self.noise_multiplier, method, direction=way, **told)
+
+    def _estimated(
+        self, epsilon: float, delta: float, interval: tuple[float, float], direction: Direction
     ) -> Answer:
-        if log_delta is None:
-            log_delta = math.log(delta)
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=log_delta,
-            method=method,
-            direction="both" if method in (_EXACT, _REVEALED, _CONVEX) else None,
-            noise_multiplier=self.noise_multiplier,
-        )
+        told = {"direction": direction, "interval": interval, "confidence": CONFIDENCE}
+        return self._answer(epsilon, delta, self.noise_multiplier, self._sampled, **told)
 
 
 @final
@@ -287,55 +282,33 @@ class CorrelatedCalibration(_Keys, Calibration):
         """
         if self.variant == "paper":
             noise = self._paper_noise(epsilon, delta)
-            return self._answer(epsilon, delta, noise, correlated_paper.METHOD)
+            return self._answer(epsilon, delta, noise, correlated_paper.METHOD, sigma=noise)
         exact = self._log_delta()
         if exact:
             log_delta, method = exact
             noise = _least_noise(lambda at: log_delta(at, epsilon) <= math.log(delta), 1.0)
-            return self._answer(epsilon, delta, noise, method)
+            return self._answer(epsilon, delta, noise, method, sigma=noise)
         return self._estimated(epsilon, delta)
 
     def _estimated(self, epsilon: float, delta: float) -> Answer:
-        few = max(1000, self._draws // 8)
+        few, target = max(1000, self._draws // 8), math.log(delta)
 
         def excess(log_noise: float) -> float:
             found = self._pair(math.exp(log_noise), few, self.seed).estimate(epsilon)
             return math.log(max(found, 1e-300) / delta)
 
-        slope, noise = _searched(excess, self._known_noise(epsilon, delta))
+        # Enough noise, whoever knows the batches.
+        enough = _least_noise(lambda at: self.revealed_log_delta(at, epsilon) <= target, 1.0, 8)
+        slope, noise = _searched(excess, enough)
         for attempt in range(1, _ATTEMPTS):
             curve = self._pair(noise, self._draws, self.seed + attempt)
             high, direction = curve.claimed(epsilon)
             if high <= delta:
-                return Answer(
-                    epsilon=epsilon,
-                    delta=delta,
-                    log_delta=math.log(delta),
-                    method=self._sampled,
-                    direction=direction,
-                    noise_multiplier=noise,
-                    sigma=noise,
-                )
+                told = {"direction": direction, "sigma": noise}
+                return self._answer(epsilon, delta, noise, self._sampled, **told)
             # As much more as the search has seen to be enough, and a little for the next draws.
             noise *= min(2.0, 1.002 * (high / delta) ** (1 / slope))
         raise FedsimError("correlated_gaussian: the estimates do not settle: raise draws")
-
-    def _known_noise(self, epsilon: float, delta: float) -> float:
-        """Enough noise, whoever knows the batches."""
-        target = math.log(delta)
-        return _least_noise(
-            lambda noise: self.revealed_log_delta(noise, epsilon) <= target, 1.0, rounds=8
-        )
-
-    def _answer(self, epsilon: float, delta: float, noise: float, method: str) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=math.log(delta),
-            method=method,
-            noise_multiplier=noise,
-            sigma=noise,
-        )
 
 
 def _reached(delta: Callable[[], float], target: float) -> bool:
@@ -403,3 +376,26 @@ def _least_noise(holds: Callable[[float], bool], start: float, rounds: int = 40)
         middle = math.sqrt(low * high)
         low, high = (low, middle) if holds(middle) else (middle, high)
     return high
+
+
+@final
+class CorrelatedExperiment(Experiment, Releases):
+    """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1."""
+
+    claims = CorrelatedCurve
+
+    def work(self) -> int:
+        """See `Experiment`."""
+        return 4 * self.steps + self.patterns  # a step is whitened with a stride
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios, of the whole sequence of releases."""
+        return self.log_ratios(self.sabotage * self.noise_multiplier, present, draws, rng)
+
+
+class CorrelatedGaussian(KnownMechanism):
+    """δ(ε) of T correlated releases with a given noise."""
+
+    curve = CorrelatedCurve
+    calibration = CorrelatedCalibration
+    experiment = CorrelatedExperiment

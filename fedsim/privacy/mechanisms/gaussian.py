@@ -13,16 +13,13 @@ Gaussian Differential Privacy, JRSS-B 2022, Corollary 3.3).
 
 from __future__ import annotations
 
+from typing import final
+
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import (
-    Answer,
-    Calibration,
-    Curve,
-    Size,
-)
+from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment, KnownMechanism, Size
 from fedsim.privacy.numerics.special import (
     Array,
     checked,
@@ -175,7 +172,7 @@ def _mills_slope(x: Array) -> Array:
 
 
 class GaussianCurve(Curve):
-    """The Gaussian mechanism: a value plus normal noise."""
+    """δ(ε) of a given noise."""
 
     sensitivity: Size
     """L2 distance between the values of two neighbours, in the units of the release."""
@@ -183,7 +180,7 @@ class GaussianCurve(Curve):
     """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"at most {self.sensitivity:g} apart"
 
     @model_validator(mode="after")
@@ -220,7 +217,7 @@ class GaussianCalibration(Calibration):
     """L2 distance between the values of two neighbours, in the units of the release."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
@@ -230,3 +227,29 @@ class GaussianCalibration(Calibration):
         return GaussianCurve.model_construct(
             sensitivity=self.sensitivity, sigma=multiplier * self.sensitivity
         ).delta(epsilon)
+
+
+@final
+class GaussianExperiment(Experiment):
+    """A number that the row moves by `sensitivity`, behind Gaussian noise."""
+
+    claims = GaussianCurve
+    gaussian_dp = True
+    sensitivity: Size = 1.0
+    """How far one row moves what is released, in L2 norm."""
+    sigma: Size
+    """Standard deviation of the noise, in the same units."""
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios."""
+        sigma = self.sabotage * self.sigma
+        moved = self.sensitivity * present + sigma * rng.standard_normal(draws)
+        return self.sensitivity * (moved - self.sensitivity / 2) / sigma**2
+
+
+class Gaussian(KnownMechanism):
+    """The Gaussian mechanism: a value plus normal noise."""
+
+    curve = GaussianCurve
+    calibration = GaussianCalibration
+    experiment = GaussianExperiment

@@ -7,11 +7,24 @@ Of kernel matrices one row of which moves more is known than how far apart they 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal, final
 
-from pydantic import model_validator
+import numpy as np
+from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Answer, Calibration, Count, Curve, Direction, Keys, Size
+from fedsim.contracts.guarantee import CurveMechanism
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Count,
+    Curve,
+    Direction,
+    Experiment,
+    Keys,
+    KnownMechanism,
+    Size,
+)
 from fedsim.privacy.mechanisms import kernel_distance, wishart
 from fedsim.privacy.numerics.special import Array
 from fedsim.types import FedsimError
@@ -34,7 +47,7 @@ class Neighbours(Keys):
     """With beta: the bound on a row's L2 norm."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         if self.beta is None:
             return f"close, kernels at a distance ≤ {self.distance:g}"
         return f"close, a row moved by ≤ {self.beta:g}"
@@ -70,7 +83,7 @@ class Neighbours(Keys):
 
 
 class GaussianSamplingCurve(Neighbours, Curve):
-    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
+    """δ(ε) of a number of draws."""
 
     k: Count
     """Draws."""
@@ -138,3 +151,68 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
             direction="both",
             draws=draws,
         )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Sampled(CurveMechanism):
+    """So many draws of a covariance that differs from any neighbour's in two eigenvalues."""
+
+    samples: int
+    eigenvalues: tuple[tuple[float, float], ...]
+    """As `kernel_distance.lifted_eigenvalues` has them."""
+    accountant: str = "exact Gaussian sampling"
+
+    def log_delta(self, epsilons: Array) -> Array:
+        """Of no draw at all -∞: nothing is released."""
+        if self.samples == 0:
+            return np.full_like(epsilons, -np.inf)
+        return wishart.log_delta_of(self.samples, np.array(self.eigenvalues), epsilons)
+
+
+@final
+class GaussianSamplingExperiment(Neighbours, Experiment):
+    """k draws of N(0, K) against k of N(0, K'), in the directions in which the two differ.
+
+    Of beta and lift these are the two of the worst neighbours. Of a distance M it is one, in which
+    K' has 1 / (1 - M) times K's variance: the worst pair, but for ε so small that more directions
+    are. `sabotage` acts on k, whose square root is what more draws take from the noise of their
+    mean: 0.8 is k / 0.64 draws.
+    """
+
+    claims = GaussianSamplingCurve
+    k: Count
+    """Draws."""
+    distance: Annotated[float | None, Field(ge=1e-12, lt=1)] = None
+    """M = |K^½ K'⁻¹ K^½ - I|, in Frobenius norm."""
+
+    @model_validator(mode="after")
+    def _some_draws(self) -> GaussianSamplingExperiment:
+        if self._drawn < 1:
+            raise ValueError(
+                f"sabotage: {self.sabotage:g} leaves no draw of k = {self.k}; use at most "
+                f"{math.floor(100 * math.sqrt(self.k)) / 100:g}, or a larger k"
+            )
+        return self
+
+    @property
+    def _drawn(self) -> int:
+        return round(self.k / self.sabotage**2)
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios; `present` is K'."""
+        count, known = self._drawn, self.eigenvalues()
+        up, down = (0.0, self.apart()) if known is None else known[0]
+        ratio = np.zeros(draws)
+        for a in filter(None, (-up, down)):
+            squares = rng.chisquare(count, draws) / (1 - a if present else 1.0)
+            ratio += a * squares / 2 + count / 2 * math.log1p(-a)
+        return ratio
+
+
+class GaussianSampling(KnownMechanism):
+    """Gaussian sampling of a positive semidefinite matrix: the mean of k squares of N(0, K)."""
+
+    curve = GaussianSamplingCurve
+    calibration = GaussianSamplingCalibration
+    experiment = GaussianSamplingExperiment

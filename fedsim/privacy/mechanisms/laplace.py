@@ -12,6 +12,7 @@ of entries in which neighbours differ; the curve here is that of one number.
 from __future__ import annotations
 
 import math
+from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,6 +22,8 @@ from fedsim.privacy.contract import (
     Calibration,
     Curve,
     Direction,
+    Experiment,
+    KnownMechanism,
     Size,
 )
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
@@ -123,7 +126,7 @@ def _positive(name: str, value: ArrayLike) -> Array:
 
 
 class TruncatedLaplaceCurve(Curve):
-    """Truncated Laplace noise on one number."""
+    """δ(ε) of a given noise."""
 
     sensitivity: Size
     """Distance between the numbers of two neighbours, in the units of the release."""
@@ -133,7 +136,7 @@ class TruncatedLaplaceCurve(Curve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"at most {self.sensitivity:g} apart"
 
     def delta(self, epsilon: float) -> Answer:
@@ -172,7 +175,7 @@ class TruncatedLaplaceCalibration(Calibration):
     """Distance between the numbers of two neighbours, in the units of the release."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
@@ -187,3 +190,36 @@ class TruncatedLaplaceCalibration(Calibration):
         return TruncatedLaplaceCurve.model_construct(
             sensitivity=self.sensitivity, scale=self.sensitivity / epsilon, bound=most
         ).delta(epsilon)
+
+
+@final
+class TruncatedLaplaceExperiment(Experiment):
+    """A number that the row moves by `sensitivity`, behind truncated Laplace noise."""
+
+    claims = TruncatedLaplaceCurve
+    sensitivity: Size = 1.0
+    """How far one row moves the number."""
+    scale: Size
+    """b of the density exp(-|x| / b), in the units of the release."""
+    bound: Size
+    """The largest magnitude of the noise, in the units of the release."""
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios; infinite where only one neighbour can be the source."""
+        scale, bound = self.sabotage * self.scale, self.sabotage * self.bound
+        size = -scale * np.log1p(np.expm1(-bound / scale) * rng.random(draws))
+        moved = self.sensitivity * present + rng.choice([-1.0, 1.0], draws) * size
+        # |x| - |x - s|, without the rounding that would tell the neighbours apart
+        ratio: Array
+        ratio = np.clip(2 * moved - self.sensitivity, -self.sensitivity, self.sensitivity) / scale
+        ratio[moved > bound] = math.inf
+        ratio[moved < self.sensitivity - bound] = -math.inf
+        return ratio
+
+
+class TruncatedLaplace(KnownMechanism):
+    """Truncated Laplace noise on one number."""
+
+    curve = TruncatedLaplaceCurve
+    calibration = TruncatedLaplaceCalibration
+    experiment = TruncatedLaplaceExperiment

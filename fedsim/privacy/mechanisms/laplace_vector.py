@@ -20,11 +20,13 @@ t_j² <= t², t = β / b.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, final
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from fedsim.contracts.guarantee import CurveMechanism
 from fedsim.privacy.mechanisms import gaussian, laplace
 from fedsim.privacy.numerics.special import Array, checked, checked_epsilon
 from fedsim.types import FedsimError
@@ -69,6 +71,21 @@ def log_delta(
     response = -np.expm1(np.minimum(eps - most, 0.0)) / (1 + math.exp(-most))
     with np.errstate(divide="ignore"):
         return np.log(lost + (1 - lost) * np.minimum(spread, response))
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Shaken(CurveMechanism):
+    """Truncated Laplace noise on every one of `dimension` entries, which move by `beta`."""
+
+    scale: float
+    bound: float
+    dimension: int
+    accountant: str = "truncated Laplace noise"
+
+    def log_delta(self, epsilons: Array) -> Array:
+        """See `CurveMechanism`."""
+        return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 
 def calibrated(

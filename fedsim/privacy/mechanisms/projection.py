@@ -14,20 +14,27 @@ integrand is positive. The reverse direction is E[(1 - exp(-p (y - X)))+] with y
 
 from __future__ import annotations
 
-from typing import Literal
+import math
+from dataclasses import dataclass
+from typing import Annotated, Literal, final
 
 import numpy as np
 from numpy.typing import ArrayLike
 from pydantic import Field
 
+from fedsim.contracts.guarantee import ExactMechanism
 from fedsim.privacy.contract import (
+    WAYS,
     Answer,
     Calibration,
     Count,
     Curve,
     Direction,
+    Experiment,
+    KnownMechanism,
     Size,
 )
+from fedsim.privacy.mechanisms.leverage import regularized
 from fedsim.privacy.numerics.special import (
     Array,
     checked,
@@ -235,7 +242,7 @@ _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
 class RandomProjectionCurve(Curve):
-    """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
+    """δ(ε) at a given leverage."""
 
     leverage: float = Field(ge=0, le=1)
     """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
@@ -243,7 +250,7 @@ class RandomProjectionCurve(Curve):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
@@ -257,8 +264,7 @@ class RandomProjectionCurve(Curve):
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
         """See `Curve`."""
-        ways: tuple[Direction, ...] = ("forward", "reverse")
-        return {way: log_delta(self.leverage, self.r, epsilons, way) for way in ways}
+        return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def _answer(self, epsilon: float, log_delta: float) -> Answer:
         return Answer(
@@ -281,7 +287,7 @@ class RandomProjectionCalibration(Calibration):
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:
-        """See `Keys`."""
+        """See `Stated`."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
@@ -297,3 +303,48 @@ class RandomProjectionCalibration(Calibration):
             noise_multiplier=found / self.row_norm,
             max_leverage=float(max_leverage(epsilon, delta, self.r)),
         )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Projected(ExactMechanism):
+    """A Gaussian random projection in whose (regularized) database no row has more `leverage`."""
+
+    leverage: float
+    columns: int
+    accountant: str = "exact random projection"
+
+    def epsilon(self, delta: float, releases: int) -> float:
+        """Sketches of the same data by independent matrices are one of all their columns."""
+        return float(epsilon(self.leverage, self.columns * releases, delta))
+
+
+@final
+class RandomProjectionExperiment(Experiment):
+    """r random combinations of a regularized database's rows, seen along the row v that is doubted.
+
+    Of A' G the r columns are N(0, A'A); along M⁻¹v, M = A'A with the row, they have variance p with
+    it and p (1 - p) without. `sabotage` scales the regularization, as where the row stands alone
+    against it.
+    """
+
+    claims = RandomProjectionCurve
+    leverage: Annotated[float, Field(ge=0, lt=1)]
+    """p = v' M⁻¹ v of the row, in the regularized database that holds it."""
+    r: Count
+    """Random combinations released."""
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios."""
+        p = regularized(self.leverage, self.sabotage)
+        variance = p if present else p * (1 - p)
+        squares = variance * rng.chisquare(self.r, draws)
+        return squares / (2 * (1 - p)) + self.r / 2 * math.log1p(-p)
+
+
+class RandomProjection(KnownMechanism):
+    """Gaussian random projection of a matrix: the release of D'G, alone or with noise."""
+
+    curve = RandomProjectionCurve
+    calibration = RandomProjectionCalibration
+    experiment = RandomProjectionExperiment

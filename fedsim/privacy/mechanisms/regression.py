@@ -14,28 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import (
-    Answer,
-    Calibration,
-    Count,
-    Curve,
-    Direction,
-    Keys,
-    Size,
-    larger,
-)
+from fedsim.privacy.contract import WAYS, Direction
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
 from fedsim.types import FedsimError
 
 Variant = Literal["tight", "paper"]
-_WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _MANY = np.finfo(float).max
 _ROUNDS = 18
 _LOWEST = -115.0
@@ -73,12 +62,12 @@ def log_delta(
     direction: Direction = "both",
 ) -> Array:
     """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0."""
-    p, q, r, d = _checked(p, q, r, d)
+    p, q, r, d = checked_keys(p, q, r, d)
     p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, checked_epsilon(epsilon))
     result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes
     inside = q < 1
     p, q, r, d, eps = (x[inside] for x in (p, q, r, d, eps))
-    ways = _WAYS if direction == "both" else (direction,)
+    ways = WAYS if direction == "both" else (direction,)
     found = [quadratic.log_delta(*_form(p, q, r, d, way), eps) for way in ways]
     result[inside] = np.max(found, axis=0)
     return result[()]
@@ -97,12 +86,12 @@ def epsilon(
     Raises:
         FedsimError: an argument is out of range.
     """
-    p, q, r, d = _checked(p, q, r, d)
+    p, q, r, d = checked_keys(p, q, r, d)
     p, q, r, d, target = np.broadcast_arrays(p, q, r, d, checked_delta(delta))
     result = np.full(p.shape, np.inf)
     inside = q < 1
     p, q, r, d, target = (x[inside] for x in (p, q, r, d, target))
-    ways = _WAYS if direction == "both" else (direction,)
+    ways = WAYS if direction == "both" else (direction,)
     found = [quadratic.epsilon(*_form(p, q, r, d, way), target) for way in ways]
     result[inside] = np.max(found, axis=0)
     return result[()]
@@ -136,7 +125,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
     def value(points: Array, reverse: NDArray[np.bool_]) -> Array:
         q = max_leverage * points[1]
         found = np.empty(reverse.shape)
-        for way, rows in zip(_WAYS, (~reverse, reverse), strict=True):
+        for way, rows in zip(WAYS, (~reverse, reverse), strict=True):
             found[rows] = log_delta((points[0] * q)[rows], q[rows], r, d, epsilon, way)
         return found
 
@@ -239,7 +228,12 @@ def _crossing(
     return float(brentq(missing, low, high, xtol=tolerance, rtol=1e-14))
 
 
-def _checked(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+def checked_keys(p: ArrayLike, q: ArrayLike, r: ArrayLike, d: ArrayLike) -> tuple[Array, ...]:
+    """The four broadcast together.
+
+    Raises:
+        FedsimError: one is out of range, or p is above q.
+    """
     p, q, r, d = np.broadcast_arrays(
         checked("p", p, 0.0, 1.0, "a leverage in [0, 1]"),
         checked("q", q, 0.0, 1.0, "a leverage in [0, 1]"),
@@ -273,94 +267,3 @@ def _form(
         np.stack([shift, np.zeros_like(shift)], axis=-1),
         np.stack([np.ones_like(d), d - 1], axis=-1),
     )
-
-
-_METHOD = "contour integral (Lu et al., Theorem 4)"
-
-
-class Leverages(Keys):
-    """What δ of least squares depends on."""
-
-    p: float = Field(ge=0, le=1)
-    """Leverage of the row in B, the features."""
-    q: float = Field(ge=0, le=1)
-    """Leverage of the row in [B, b], the features and the target; at least p."""
-    r: Count
-    """Rows of the sketch that the release stands for."""
-    d: Count
-    """Features: columns of B."""
-
-    def neighbours(self) -> str:
-        """See `Keys`."""
-        return f"add or remove, leverages {self.p:g} and {self.q:g}"
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        _checked(self.p, self.q, self.r, self.d)
-        return self
-
-
-class LeastSquaresCurve(Leverages, Curve):
-    """Sketched least squares: a normal release around the solution."""
-
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        lines = self.log_deltas(np.array([epsilon]))
-        found = {way: float(values[0]) for way, values in lines.items()}
-        way = larger(found)
-        return self._answer(epsilon, found[way], way)
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        keys = (self.p, self.q, self.r, self.d, delta)
-        found = {way: float(epsilon(*keys, way)) for way in _WAYS}
-        way = larger(found)
-        return self._answer(found[way], float(np.log(delta)), way)
-
-    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
-        return {way: log_delta(self.p, self.q, self.r, self.d, epsilons, way) for way in _WAYS}
-
-    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method=_METHOD,
-            direction=direction,
-        )
-
-
-class LeastSquaresCalibration(Calibration):
-    """The least noise of sketched least squares: σ of the rows σ I appended to [B, b]."""
-
-    row_norm: Size
-    """The largest L2 norm of a row of [B, b], in the units of the data."""
-    r: Count
-    """Rows of the sketch that the release stands for."""
-    d: Count
-    """Features: columns of B."""
-    variant: Variant = "tight"
-    """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
-
-    def neighbours(self) -> str:
-        """See `Keys`."""
-        return f"add or remove, norm ≤ {self.row_norm:g}"
-
-    def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
-        found = sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
-        allowed, way = None, None
-        if self.variant == "tight":
-            allowed = self.row_norm**2 / (self.row_norm**2 + found**2)
-            way = worst(allowed, self.r, self.d, epsilon).direction
-        return Answer(
-            epsilon=epsilon,
-            delta=delta,
-            log_delta=float(np.log(delta)),
-            method=f"{_METHOD}, {self.variant} noise",
-            direction=way,
-            sigma=found,
-            noise_multiplier=found / self.row_norm,
-            max_leverage=allowed,
-        )

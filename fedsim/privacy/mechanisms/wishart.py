@@ -28,7 +28,13 @@ from numpy.typing import ArrayLike
 
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.numerics import quadratic
-from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
+from fedsim.privacy.numerics.special import (
+    Array,
+    checked,
+    checked_delta,
+    checked_epsilon,
+    least_epsilon,
+)
 from fedsim.types import FedsimError
 
 _SPREADS = np.unique(np.round(np.concatenate([np.arange(1, 33), 2 ** np.arange(5.5, 20, 0.5)])))
@@ -111,19 +117,7 @@ def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
 
 
 def _least(log_delta: Callable[[float], float], delta: float) -> float:
-    from scipy.optimize import brentq
-
-    target = float(np.log(delta))
-
-    def excess(at: float) -> float:
-        return max(log_delta(at), -1e300) - target
-
-    if excess(0.0) <= 0:
-        return 0.0
-    most = 1.0
-    while excess(most) > 0:
-        most *= 2
-    return float(brentq(excess, 0.0, most, xtol=1e-300, rtol=1e-14))
+    return least_epsilon(log_delta, float(np.log(delta)), xtol=1e-300, rtol=1e-14)
 
 
 def max_distance(k: float, epsilon: float, delta: float) -> float:

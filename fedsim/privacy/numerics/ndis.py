@@ -9,24 +9,18 @@ one contour integral (`quadratic`).
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from pydantic import Field
 
-from fedsim.privacy.contract import Answer, Curve, Direction, larger
 from fedsim.privacy.numerics import quadratic
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
-from fedsim.system import paths
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-_WAYS: tuple[Direction, ...] = ("forward", "reverse")
 _ROUNDING = 64 * np.finfo(float).eps
 """Times the dimension: below this share of the largest, an eigenvalue is 0."""
 _LARGEST = 1e100
@@ -249,98 +243,3 @@ def _positive(name: str, values: NDArray[Any]) -> NDArray[np.bool_]:
             "to tell whether it is singular; drop or combine the dimensions that depend on others"
         )
     return np.asarray(share >= _CERTAIN)
-
-
-class NormalCurve(Curve):
-    """Any two normal distributions, one for each neighbour."""
-
-    unit: ClassVar[str] = "unit unknown"
-
-    file: Path
-    """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
-    method: Literal["exact", "monte_carlo"] = "exact"
-    """`monte_carlo`: the paper's estimator, for δ only."""
-    error: float = Field(default=0.001, ge=1e-12, lt=1)
-    """Of `monte_carlo`: half the width of the interval."""
-    confidence: float = Field(default=0.99, gt=0, lt=1)
-    """Of `monte_carlo`: the probability that the interval contains δ."""
-    seed: int = Field(default=0, ge=0)
-    """Of `monte_carlo`: of its draws."""
-
-    def neighbours(self) -> str:
-        """See `Keys`."""
-        return "the two distributions"
-
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        if self.method == "monte_carlo":
-            return self._estimated(epsilon)
-        found = {way: float(pair.log_delta(epsilon)) for way, pair in self._pairs().items()}
-        way = larger(found)
-        return self._answer(epsilon, found[way], way)
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        if self.method == "monte_carlo":
-            raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
-        found = {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
-        way = larger(found)
-        return self._answer(found[way], float(np.log(delta)), way)
-
-    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
-        return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
-
-    def _pairs(self) -> dict[Direction, Pair]:
-        read = _read(self.file)
-        ones, twos = (read["mean1"], read["cov1"]), (read["mean2"], read["cov2"])
-        return dict(zip(_WAYS, (pair(*ones, *twos), pair(*twos, *ones)), strict=True))
-
-    def _estimated(self, epsilon: float) -> Answer:
-        pairs = self._pairs()
-        # Either direction may fail: each gets half of what the confidence leaves.
-        keys = {"error": self.error, "confidence": (1 + self.confidence) / 2}
-        rng = np.random.default_rng(self.seed)
-        found = {way: estimate(each, epsilon, rng=rng, **keys) for way, each in pairs.items()}
-        way = max(found, key=lambda each: found[each].delta)
-        best = found[way]
-        with np.errstate(divide="ignore"):
-            log_delta = float(np.log(best.delta))
-        return Answer(
-            epsilon=epsilon,
-            delta=best.delta,
-            log_delta=log_delta,
-            method="Monte-Carlo with Hoeffding's bound, "
-            f"{number_of(best.draws, 'draw')} (Lu et al., Figure 2)",
-            direction=way,
-            interval=best.interval,
-            confidence=self.confidence,
-        )
-
-    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method="contour integral (Lu et al., Theorem 1)",
-            direction=direction,
-        )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    names = ("mean1", "cov1", "mean2", "cov2")
-    try:
-        read = json.loads(paths.text(path, paths.TEXT))
-    except OSError as error:
-        raise FedsimError(f"file: {path} cannot be read ({error.strerror}); check it") from error
-    except (ValueError, RecursionError) as error:  # also of a number of too many digits
-        raise FedsimError(f"file: {path} is not JSON ({error}); write it anew") from error
-    if not isinstance(read, dict):
-        raise FedsimError(f"file: {path} holds no object; expected the keys {', '.join(names)}")
-    missing = [name for name in names if name not in read]
-    unknown = [name for name in read if name not in names]
-    if missing or unknown:
-        said = [f"lacks {', '.join(missing)}"] if missing else []
-        said += [f"has unknown keys: {', '.join(unknown)}"] if unknown else []
-        raise FedsimError(f"file: {path} {' and '.join(said)}; expected {', '.join(names)}")
-    return read

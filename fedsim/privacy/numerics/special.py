@@ -1,10 +1,11 @@
-"""What the closed forms share: tails of the gamma distribution, and Newton's method with brackets.
+"""What the closed forms share: tails of the gamma distribution, and searches for a root.
 
 Everything broadcasts. `a` is half the degrees of freedom of a chi-square, `x` half its value.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -133,3 +134,31 @@ def solve(
         if (last <= tolerance * np.abs(x)).all():
             break
     return x
+
+
+def least_epsilon(
+    log_delta: Callable[[float], float],
+    target: float,
+    *,
+    xtol: float,
+    rtol: float,
+    most: float = math.inf,
+) -> float:
+    """The least ε >= 0 at which a falling `log_delta` is at most `target`, within the tolerances.
+
+    It is looked for in [0, 1], [0, 2], [0, 4] and so on; inf if it is beyond `most`.
+    """
+    from scipy.optimize import brentq
+
+    def excess(at: float) -> float:
+        return max(log_delta(at), -1e300) - target
+
+    if excess(0.0) <= 0:
+        return 0.0
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+        if high > most:
+            return math.inf
+    found = float(brentq(excess, 0.0, high, xtol=xtol, rtol=rtol))
+    return max(found, np.finfo(float).tiny)  # 0 is not enough

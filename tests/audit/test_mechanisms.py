@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from fedsim.audit.mechanisms import audit
 from fedsim.cli.privacy import app
 from fedsim.privacy import calculator
 
@@ -32,30 +33,39 @@ DELTA, DRAWS = 0.02, 150_000
 def test_an_honest_mechanism_holds_and_one_with_half_the_noise_is_caught(
     mechanism: str, keys: dict[str, Any]
 ) -> None:
-    honest = calculator.audit(mechanism, keys, delta=DELTA, draws=DRAWS)
+    honest = audit(mechanism, keys, delta=DELTA, draws=DRAWS)
     assert honest.holds
     assert 0.5 * honest.claim < honest.lower_bound <= honest.claim
-    lying = calculator.audit(mechanism, {**keys, "sabotage": 0.5}, delta=DELTA, draws=DRAWS)
+    lying = audit(mechanism, {**keys, "sabotage": 0.5}, delta=DELTA, draws=DRAWS)
     assert lying.claim == honest.claim
     assert not lying.holds
+
+
+@pytest.mark.parametrize(("mechanism", "keys"), CASES)
+def test_what_is_tried_is_what_the_calculator_states(mechanism: str, keys: dict[str, Any]) -> None:
+    tried = audit(mechanism, {**keys, "sabotage": 0.5}, delta=DELTA, draws=1000).claim
+    asked = {"sensitivity": 1.0, **keys} if mechanism == "truncated_laplace" else keys
+    if mechanism == "poisson_gaussian":
+        mechanism, asked = "correlated_gaussian", {**keys, "sampling": "poisson"}
+    assert tried == calculator.epsilon(mechanism, asked, delta=DELTA).epsilon
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mechanism", "keys"), CASES)
 def test_a_fifth_less_noise_is_caught(mechanism: str, keys: dict[str, Any]) -> None:
-    honest = calculator.audit(mechanism, keys, delta=DELTA)
-    lying = calculator.audit(mechanism, {**keys, "sabotage": 0.8}, delta=DELTA)
+    honest = audit(mechanism, keys, delta=DELTA)
+    lying = audit(mechanism, {**keys, "sabotage": 0.8}, delta=DELTA)
     assert honest.holds
     assert not lying.holds
 
 
 def test_the_gaussian_is_found_to_within_a_tenth_and_less_noise_is_caught() -> None:
     keys = {"sensitivity": 1.0, "sigma": 1.0}
-    honest = calculator.audit("gaussian", keys, delta=1e-5)
+    honest = audit("gaussian", keys, delta=1e-5)
     assert honest.draws == 1_000_000
     assert 0.9 * honest.claim < honest.lower_bound <= honest.claim
     assert honest.lower_bound == max(honest.bounds.values())
-    assert not calculator.audit("gaussian", {**keys, "sabotage": 0.8}, delta=1e-5).holds
+    assert not audit("gaussian", {**keys, "sabotage": 0.8}, delta=1e-5).holds
 
 
 @pytest.mark.parametrize(
@@ -69,19 +79,17 @@ def test_the_gaussian_is_found_to_within_a_tenth_and_less_noise_is_caught() -> N
 def test_one_run_of_a_thousand_rows_bears_the_claim_and_catches_a_tenth_of_the_noise(
     mechanism: str, keys: dict[str, Any]
 ) -> None:
-    honest = calculator.audit(mechanism, keys, delta=1e-5, draws=1000, method="one_run")
+    honest = audit(mechanism, keys, delta=1e-5, draws=1000, method="one_run")
     assert honest.holds
     assert list(honest.bounds) == ["one_run"]
-    lying = calculator.audit(
-        mechanism, {**keys, "sabotage": 0.1}, delta=1e-5, draws=1000, method="one_run"
-    )
+    lying = audit(mechanism, {**keys, "sabotage": 0.1}, delta=1e-5, draws=1000, method="one_run")
     assert not lying.holds
     assert lying.lower_bound < math.log(1000 / 4.6)
 
 
 def test_one_run_says_less_than_two_worlds() -> None:
     keys = {"sensitivity": 1.0, "sigma": 1.0}
-    run = calculator.audit("gaussian", keys, delta=1e-5, method="one_run")
+    run = audit("gaussian", keys, delta=1e-5, method="one_run")
     assert run.draws == 10_000
     assert 1 < run.lower_bound < 0.5 * run.claim
 
@@ -89,7 +97,7 @@ def test_one_run_says_less_than_two_worlds() -> None:
 def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
     """KAN under correlated noise, Theorem F.12 (by F.8): at λ = 0 and T = 1 the others tell."""
     keys = {"steps": 1, "sampling_rate": 0.1, "noise_multiplier": 1.0, "sampling": "fixed_size"}
-    exact = calculator.audit("correlated_gaussian", keys, delta=1e-3, draws=DRAWS)
+    exact = audit("correlated_gaussian", keys, delta=1e-3, draws=DRAWS)
     assert exact.holds
     amplified = calculator.epsilon(
         "correlated_gaussian", {**keys, "sampling": "poisson"}, delta=1e-3
@@ -100,8 +108,7 @@ def test_the_papers_claim_for_batches_of_fixed_size_is_refuted() -> None:
 def test_the_same_seed_is_the_same_verdict() -> None:
     keys = {"leverage": 0.1, "r": 20}
     one, same, other = (
-        calculator.audit("random_projection", keys, delta=DELTA, draws=10_000, seed=seed)
-        for seed in (1, 1, 2)
+        audit("random_projection", keys, delta=DELTA, draws=10_000, seed=seed) for seed in (1, 1, 2)
     )
     assert one == same
     assert one.lower_bound != other.lower_bound
@@ -145,6 +152,6 @@ def test_what_cannot_be_audited_is_exit_status_2(words: list[str], message: str)
 
 
 def test_no_claim_is_no_lie() -> None:
-    found = calculator.audit("gaussian_sampling", {"k": 5, "distance": 0.99}, delta=0.1, draws=1000)
+    found = audit("gaussian_sampling", {"k": 5, "distance": 0.99}, delta=0.1, draws=1000)
     assert math.isfinite(found.lower_bound)
     assert found.holds

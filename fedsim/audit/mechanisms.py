@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from fedsim.audit.bounds import LowerBound, error_probability, gaussian_bound, threshold_bound
+from fedsim.audit.bounds import LowerBound, error_probability, two_world_bounds
 from fedsim.audit.one_run_bound import one_run_bound
+from fedsim.privacy import calculator
 from fedsim.privacy.contract import Experiment
 from fedsim.types import AuditMethod, FedsimError
 
 DRAWS: dict[AuditMethod, int] = {"two_worlds": 1_000_000, "one_run": 10_000}
 """By default. Of one run, more than about 0.1 / δ canaries would show less."""
-
 
 _MOST_DRAWS = 100_000_000
 _MOST_WORK = 2_000_000_000
@@ -53,8 +54,9 @@ class Verdict:
         return "holds" if self.holds else "REFUTED: the mechanism leaks more than it claims"
 
 
-def try_claim(
-    experiment: Experiment,
+def audit(
+    mechanism: str,
+    keys: Mapping[str, Any],
     *,
     delta: float,
     draws: int | None = None,
@@ -62,10 +64,11 @@ def try_claim(
     seed: int = 0,
     method: AuditMethod = "two_worlds",
 ) -> Verdict:
-    """Draw releases of `experiment` under either neighbour and bound its ε from below.
+    """What `mechanism` claims at δ, and what an attacker can show of its releases.
 
     Args:
-        experiment: the mechanism.
+        mechanism: its name in the privacy calculator.
+        keys: of its experiment; `sabotage` multiplies the noise without the claim's knowing.
         delta: in (0, 1), at which ε is claimed.
         draws: releases of each world; of one run, canaries. By default as `DRAWS` says.
         confidence: in (0, 1), that a true claim is not refuted.
@@ -73,8 +76,12 @@ def try_claim(
         method: two worlds, or one run of the mechanism on so many independent rows.
 
     Raises:
-        FedsimError: an argument is out of its range, or too few draws.
+        FedsimError: the mechanism or a key is unknown, a value is missing or out of its range, or
+            there are too few draws.
     """
+    experiment = calculator.make(mechanism, "experiment", keys)
+    assert isinstance(experiment, Experiment)
+    calculator.probability(delta)
     error_probability(delta, confidence)
     if draws is None:
         draws = DRAWS[method]
@@ -83,19 +90,22 @@ def try_claim(
     most = min(_MOST_DRAWS, _MOST_WORK // experiment.work())
     if draws > most:
         raise FedsimError(f"draws: {draws} is too many to draw; use at most {most}")
+    claimed = experiment.curve()
     bound = _one_run if method == "one_run" else _two_worlds
-    found = bound(experiment, delta, draws, confidence, seed)
-    return Verdict(
-        claim=experiment.claim(delta),
-        lower_bound=max(0.0, *(one.epsilon for one in found)),
-        bounds={one.method: one.epsilon for one in found},
-        delta=delta,
-        confidence=confidence,
-        draws=draws,
-        seed=seed,
-        unit=experiment.unit,
-        neighbours=experiment.neighbours(),
-    )
+    with calculator.computed():
+        found = bound(experiment, delta, draws, confidence, seed)
+        verdict = Verdict(
+            claim=experiment.claim(delta),
+            lower_bound=max(0.0, *(one.epsilon for one in found)),
+            bounds={one.method: one.epsilon for one in found},
+            delta=delta,
+            confidence=confidence,
+            draws=draws,
+            seed=seed,
+            unit=claimed.unit,
+            neighbours=claimed.neighbours(),
+        )
+    return calculator.told(verdict)
 
 
 def _two_worlds(
@@ -104,9 +114,8 @@ def _two_worlds(
     absent, present = (
         experiment.scores(world, draws, _stream(seed, int(world))) for world in (False, True)
     )
-    methods = [threshold_bound, gaussian_bound] if experiment.gaussian_dp else [threshold_bound]
-    each = 1 - (1 - confidence) / len(methods)
-    return [bound(absent, present, delta=delta, confidence=each) for bound in methods]
+    gaussian = experiment.gaussian_dp
+    return two_world_bounds(absent, present, delta=delta, confidence=confidence, gaussian=gaussian)
 
 
 def _one_run(

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Literal, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Curve, Experiment, Size
-from fedsim.privacy.mechanisms.experiments import Sabotage
+from fedsim.privacy.contract import Keys, Size
+from fedsim.privacy.numerics.special import Array
 from fedsim.words import number_of
-
-Floats = NDArray[np.float64]
 
 _PATTERNS = 1024
 """Participation patterns that a likelihood ratio sums over, at most."""
@@ -24,8 +21,7 @@ _HELD = 1 << 27
 """Entries of an array of (draws, steps) or (patterns, steps), at most."""
 
 
-@final
-class CorrelatedExperiment(Experiment):
+class Releases(Keys):
     """Steps that release g_t + z_t - λ z_(t-1), of one example whose gradient has norm 1.
 
     Its gradient is +1 in every step whose batch it is in, and 0 under the neighbour (`zero_out`).
@@ -33,7 +29,6 @@ class CorrelatedExperiment(Experiment):
     sum tells whether the example has taken another's place, whatever its own gradient.
     """
 
-    unit: ClassVar[str] = "example"
     steps: Annotated[int, Field(ge=1, le=100_000)]
     sampling_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
     correlation: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -42,52 +37,24 @@ class CorrelatedExperiment(Experiment):
     sampling: Literal["full", "single_epoch", "poisson", "balls_in_bins", "fixed_size"]
     variant: Literal["exact", "paper"] = "exact"
     """Whose claim is tried."""
-    sabotage: Sabotage = 1.0
-    """What the noise's standard deviation is multiplied with, behind the claim's back."""
 
     @model_validator(mode="after")
-    def _few_patterns(self) -> CorrelatedExperiment:
+    def _few_patterns(self) -> Self:
         if self.sampling in ("poisson", "fixed_size") and 2**self.steps > _PATTERNS:
             raise ValueError(
                 f"sampling {self.sampling} is audited over at most "
                 f"{number_of(int(math.log2(_PATTERNS)), 'step')}: the score sums over all "
                 "patterns of participation"
             )
-        if self._count * self.steps > _HELD:
+        if self.patterns * self.steps > _HELD:
             raise ValueError(
-                f"steps: {self.steps} of {self._count} patterns of participation are too many to "
+                f"steps: {self.steps} of {self.patterns} patterns of participation are too many to "
                 "audit; use fewer, or a larger sampling_rate"
             )
         return self
 
-    def curve(self) -> Curve:
-        """The claim's."""
-        from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
-
-        return CorrelatedCurve(
-            steps=self.steps,
-            sampling_rate=self.sampling_rate,
-            correlation=self.correlation,
-            noise_multiplier=self.noise_multiplier,
-            sampling=self.sampling,
-            variant=self.variant,
-        )
-
-    def neighbours(self) -> str:
-        """Those of the curve."""
-        return self.curve().neighbours()
-
-    def claim(self, delta: float) -> float:
-        """The curve's ε; of an estimate, its interval's upper end."""
-        answer = self.curve().epsilon(delta)
-        return answer.interval[1] if answer.interval else answer.epsilon
-
-    def work(self) -> int:
-        """See `Experiment`."""
-        return 4 * self.steps + self._count  # a step is whitened with a stride
-
     @property
-    def _count(self) -> int:
+    def patterns(self) -> int:
         """Patterns of participation."""
         if self.sampling in ("full", "single_epoch"):
             return 1
@@ -95,10 +62,11 @@ class CorrelatedExperiment(Experiment):
             return round(1 / self.sampling_rate)
         return int(2**self.steps)
 
-    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Floats:
-        """(draws,) log likelihood ratios, of the whole sequence of releases."""
+    def log_ratios(
+        self, sigma: float, present: bool, draws: int, rng: np.random.Generator
+    ) -> Array:
+        """(draws,) log likelihood ratios of whole sequences of releases, noise being `sigma`."""
         masks, chances = self._participations()
-        sigma = self.sabotage * self.noise_multiplier
         # relative to batches without the example, where that is public
         reach = (1.0, 2.0) if self.sampling == "fixed_size" else (0.0, 1.0)
         whitened = [factor * self._summed(masks) for factor in reach]
@@ -114,14 +82,14 @@ class CorrelatedExperiment(Experiment):
             found.append(likely[1] - likely[0])
         return np.concatenate(found)
 
-    def _participations(self) -> tuple[Floats, Floats]:
+    def _participations(self) -> tuple[Array, Array]:
         """((M, T) zeros and ones, (M,) probabilities)."""
         if self.sampling == "full":
             return np.ones((1, self.steps)), np.ones(1)
         if self.sampling == "single_epoch":  # the first batch: its noise is seen the longest
             return np.eye(1, self.steps), np.ones(1)
         if self.sampling == "balls_in_bins":
-            bins = self._count
+            bins = self.patterns
             turns = np.arange(self.steps) % bins
             masks = (turns == np.arange(bins)[:, None]).astype(float)
             return masks, np.full(bins, 1 / bins)
@@ -129,7 +97,7 @@ class CorrelatedExperiment(Experiment):
         rates = np.where(masks == 1, self.sampling_rate, 1 - self.sampling_rate)
         return masks, rates.prod(1)
 
-    def _summed(self, released: Floats) -> Floats:
+    def _summed(self, released: Array) -> Array:
         """C times each row: y_t = λ y_(t-1) + x_t, which makes the noise white again."""
         found = released.copy()
         for step in range(1, self.steps):
@@ -137,12 +105,12 @@ class CorrelatedExperiment(Experiment):
         return found
 
 
-def _log_density(seen: Floats, means: Floats, chances: Floats, sigma: float) -> Floats:
+def _log_density(seen: Array, means: Array, chances: Array, sigma: float) -> Array:
     """(draws,) log Σ_m p_m N(seen; m, σ²), up to what does not depend on the means."""
     if not means.any():
         return np.zeros(len(seen))
     exponents = (seen @ means.T - (means**2).sum(1) / 2) / sigma**2
     most = exponents.max(1)
     exponents -= most[:, None]
-    found: Floats = most + np.log(np.exp(exponents, out=exponents) @ chances)
+    found: Array = most + np.log(np.exp(exponents, out=exponents) @ chances)
     return found

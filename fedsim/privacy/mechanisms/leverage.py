@@ -1,0 +1,39 @@
+"""How far rows σ I appended to a database lower the leverages of its rows."""
+
+from __future__ import annotations
+
+import math
+
+from fedsim.types import FedsimError
+
+
+def bound(sigma: float, row_norm: float, leverage: float) -> float:
+    """The largest leverage of a row v of norm up to l in [D; σ I], given that in D.
+
+    v'(D'D)^-1 v <= p says that D'D - vv'/p is positive semidefinite, so that with σ² I added it is
+    at most 1 / (1/p + σ²/l²), which is attained by a database of rows along v. Without any
+    knowledge of D p is 1, since D holds the row itself.
+    """
+    return 1 / (1 / leverage + (sigma / row_norm) ** 2)
+
+
+def lowering(allowed: float, row_norm: float, leverage: float) -> float:
+    """The least σ for which `bound` is at most `allowed`; 0 if `leverage` is no more than that.
+
+    Raises:
+        FedsimError: no finite σ is enough.
+    """
+    if allowed >= leverage:
+        return 0.0
+    if allowed <= 0:
+        raise FedsimError("no noise is enough for this ε and δ; raise one of them")
+    return row_norm * math.sqrt(1 / allowed - 1 / leverage)
+
+
+def regularized(leverage: float, sabotage: float) -> float:
+    """The leverage of a row that stands alone, |v|² / (|v|² + σ²), once σ is `sabotage` times it.
+
+    >>> regularized(0.5, 1.0), regularized(0.5, 0.5)
+    (0.5, 0.8)
+    """
+    return leverage / (leverage + sabotage**2 * (1 - leverage))

@@ -1,0 +1,117 @@
+"""The calculator's mechanism `normal`: any two normal distributions, read from a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedsim.privacy.contract import WAYS, Answer, Curve, Direction, KnownMechanism, larger
+from fedsim.privacy.numerics.ndis import Pair, estimate, pair
+from fedsim.privacy.numerics.special import Array
+from fedsim.system import paths
+from fedsim.types import FedsimError
+from fedsim.words import number_of
+
+
+class NormalCurve(Curve):
+    """δ(ε) of the pair in a file."""
+
+    unit: ClassVar[str] = "unit unknown"
+    file: Path
+    """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
+    method: Literal["exact", "monte_carlo"] = "exact"
+    """`monte_carlo`: the paper's estimator, for δ only."""
+    error: float = Field(default=0.001, ge=1e-12, lt=1)
+    """Of `monte_carlo`: half the width of the interval."""
+    confidence: float = Field(default=0.99, gt=0, lt=1)
+    """Of `monte_carlo`: the probability that the interval contains δ."""
+    seed: int = Field(default=0, ge=0)
+    """Of `monte_carlo`: of its draws."""
+
+    def neighbours(self) -> str:
+        """See `Stated`."""
+        return "the two distributions"
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        if self.method == "monte_carlo":
+            return self._estimated(epsilon)
+        found = {way: float(pair.log_delta(epsilon)) for way, pair in self._pairs().items()}
+        way = larger(found)
+        return self._answer(epsilon, found[way], way)
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        if self.method == "monte_carlo":
+            raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
+        found = {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
+        way = larger(found)
+        return self._answer(found[way], float(np.log(delta)), way)
+
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `Curve`."""
+        return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
+
+    def _pairs(self) -> dict[Direction, Pair]:
+        read = _read(self.file)
+        ones, twos = (read["mean1"], read["cov1"]), (read["mean2"], read["cov2"])
+        return dict(zip(WAYS, (pair(*ones, *twos), pair(*twos, *ones)), strict=True))
+
+    def _estimated(self, epsilon: float) -> Answer:
+        pairs = self._pairs()
+        # Either direction may fail: each gets half of what the confidence leaves.
+        keys = {"error": self.error, "confidence": (1 + self.confidence) / 2}
+        rng = np.random.default_rng(self.seed)
+        found = {way: estimate(each, epsilon, rng=rng, **keys) for way, each in pairs.items()}
+        way = max(found, key=lambda each: found[each].delta)
+        best = found[way]
+        with np.errstate(divide="ignore"):
+            log_delta = float(np.log(best.delta))
+        return Answer(
+            epsilon=epsilon,
+            delta=best.delta,
+            log_delta=log_delta,
+            method="Monte-Carlo with Hoeffding's bound, "
+            f"{number_of(best.draws, 'draw')} (Lu et al., Figure 2)",
+            direction=way,
+            interval=best.interval,
+            confidence=self.confidence,
+        )
+
+    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=float(np.exp(log_delta)),
+            log_delta=log_delta,
+            method="contour integral (Lu et al., Theorem 1)",
+            direction=direction,
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    names = ("mean1", "cov1", "mean2", "cov2")
+    try:
+        read = json.loads(paths.text(path, paths.TEXT))
+    except OSError as error:
+        raise FedsimError(f"file: {path} cannot be read ({error.strerror}); check it") from error
+    except (ValueError, RecursionError) as error:  # also of a number of too many digits
+        raise FedsimError(f"file: {path} is not JSON ({error}); write it anew") from error
+    if not isinstance(read, dict):
+        raise FedsimError(f"file: {path} holds no object; expected the keys {', '.join(names)}")
+    missing = [name for name in names if name not in read]
+    unknown = [name for name in read if name not in names]
+    if missing or unknown:
+        said = [f"lacks {', '.join(missing)}"] if missing else []
+        said += [f"has unknown keys: {', '.join(unknown)}"] if unknown else []
+        raise FedsimError(f"file: {path} {' and '.join(said)}; expected {', '.join(names)}")
+    return read
+
+
+class Normal(KnownMechanism):
+    """Any two normal distributions, one for each neighbour."""
+
+    curve = NormalCurve

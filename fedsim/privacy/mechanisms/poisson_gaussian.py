@@ -1,0 +1,52 @@
+"""The calculator's mechanism `poisson_gaussian`: DP-SGD with Poisson sampling, to be audited."""
+
+from __future__ import annotations
+
+from typing import Annotated, final
+
+import numpy as np
+from pydantic import Field
+
+from fedsim.privacy.contract import Curve, Experiment, KnownMechanism
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics.special import Array
+
+
+@final
+class PoissonGaussianExperiment(Experiment):
+    """Poisson-sampled steps, summed."""
+
+    steps: Annotated[int, Field(ge=1, le=10_000)]
+    sampling_rate: Annotated[float, Field(gt=0, le=1)]
+    noise_multiplier: Annotated[float, Field(ge=0.1, le=1e12)]
+    """Standard deviation of a step's noise over the bound of one row's contribution."""
+
+    def curve(self) -> Curve:
+        """dp_accounting's, by privacy loss distributions (rounded up)."""
+        return CorrelatedCurve(
+            steps=self.steps,
+            sampling_rate=self.sampling_rate,
+            sampling="poisson",
+            noise_multiplier=self.noise_multiplier,
+        )
+
+    def work(self) -> int:
+        """See `Experiment`."""
+        return self.steps
+
+    def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:
+        """(draws,) log likelihood ratios, summed over the steps."""
+        sigma = self.sabotage * self.noise_multiplier
+        total = np.zeros(draws)
+        for _ in range(self.steps):
+            seen = sigma * rng.standard_normal(draws)
+            if present:
+                seen += rng.random(draws) < self.sampling_rate
+            total += np.log1p(self.sampling_rate * np.expm1((seen - 0.5) / sigma**2))
+        return total
+
+
+class PoissonGaussian(KnownMechanism):
+    """DP-SGD's steps with Poisson sampling: each takes the row with probability `sampling_rate`."""
+
+    experiment = PoissonGaussianExperiment
