@@ -73,7 +73,7 @@ class Keys(Plugin):
 
 
 class Stated(Keys):
-    """A release of which an ε and a δ are stated, which say nothing without whose and of whom."""
+    """A release of which ε and δ are stated: of whose data, and between which neighbours."""
 
     unit: ClassVar[str] = "row"
     """Whose data ε and δ protect."""
