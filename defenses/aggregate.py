@@ -69,7 +69,9 @@ class Aggregate(AggregationDefense):
 class Mean:
     """A running weighted mean of equally shaped updates."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype` is the least wide type of floats that is added up in."""
+        self._least = dtype
         self._mean: dict[str, Tensor] | None = None
         self._dtypes: dict[str, torch.dtype] = {}
 
@@ -78,7 +80,7 @@ class Mean:
         if self._mean is None:
             self._dtypes = {name: tensor.dtype for name, tensor in update.items()}
             self._mean = {
-                name: tensor.to(_wide(tensor), copy=True) for name, tensor in update.items()
+                name: tensor.to(self._wide(tensor), copy=True) for name, tensor in update.items()
             }
         elif shapes(self._mean) != shapes(update):
             raise FedsimError(
@@ -89,17 +91,16 @@ class Mean:
             for name, tensor in update.items():
                 self._mean[name].lerp_(tensor.to(self._mean[name].dtype), weight)
 
-    def read(self) -> dict[str, Tensor]:
-        """The mean, in the types of the first update."""
+    def read(self, times: int = 1) -> dict[str, Tensor]:
+        """The mean, or `times` as much, in the types of the first update."""
         return {
-            name: (mean if self._dtypes[name].is_floating_point else mean.round()).to(
-                self._dtypes[name]
-            )
+            name: (
+                mean * times if self._dtypes[name].is_floating_point else (mean * times).round()
+            ).to(self._dtypes[name])
             for name, mean in (self._mean or {}).items()
         }
 
-
-def _wide(tensor: Tensor) -> torch.dtype:
-    if not tensor.is_floating_point():
-        return torch.float64
-    return torch.promote_types(tensor.dtype, torch.float32)
+    def _wide(self, tensor: Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return torch.float64
+        return torch.promote_types(tensor.dtype, self._least)

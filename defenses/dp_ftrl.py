@@ -15,6 +15,11 @@ from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Update
 from fedsim_defenses.aggregate import Mean
 
+_ROUNDING = 2.0**-22
+"""Of a client's bound, for each client asked: how far rounding may part the sums of two worlds.
+Each is rounded once, by at most 2^-24 of its length, which is at most the bound times the clients.
+"""
+
 
 @final
 class DPFTRL(NoisyAggregation):
@@ -50,7 +55,7 @@ class DPFTRL(NoisyAggregation):
             FedsimError: there is no update, or their tensors differ in name or shape.
         """
         count = examples = 0
-        tensors, buffers = Mean(), Mean()
+        tensors, buffers = Mean(torch.float64), Mean()
         for update in updates:
             count += 1
             examples += update.num_examples
@@ -59,7 +64,7 @@ class DPFTRL(NoisyAggregation):
         if count == 0:
             raise FedsimError("dp_ftrl: no client sent an update in this round")
         return Update(
-            tensors={name: count * mean for name, mean in tensors.read().items()},
+            tensors=tensors.read(times=count),
             buffers=buffers.read(),
             num_examples=examples,
         )
@@ -67,7 +72,8 @@ class DPFTRL(NoisyAggregation):
     def noised(self, combined: Update, round: ServerRound) -> Update:
         """See the class."""
         zeros = {name: torch.zeros_like(value) for name, value in combined.tensors.items()}
-        scale = self.noise_multiplier * round.sensitivity if self.noise_multiplier else 0.0
+        reach = round.sensitivity * (1 + _ROUNDING * round.clients)
+        scale = self.noise_multiplier * reach if self.noise_multiplier else 0.0
         tensors = add_gaussian(combined.tensors, scale, round.stream)
         if round.before and self.correlation:
             last = add_gaussian(zeros, scale, round.before)

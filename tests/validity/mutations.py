@@ -978,4 +978,20 @@ MUTATIONS = (
         new="self.scenario, self.stack_name, self.dataset, len(",
         tests=("tests/training/test_server.py",),
     ),
+    Mutation(
+        name="the sum of many clients' updates in float32",
+        item=1,
+        file="defenses/dp_ftrl.py",
+        old="tensors, buffers = Mean(torch.float64), Mean()",
+        new="tensors, buffers = Mean(), Mean()",
+        tests=(STATED,),
+    ),
+    Mutation(
+        name="noise of a server that ignores the rounding of its sum",
+        item=1,
+        file="defenses/dp_ftrl.py",
+        old="round.sensitivity * (1 + _ROUNDING * round.clients)",
+        new="round.sensitivity",
+        tests=(STATED,),
+    ),
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.contracts.defense import ServerRound
 from fedsim.contracts.stack import chain
 from fedsim.learners import sgd
 from fedsim.learners.closed_form import VALUE, regularized, sketch
@@ -19,8 +20,9 @@ from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training import refusals
 from fedsim.training.workload import Workload
-from fedsim.types import FedsimError, LocalTraining, Table, Tensors
+from fedsim.types import FedsimError, LocalTraining, Table, Tensors, Update
 from fedsim_defenses.clip import Clip
+from fedsim_defenses.dp_ftrl import DPFTRL
 from fedsim_defenses.gaussian_noise import GaussianNoise
 from fedsim_defenses.per_example import clipped_mean
 
@@ -121,6 +123,34 @@ def test_one_of_many_examples_moves_their_mean_by_no_more_than_accounted() -> No
         other[index] *= -1
         moved = float((mean_of(other, 1.0).double() - here).norm())
         assert moved * len(examples) <= 2
+
+
+def test_one_of_many_clients_moves_their_sum_by_no_more_than_the_noise_is_for() -> None:
+    """A running mean in float32 errs by more than one client of 4,000 may move it."""
+    draws = torch.Generator().manual_seed(0)
+    bounded = torch.nn.functional.normalize(torch.rand(4000, 3, generator=draws), dim=1)
+    server = DPFTRL(noise_multiplier=1.0)
+
+    def total(without: int | None) -> Tensor:
+        updates = (
+            Update(tensors={"w": torch.zeros(3) if i == without else one}, num_examples=1)
+            for i, one in enumerate(bounded)
+        )
+        return server.combine(updates).tensors["w"].double()
+
+    here = total(None)
+    longest = float(bounded.double().norm(dim=1).max())
+    moved = max(float((total(i) - here).norm()) for i in range(0, 4000, 800))
+
+    def noise(clients: int) -> Tensor:
+        zero = Update(tensors={"w": torch.zeros(3)}, num_examples=1)
+        asked = ServerRound(clients=clients, sensitivity=1.0, stream=rng.generator(5), before=None)
+        return server.noised(zero, asked).tensors["w"].double() * clients
+
+    widened = float((noise(4000) / noise(1)).mean())
+    assert moved <= longest * widened
+    assert moved <= longest * (1 + 2.0**-22 * 4000)
+    assert 1 < widened < 1.01
 
 
 @pytest.mark.parametrize("multiplier", [1e-8, 1e-20, 1e-60])
