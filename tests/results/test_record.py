@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from fedsim.results.record import append_line, drop_torn_line, environment, read_lines, write_lines
 from fedsim.types import FedsimError
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_lines_are_read_as_written(tmp_path: Path) -> None:
@@ -51,3 +54,11 @@ def test_the_environment_names_versions_and_hardware() -> None:
     found = environment()
     assert found["packages"]["fedsim"] and found["packages"]["torch"]
     assert found["processor"] and found["cores"] >= 1
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a checkout")
+def test_the_commit_of_the_running_source_is_recorded() -> None:
+    """Wherever in the tree the file stands that finds it."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    assert str(environment()["commit"]).removesuffix("+") == head
