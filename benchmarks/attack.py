@@ -232,7 +232,7 @@ def breaching_runner(
 
 def psnr(pixels: Tensor, truth: GroundTruth) -> float:
     claim = Reconstruction(images=pixels, loss=0.0, iterations=0)
-    value = scoring.score(claim, truth).psnr
+    value = scoring.score(claim, truth)["psnr"]
     assert value is not None
     return value
 

@@ -80,7 +80,7 @@ def rate(draws: int) -> list[dict[str, Any]]:
             for draw in range(draws):
                 seen, truth = observe(2**power, 32, count, draw, planted_rows="two_groups")
                 found = solve(create("tensor_features"), seen, Knowledge(), seed=draw)
-                error = score(found.reconstruction, truth).subspace_error
+                error = score(found.reconstruction, truth)["subspace_error"]
                 assert error is not None
                 errors.append(error)
             curve.append((power, statistics.mean(errors)))
@@ -123,7 +123,7 @@ def _cost(name: str, width: int, dimension: int, count: int, repeats: int) -> di
         found = solve(create(attack), seen, Knowledge(), seed=0)
         times.append(time.perf_counter() - start)
     used = peak(torch.device("cpu")) - before
-    error = score(found.reconstruction, truth).subspace_error
+    error = score(found.reconstruction, truth)["subspace_error"]
     return {"seconds": statistics.median(times), "peak_mib": used / MIB, "error": error}
 
 

@@ -76,7 +76,7 @@ def _errors(workload: Workload, trials: int, batch: int) -> list[float]:
         except AttackFailed:
             errors.append(1.0)
             continue
-        error = score(found, result.truth).subspace_error
+        error = score(found, result.truth)["subspace_error"]
         assert error is not None
         errors.append(error)
     return errors

@@ -109,7 +109,7 @@ def measure(arguments: argparse.Namespace) -> None:
                     create("tensor_features", FORMS[form]), observed, Knowledge(), seed=draw
                 )
                 seconds[form].append(time.perf_counter() - start)
-                error = score(found.reconstruction, truth).subspace_error
+                error = score(found.reconstruction, truth)["subspace_error"]
                 assert error is not None
                 errors[form].append(error)
         for form in arguments.forms:

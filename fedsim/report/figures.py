@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, ROUND_HALF_EVEN, Context, Decimal
 from typing import Any
 
-from fedsim.scoring import Accuracy, Summary
+from fedsim.scoring import Accuracy, Metric, Summary
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
@@ -19,6 +19,16 @@ def format_summary(summary: Summary | None, digits: int = 1) -> str:
     if summary.low is None or summary.high is None:
         return mean
     return f"{mean} [{format_number(summary.low, digits)}, {format_number(summary.high, digits)}]"
+
+
+def format_metric(summary: Summary | None, metric: Metric) -> str:
+    """A summary of values of `metric`, shown as the table of metrics says; a dash for None."""
+    if metric.shown_as == "interval":
+        return format_summary(summary, metric.digits)
+    mean = summary.mean if summary else None
+    if metric.shown_as == "percent":
+        return format_percent(mean)
+    return format_number(mean, metric.digits)
 
 
 def format_epsilon(epsilon: float | None) -> str:

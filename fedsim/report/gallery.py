@@ -88,9 +88,9 @@ def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate 
     if not line.n_ok:
         return Plate(line=line, pairs=[])
     scored = [
-        (row.metrics.psnr, path)
+        (row.metrics["psnr"], path)
         for folder, row in trials
-        if row.ok and row.metrics and row.metrics.psnr is not None
+        if row.ok and row.metrics and row.metrics["psnr"] is not None
         if (path := reconstruction_file(folder, row))
     ]
     if not scored:

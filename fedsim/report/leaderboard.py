@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
 
 from fedsim.contracts.grant import Grant
 from fedsim.report.figures import describe_stack, describe_variant
-from fedsim.report.paired import Compared, Gained, gains, over_other, own_gains
+from fedsim.report.paired import gains, over_other, own_gains
 from fedsim.report.victims import images, units
 from fedsim.results.reading import (
     Metrics,
@@ -27,6 +26,8 @@ from fedsim.results.reading import (
     measurements,
 )
 from fedsim.scoring import (
+    COMPARABLE,
+    METRICS,
     Accuracy,
     Share,
     Summary,
@@ -37,24 +38,6 @@ from fedsim.scoring import (
     summarize,
 )
 from fedsim.types import Server
-
-Aggregated = Literal[
-    "psnr",
-    "ssim",
-    "rmse",
-    "lpips",
-    "label_accuracy",
-    "feature_error",
-    "feature_cosine",
-    "subspace_error",
-    "principal_angle",
-    "row_error",
-    "row_cosine",
-    "rows_recovered",
-    "membership_auc",
-    "membership_tpr",
-]
-AGGREGATED: tuple[Aggregated, ...] = get_args(Aggregated)
 
 Comparison = tuple[str, str, str, str, Server]
 """(scenario, variant, data source, model, server): rows of one may be ranked, of two never."""
@@ -68,24 +51,6 @@ leak, though the interval of all reaches below 0."""
 
 _ROUNDING = 1e-9
 """Of a span error that is told from none."""
-
-_LESS_IS_WORSE = (
-    "rmse",
-    "lpips",
-    "feature_error",
-    "subspace_error",
-    "principal_angle",
-    "row_error",
-)
-"""For the client: a small error is a large leak."""
-
-_GUESSED_FEATURES = {
-    "feature_error": 1.0,
-    "feature_cosine": 0.0,
-    "subspace_error": 1.0,
-    "principal_angle": 90.0,
-}
-"""What guessing zero features achieves, whatever the data."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +88,10 @@ class LeaderboardRow:
     interval is of."""
     failures: dict[str, int]
     """Reason -> how many trials."""
-    metrics: dict[Aggregated, Summary | None]
-    worst: dict[Aggregated, float | None]
+    metrics: dict[str, Summary | None]
+    worst: dict[str, float | None]
     """For the client: the most that leaked in one trial (of one image, where the row has it)."""
-    baseline: dict[Aggregated, float | None]
+    baseline: dict[str, float | None]
     """Mean of the zero-information guess."""
     gain: Summary | None
     """PSNR above the zero-information guess, dB."""
@@ -195,7 +160,7 @@ class LeaderboardRow:
         return (float(self.n_ok > 0), float(not self.blind), *self.strength)
 
     @property
-    def ranked_by(self) -> Compared:
+    def ranked_by(self) -> str:
         """The metric that decides on the attack's rank: the first that it has."""
         if self.gain:
             return "psnr"
@@ -213,13 +178,21 @@ class LeaderboardRow:
         over = self._over_other(self.ranked_by)
         return over is not None and over.certain <= 0 and not self.exposed
 
-    def _over_other(self, name: Compared) -> Summary | None:
+    def _over_other(self, name: str) -> Summary | None:
         return {
             "psnr": self.over_other,
             "subspace_error": self.span_over_other,
             "label_accuracy": self.label_over_other,
             "membership_auc": self.membership_over_other,
         }[name]
+
+    def limit(self, name: str) -> float | None:
+        """The most of the metric `name` that the privacy claim allows; None if it says nothing."""
+        limits = {
+            "membership_auc": self.membership_auc_limit,
+            "membership_tpr": self.membership_tpr_limit,
+        }
+        return limits.get(name) if self.metrics[name] else None
 
     @property
     def exposed(self) -> bool:
@@ -281,7 +254,7 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
         groups.setdefault(row.cell, []).append(row)
     yielded = _yielded(rows)
     lines = [
-        _aggregate(group, confidence, yielded.get(group[0].attack.name, AGGREGATED))
+        _aggregate(group, confidence, yielded.get(group[0].attack.name, COMPARABLE))
         for group in groups.values()
     ]
     return _mark_strongest(_sorted(lines))
@@ -326,20 +299,18 @@ def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     return marked
 
 
-def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[Aggregated, ...]]:
+def _yielded(rows: Sequence[ResultRow]) -> dict[str, tuple[str, ...]]:
     """What each attack was seen to recover anywhere: a failure counts as guessing just that."""
-    found: dict[str, tuple[Aggregated, ...]] = {}
+    found: dict[str, tuple[str, ...]] = {}
     for row in rows:
         if row.ok:
-            own = tuple(name for name in AGGREGATED if _of(row.metrics, name) is not None)
+            own = tuple(name for name in COMPARABLE if _of(row.metrics, name) is not None)
             known = found.get(row.attack.name, ())
-            found[row.attack.name] = tuple(n for n in AGGREGATED if n in known or n in own)
+            found[row.attack.name] = tuple(n for n in COMPARABLE if n in known or n in own)
     return found
 
 
-def _aggregate(
-    rows: list[ResultRow], confidence: float, yielded: Sequence[Aggregated]
-) -> LeaderboardRow:
+def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str]) -> LeaderboardRow:
     first, apart = rows[0], units(rows)
 
     def measured(values: Sequence[float | None] | None) -> list[float]:
@@ -350,10 +321,10 @@ def _aggregate(
     def summary(values: Sequence[float | None] | None) -> Summary | None:
         return summarize(measured(values), confidence=confidence)
 
-    def gained(name: Gained) -> list[float] | None:
+    def gained(name: str) -> list[float] | None:
         return gains(rows, name) if name in yielded else None
 
-    values = {name: _counted(rows, name) if name in yielded else None for name in AGGREGATED}
+    values = {name: _counted(rows, name) if name in yielded else None for name in COMPARABLE}
     ok = [row for row in rows if row.ok]
     own = measured(own_gains(rows)) if "psnr" in yielded else []
     learned = [row.baseline for row in rows if row.baseline]
@@ -382,9 +353,9 @@ def _aggregate(
         images=images(rows),
         independent=len(apart),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
-        metrics={name: summary(values[name]) for name in AGGREGATED},
-        worst={name: _worst(rows, name, values[name]) for name in AGGREGATED},
-        baseline={name: _guess(rows, name) for name in AGGREGATED},
+        metrics={name: summary(values[name]) for name in COMPARABLE},
+        worst={name: _worst(rows, name, values[name]) for name in COMPARABLE},
+        baseline={name: _guess(rows, name) for name in COMPARABLE},
         gain=summary(gained("psnr")),
         label_gain=summary(gained("label_accuracy")),
         membership_gain=summary(gained("membership_auc")),
@@ -438,7 +409,7 @@ def _no_control(rows: list[ResultRow]) -> str | None:
     return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"
 
 
-def _counted(rows: list[ResultRow], name: Aggregated) -> list[float] | None:
+def _counted(rows: list[ResultRow], name: str) -> list[float] | None:
     """One value per row, a failed row's being its zero-information guess.
 
     None if the attack does not yield this metric, or if a failed row has no guess to count as: no
@@ -452,29 +423,28 @@ def _counted(rows: list[ResultRow], name: Aggregated) -> list[float] | None:
     return known if len(known) == len(rows) else None
 
 
-def _guessed(row: ResultRow, name: Aggregated) -> float | None:
+def _guessed(row: ResultRow, name: str) -> float | None:
     value = _of(row.baseline, name)
-    return _GUESSED_FEATURES.get(name) if value is None else value
+    return METRICS[name].uninformed if value is None else value
 
 
-def _guess(rows: list[ResultRow], name: Aggregated) -> float | None:
+def _guess(rows: list[ResultRow], name: str) -> float | None:
     return _mean(rows, lambda row: _of(row.baseline, name))
 
 
-def _worst(rows: list[ResultRow], name: Aggregated, values: list[float] | None) -> float | None:
+def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:
     if values is None:
         return None
     images = [v for row in rows if row.ok for v in (row.per_image or {}).get(name, [])]
-    return (min if name in _LESS_IS_WORSE else max)([*values, *images])
+    return (max if METRICS[name].larger_leaks else min)([*values, *images])
 
 
 def _other(row: ResultRow) -> Metrics | None:
     return row.control.other_update if row.control else None
 
 
-def _of(metrics: Metrics | None, name: Aggregated) -> float | None:
-    value: Any = getattr(metrics, name) if metrics else None
-    return value if value is None else float(value)
+def _of(metrics: Metrics | None, name: str) -> float | None:
+    return metrics[name] if metrics else None
 
 
 def accuracy_of(

@@ -88,7 +88,7 @@ def save_overview(folder: Path) -> Path | None:
 
 def _has_image(run: Run, row: ResultRow) -> bool:
     """Whether a reconstruction of images was scored and lies in the run's folder."""
-    scored = row.ok and row.metrics is not None and row.metrics.psnr is not None
+    scored = row.ok and row.metrics is not None and row.metrics["psnr"] is not None
     images = row.subject == "images" and scored
     return images and reconstruction_file(run.folder, row) is not None
 
@@ -112,7 +112,7 @@ def _sees(rows: Sequence[ResultRow]) -> bool:
 
 
 def _mean_psnr(rows: Sequence[ResultRow]) -> float:
-    return fmean(row.metrics.psnr or 0.0 for row in rows if row.metrics)
+    return fmean(row.metrics["psnr"] or 0.0 for row in rows if row.metrics)
 
 
 def _pairs(run: Run, row: ResultRow) -> tuple[Tensor, Tensor]:

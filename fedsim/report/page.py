@@ -16,6 +16,7 @@ from fedsim.report.figures import (
     format_accuracy,
     format_claim,
     format_epsilon,
+    format_metric,
     format_number,
     format_percent,
     format_signed,
@@ -28,7 +29,7 @@ from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.results.reading import ResultRow, Run, load_runs, measurements
-from fedsim.scoring import Summary
+from fedsim.scoring import METRICS, Summary
 from fedsim.words import number_of
 
 _WIDE, _NARROW = 760, 380
@@ -117,6 +118,7 @@ def _html(runs: Sequence[Run]) -> str:
         "epsilon": format_epsilon,
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "signed": format_signed,
+        "metric": format_metric,
     }
     return environment.get_template("report.html.j2").render(_context(runs))
 
@@ -136,7 +138,12 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "invalid": [] if unattacked else invalid_reasons(rows),
         "confidence": f"{confidence:.0%}",
         "sections": [_section(control, rows, runs) for control in positive_controls(rows)],
-        "show_lpips": any(row.metrics["lpips"] for row in rows),
+        "metrics": [
+            (metric, any(row.limit(metric.name) is not None for row in rows))
+            for metric in METRICS.values()
+            if metric.heading and metric.name != "psnr"
+            if any(row.metrics[metric.name] for row in rows)
+        ],
         "show_other": any(row.other_update or row.no_control for row in rows),
         "show_compared": any(row.other_update for row in rows),
         "show_intervals": any(
@@ -146,7 +153,6 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         ),
         "of_rows": any(row.subject == "rows" for row in rows),
         "of_images": any(row.subject == "images" for row in rows),
-        "show_features": any(row.metrics["feature_cosine"] for row in rows),
         "failures": facts.failures(results),
         "client_failures": facts.client_failures(runs),
         "notes": facts.notes(runs),

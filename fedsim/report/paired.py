@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
 from fedsim.results.reading import Metrics, ResultRow
-
-Gained = Literal["psnr", "label_accuracy", "membership_auc"]
-Compared = Gained | Literal["subspace_error"]
+from fedsim.scoring import METRICS
 
 
-def gains(rows: Sequence[ResultRow], name: Gained) -> list[float] | None:
+def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
     """Each row's value less its guess's; 0 of a row without an answer, which counts as the guess.
 
     So an update that was lost, of which there is no guess either, hides no other row's gain.
@@ -29,7 +26,7 @@ def gains(rows: Sequence[ResultRow], name: Gained) -> list[float] | None:
         elif guess is None:
             return None
         else:
-            found.append(own - guess)
+            found.append(METRICS[name].gain(own, guess))
     return found if any(_value(row.baseline, name) is not None for row in rows) else None
 
 
@@ -45,12 +42,12 @@ def own_gains(rows: Sequence[ResultRow]) -> list[float] | None:
     return [gain if over is None else min(gain, over) for gain, over in pairs]
 
 
-def over_other(rows: Sequence[ResultRow], name: Compared) -> list[float | None]:
-    """By how much each row's own update is better than another; of span errors how much below it.
+def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
+    """By how much more each row leaks of its own update than what was made of another one does.
 
     None of rows without that control, as failed ones are.
     """
-    sign = -1.0 if name == "subspace_error" else 1.0
+    gain = METRICS[name].gain
     pairs = [
         (
             _value(row.metrics, name),
@@ -58,9 +55,8 @@ def over_other(rows: Sequence[ResultRow], name: Compared) -> list[float | None]:
         )
         for row in rows
     ]
-    return [None if own is None or other is None else sign * (own - other) for own, other in pairs]
+    return [None if own is None or other is None else gain(own, other) for own, other in pairs]
 
 
 def _value(metrics: Metrics | None, name: str) -> float | None:
-    value: float | None = getattr(metrics, name) if metrics else None
-    return value
+    return metrics[name] if metrics else None

@@ -38,9 +38,9 @@ def clouds(
     for line in recovering[:_PANELS]:
         files = _files(line, runs)
         scored = sorted(
-            (row.metrics.psnr, path)
+            (row.metrics["psnr"], path)
             for row, path in files
-            if row.metrics and row.metrics.psnr is not None
+            if row.metrics and row.metrics["psnr"] is not None
         )
         if not scored:
             continue

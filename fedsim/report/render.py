@@ -22,13 +22,13 @@ from fedsim.report.control import (
 from fedsim.report.figures import (
     format_accuracy,
     format_claim,
+    format_metric,
     format_number,
     format_signed,
-    format_summary,
 )
-from fedsim.report.leaderboard import AGGREGATED, LeaderboardRow
+from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.results.reading import Subject
-from fedsim.scoring import Share, Summary
+from fedsim.scoring import COMPARABLE, METRICS, Metric, Share, Summary
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "images": row.images,
         "independent": row.independent,
     }
-    for name in AGGREGATED:
+    for name in COMPARABLE:
         flat |= _columns(name, row.metrics[name])
         flat[f"{name}_worst"] = row.worst[name]
         flat[f"{name}_baseline"] = row.baseline[name]
@@ -165,73 +165,65 @@ def _epsilon(epsilon: float | None) -> float | str | None:
 
 
 _CLAIM = "ε (δ, unit, neighbours)"
+
+
+def _metric_cell(metric: Metric) -> Cell:
+    def cell(row: LeaderboardRow) -> str:
+        return format_metric(row.metrics[metric.name], metric)
+
+    return cell
+
+
+_METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
+_PSNR, *_OTHERS = [(heading, _metric_cell(metric)) for metric, heading in _METRICS]
+
 _COLUMNS: list[tuple[str, Cell]] = [
     # Heading and cell; a column without any value is left out.
     ("images", lambda row: "–" if row.images is None else str(row.images)),
-    ("PSNR dB", lambda row: format_summary(row.metrics["psnr"])),
+    _PSNR,
     ("max", lambda row: format_number(row.worst["psnr"], 1)),
     ("gain", lambda row: _signed(row.gain)),
     ("≥3 dB", lambda row: _share(row.leaking)),
-    ("other", lambda row: _mean(row.other_update, 1)),
-    ("SSIM", lambda row: _mean(row.metrics["ssim"], 2)),
-    ("LPIPS", lambda row: _mean(row.metrics["lpips"], 2)),
-    ("feat", lambda row: _mean(row.metrics["feature_cosine"], 2)),
-    ("span", lambda row: _mean(row.metrics["subspace_error"], 3)),
-    ("row err", lambda row: _mean(row.metrics["row_error"], 3)),
-    ("found", lambda row: _percent(row.metrics["rows_recovered"])),
-    ("AUC", lambda row: format_summary(row.metrics["membership_auc"], 2)),
-    ("≤", lambda row: _limit(row)),
-    ("TPR", lambda row: _percent(row.metrics["membership_tpr"])),
-    ("label", lambda row: _percent(row.metrics["label_accuracy"])),
+    ("other", lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}"),
+    *_OTHERS,
+    ("AUC ≤", lambda row: format_number(row.limit("membership_auc"), 2)),
     ("no control", lambda row: (row.no_control or "–").removeprefix("no control: ")),
     ("acc", lambda row: format_accuracy(row.test_accuracy, row.accuracy)),
     (_CLAIM, lambda row: _claim(row)),
     ("sec", lambda row: format_number(row.seconds, 1)),
 ]
 
+
+def _left_out(when: str) -> list[str]:
+    return [heading for metric, heading in _METRICS if metric.narrow == when]
+
+
 _OPTIONAL = (
-    *("gain", _CLAIM, "≤", "row err", "span", "feat", "no control", "≥3 dB", "label", "acc"),
-    *("found", "TPR", "SSIM", "LPIPS", "other", "max", "images", "sec"),
+    *("gain", _CLAIM, "AUC ≤", "no control", "≥3 dB", *_left_out("late"), "acc"),
+    *(*_left_out("early"), "other", "max", "images", "sec"),
 )
 """Columns that a narrow table lacks, the most important first; JSON and CSV hold everything."""
 
-_LEGEND: list[tuple[str, str, str]] = [
-    # Column, and what it holds where images and where rows are attacked.
-    ("images", "images: different ones in all trials", "images: different rows in all trials"),
-    ("PSNR dB", "PSNR: {center}", "PSNR: {center}, of entries on their declared range"),
-    ("max", "max: the worst trial or image", "max: the worst trial"),
-    (
-        "gain",
-        "gain: dB above the best guess of someone who saw no update",
-        "gain: dB above guessing the mean of the other rows",
-    ),
-    (
-        "≥3 dB",
-        *2
-        * (
-            "≥3 dB: trials that gain so much, and over another update, with the exact interval of "
-            "that chance",
-        ),
-    ),
-    ("other", *2 * ("other: PSNR of the same attack on another update",)),
-    ("no control", *2 * ("no control: why there is no other update to compare with",)),
-    ("SSIM", *2 * ("SSIM: likeness of structure, 1 is identical",)),
-    ("LPIPS", *2 * ("LPIPS: perceptual distance, 0 is identical",)),
-    ("feat", *2 * ("feat: mean cosine of the features",)),
-    ("span", *2 * ("span: share of the true features outside the span of the recovered ones",)),
-    ("row err", *2 * ("row err: squared error over squared length",)),
-    ("found", *2 * ("found: rows with every entry within 5% of its range",)),
-    ("AUC", *2 * ("AUC: of membership",)),
-    ("≤", *2 * ("≤: the most AUC that ε and δ allow",)),
-    ("TPR", *2 * ("TPR: of membership, at 5% false positives",)),
-    ("label", *2 * ("label: share of labels recovered",)),
-    ("acc", *2 * ("acc: test accuracy and Wilson's interval, ! if no better than chance",)),
-    (
-        _CLAIM,
-        *2 * ("ε: guaranteed of all releases of the run, ∞ where nothing is",),
-    ),
-    ("sec", *2 * ("sec: seconds of a trial",)),
-]
+_LEGEND: dict[str, str] = {
+    # Column -> what it holds.
+    "images": "different ones in all trials",
+    "max": "the worst trial or image",
+    "gain": "dB above the best guess of someone who saw no update",
+    "≥3 dB": "trials that gain so much, and over another update, with the exact interval of that "
+    "chance",
+    "other": "PSNR of the same attack on another update",
+    **{heading: metric.meaning for metric, heading in _METRICS},
+    "AUC ≤": "the most AUC that ε and δ allow",
+    "no control": "why there is no other update to compare with",
+    "acc": "test accuracy and Wilson's interval, ! if no better than chance",
+    _CLAIM: "guaranteed of all releases of the run, ∞ where nothing is",
+    "sec": "seconds of a trial",
+}
+_LEGEND_OF_ROWS = {
+    "images": "different rows in all trials",
+    "max": "the worst trial",
+    "gain": "dB above guessing the mean of the other rows",
+}
 
 
 def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[str]) -> str:
@@ -244,16 +236,16 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
         f"B: {size}",
         "ok: trials that succeeded of all; failed ones count as guessing",
     ]
-    summaries = [row.metrics["psnr"] for row in rows]
-    ranged = any(summary and summary.low is not None for summary in summaries)
-    center = (
-        "mean and Student's interval (three trials or more, not all equal)" if ranged else "mean"
-    )
+    meanings = _LEGEND if of_images else _LEGEND | _LEGEND_OF_ROWS
+    there = {*shown, *({_CLAIM} & set(_held(rows)))}
     told += [
-        (images if of_images else of_rows).format(center=center)
-        for column, images, of_rows in _LEGEND
-        if column in shown or (column == _CLAIM and column in _held(rows))
+        f"{'ε' if heading == _CLAIM else heading}: {meanings[heading]}"
+        for heading, _ in _COLUMNS
+        if heading in there
     ]
+    summaries = [row.metrics["psnr"] for row in rows]
+    if any(summary and summary.low is not None for summary in summaries):
+        told.append("[low, high]: Student's interval (three trials or more, not all equal)")
     text = ". ".join(told) + "."
     if hidden := [name for name in _held(rows) if name not in shown and name != _CLAIM]:
         text += f" Too wide for this terminal: {', '.join(hidden)}; --format json and csv have all."
@@ -427,19 +419,6 @@ def _share(share: Share | None) -> str:
 
 def _signed(summary: Summary | None) -> str:
     return "–" if summary is None else format_signed(summary.mean)
-
-
-def _mean(summary: Summary | None, digits: int) -> str:
-    return "–" if summary is None else f"{summary.mean:.{digits}f}"
-
-
-def _limit(row: LeaderboardRow) -> str:
-    """The most that the privacy claim allows of the area under the membership curve."""
-    return format_number(row.membership_auc_limit if row.metrics["membership_auc"] else None, 2)
-
-
-def _percent(summary: Summary | None) -> str:
-    return "–" if summary is None else f"{summary.mean:.0%}"
 
 
 def _printable(text: str) -> str:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from fedsim.contracts.grant import Grant
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
+from fedsim.scoring import METRICS
 from fedsim.system import paths
 from fedsim.types import FedsimError, Server, server_of
 
@@ -35,22 +36,21 @@ class _Part(BaseModel):
 
 
 class Metrics(_Part):
-    """Scores of one reconstruction; what does not apply is None."""
+    """Scores of one reconstruction, by the names of the table of metrics."""
 
-    rmse: float | None = None
-    psnr: float | None = None
-    ssim: float | None = None
-    lpips: float | None = None
-    feature_error: float | None = None
-    feature_cosine: float | None = None
-    subspace_error: float | None = None
-    principal_angle: float | None = None
-    label_accuracy: float | None = None
-    row_error: float | None = None
-    row_cosine: float | None = None
-    rows_recovered: float | None = None
-    membership_auc: float | None = None
-    membership_tpr: float | None = None
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float | None]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {k: v for k, v in fields.items() if k in METRICS or k in cls.model_fields}
+
+    def __getitem__(self, name: str) -> float | None:
+        """Value of the metric `name`; None if it does not apply."""
+        return self.__pydantic_extra__.get(name)
 
 
 class DefenseOf(_Part):

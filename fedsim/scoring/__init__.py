@@ -1,17 +1,19 @@
 """Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
-from fedsim.scoring.features import feature_baseline
-from fedsim.scoring.guess import Guess, Guesser, baseline, guess_problem, mean_image
+from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline
+from fedsim.scoring.guess import Guess, Guesser, guess_problem, mean_image
 from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align, match
+from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
-from fedsim.scoring.rows import FALSE_POSITIVES, row_baseline, score_rows
-from fedsim.scoring.score import METRICS, Metric, Scores, matched_images, score
+from fedsim.scoring.rows import FALSE_POSITIVES
+from fedsim.scoring.score import Scores, matched_images, score, score_rows
 from fedsim.scoring.statistics import LEAST, Share, Summary, share, student_interval, summarize
 
 __all__ = [
+    "COMPARABLE",
     "FALSE_POSITIVES",
     "LEAST",
     "METRICS",

@@ -1,7 +1,4 @@
-"""Metrics of recovered features: the inputs of the model's head, (N, d), in matched order.
-
-And what is guessed of them from public images alone, as the zero-information guess of features.
-"""
+"""Metrics of recovered features: the inputs of the model's head, (N, d), in matched order."""
 
 from __future__ import annotations
 
@@ -90,24 +87,3 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
         angles = torch.from_numpy(subspace_angles(wanted.T.numpy(), claimed.T.numpy()))
         found[: len(angles)] = torch.rad2deg(angles).flip(0)
     return found
-
-
-def feature_baseline(public: Tensor, truth: Tensor) -> dict[str, float]:
-    """Metrics of a guess of the features `truth` (N, d), by someone who has `public` ones (P, d).
-
-    The guess of a span is the N directions that public features of unit length share most: of all
-    spans they leave the least of these outside, in mean square. The guess of each feature is the
-    public mean. A metric without a value for this truth is left out.
-    """
-    truth = truth.detach().cpu()
-    units = F.normalize(public.double(), dim=1)
-    _, _, directions = torch.linalg.svd(units, full_matrices=False)
-    span = directions[: len(truth)]
-    mean = public.double().mean(0).expand(len(truth), -1)
-    found = {
-        "feature_error": feature_error(mean, truth),
-        "feature_cosine": feature_cosine(mean, truth),
-        "subspace_error": subspace_error(span, truth),
-        "principal_angle": principal_angles(span, truth),
-    }
-    return {name: float(v.mean()) for name, v in found.items() if isinstance(v, Tensor)}

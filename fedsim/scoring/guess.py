@@ -29,10 +29,8 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.scoring.image import PSNR_CAP
 from fedsim.scoring.matching import assign
-from fedsim.scoring.outcome import ScoringError, Unavailable
-from fedsim.scoring.perceptual import LpipsMetric
-from fedsim.scoring.score import score
-from fedsim.types import GroundTruth, Reconstruction
+from fedsim.scoring.outcome import ScoringError
+from fedsim.types import Reconstruction
 
 _CHUNK = 256
 _LEAST = 10 ** (-PSNR_CAP / 10)
@@ -346,20 +344,3 @@ def guess_problem(public: int, public_per_image: float) -> str | None:
         "can guess better than that, and gains over it look larger than what leaks; use a data "
         "source with more test images, or a smaller batch size"
     )
-
-
-def baseline(
-    guess: Guess,
-    truth: GroundTruth,
-    *,
-    labels_alone: bool = False,
-    lpips: LpipsMetric | Unavailable | None = None,
-) -> dict[str, float | None]:
-    """Metrics of `guess`, matched to the truths as an attack's answer is.
-
-    `labels_alone`: the attack that it is compared with answers nothing but labels.
-
-    Raises:
-        ScoringError: the images do not fit the truth.
-    """
-    return score(guess.answer(labels_alone=labels_alone), truth, lpips=lpips).metrics()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from fedsim.scoring.matching import MISSING
 from fedsim.scoring.outcome import ScoringError
 
 
@@ -37,14 +35,9 @@ def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
     return found / len(truth)
 
 
-def matched_labels(reconstruction: Tensor, truth: Tensor, assignment: list[int]) -> Tensor:
-    """1 where the label that came with the matched reconstruction is right, else 0; (N,) float64.
+def right_label(claimed: Tensor, truth: Tensor) -> Tensor:
+    """1 where the label of each pair (N,) is right, else 0; (N,) float64.
 
-    For labels that come with images (or features): a right label on the wrong image is wrong. A
-    truth without a reconstruction is wrong.
+    For labels that come with images (or features): a right label on the wrong image is wrong.
     """
-    right = [
-        k != MISSING and int(reconstruction[k]) == int(label)
-        for k, label in zip(assignment, truth, strict=True)
-    ]
-    return torch.tensor(right, dtype=torch.float64)
+    return (claimed == truth).double()

@@ -108,6 +108,19 @@ def load_lpips(
     return LpipsMetric(backbone, digest, model.eval().requires_grad_(False))
 
 
+def perceptual_distance(
+    claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
+) -> Tensor | Unavailable:
+    """LPIPS of each pair of pixels (N, C, H, W), (N,); `lpips` is None if nobody asked for it."""
+    if lpips is None:
+        return Unavailable("LPIPS was not asked for")
+    if isinstance(lpips, Unavailable):
+        return lpips
+    if truth.shape[1] not in (1, 3):
+        return Unavailable(f"LPIPS needs 1 or 3 channels, these images have {truth.shape[1]}")
+    return lpips(claimed, truth)
+
+
 def _prepare(pixels: Tensor) -> Tensor:
     images = pixels.float().expand(-1, 3, -1, -1) * 2 - 1
     size = _enlarged(*images.shape[-2:])

@@ -3,97 +3,59 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.scoring import image
-from fedsim.scoring.features import (
-    check_features,
-    feature_cosine,
-    feature_error,
-    principal_angles,
-    subspace_error,
-)
-from fedsim.scoring.labels import check_labels, label_overlap, matched_labels
+from fedsim.scoring.features import check_features
+from fedsim.scoring.labels import check_labels
 from fedsim.scoring.matching import MISSING, align, match
+from fedsim.scoring.metrics import METRICS, Pair, Value, compare
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import LpipsMetric
-from fedsim.types import GroundTruth, Reconstruction
+from fedsim.types import GroundTruth, Reconstruction, RowTruth
 
-Metric = Literal[
-    "rmse",
-    "psnr",
-    "ssim",
-    "lpips",
-    "feature_error",
-    "feature_cosine",
-    "subspace_error",
-    "principal_angle",
-    "label_accuracy",
-    "row_error",
-    "row_cosine",
-    "rows_recovered",
-    "membership_auc",
-    "membership_tpr",
-    "attack_loss",
-]
-METRICS: tuple[Metric, ...] = get_args(Metric)
-_OF_FEATURES: tuple[Metric, ...] = (
-    "feature_error",
-    "feature_cosine",
-    "subspace_error",
-    "principal_angle",
-)
+_SLACK = 1e-6
+"""Rounding of a row's entries beyond [-1, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How near a reconstruction came. Means over the batch; None is what does not apply."""
+    """How near a reconstruction came, by the names of the table of metrics."""
 
-    rmse: float | None = None
-    """Of pixels in [0, 1]."""
-    psnr: float | None = None
-    """dB, each image capped at 60."""
-    ssim: float | None = None
-    lpips: float | None = None
-    feature_error: float | None = None
-    feature_cosine: float | None = None
-    subspace_error: float | None = None
-    principal_angle: float | None = None
-    """Degrees."""
-    label_accuracy: float | None = None
-    row_error: float | None = None
-    """Squared distance of a row over its squared length."""
-    row_cosine: float | None = None
-    rows_recovered: float | None = None
-    """Share of the targets all of whose entries came near."""
-    membership_auc: float | None = None
-    membership_tpr: float | None = None
-    """True positive rate where few are falsely accused (`rows.FALSE_POSITIVES`)."""
-    attack_loss: float | None = None
-    """The attack's own objective; of no meaning across attacks."""
+    means: Mapping[str, float]
+    """Metric -> mean over the batch; not there if it does not apply."""
     per_image: dict[str, list[float]]
     """Metric -> one value per true image or row that is scored, in the order of the truth;
     principal angles ascending."""
     assignment: list[int]
-    """Which reconstruction was scored against each truth; -1: none. Empty for labels alone."""
+    """Which reconstruction was scored against each truth; -1: none. Empty for labels alone, and of
+    rows, which are never matched."""
     missing: int
     """True images without a reconstruction that no guess stood in for: no metric of images is of
     them."""
     notes: dict[str, str]
-    """Metric -> why it is None, or how it was computed where values compare only like with like."""
+    """Metric -> why there is none, or how it was computed where values compare only like with
+    like."""
+
+    def __getitem__(self, name: str) -> float | None:
+        """Mean of the metric `name`; None if it does not apply."""
+        return self.metrics()[name]
 
     def metrics(self) -> dict[str, float | None]:
-        """The means by name, as a results row holds them."""
-        return {name: getattr(self, name) for name in METRICS}
+        """The means by name, as a results row holds them: None of what does not apply."""
+        return {name: self.means.get(name) for name in METRICS}
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as plain JSON values."""
-        return asdict(self)
+        fields = asdict(self)
+        del fields["means"]
+        return self.metrics() | fields
 
 
 def score(
@@ -118,7 +80,7 @@ def score(
     """
     _check(reconstruction, truth)
     assignment = _assignment(reconstruction, truth)
-    found: dict[Metric, Tensor | Unavailable] = {}
+    values: dict[str, Value] = {}
     missing = 0
     if reconstruction.images is not None:
         wanted = truth.images.detach().cpu()
@@ -129,30 +91,78 @@ def score(
             wanted = wanted[met]
         else:
             claimed = matched_images(reconstruction.images, assignment, guess)
-        found |= _image_metrics(claimed, wanted, lpips)
+        values |= compare("images", Pair(claimed=claimed, truth=wanted, lpips=lpips))
     if reconstruction.features is not None:
-        found |= _feature_metrics(reconstruction.features.detach().cpu(), truth, assignment)
-    means: dict[Metric, float] = {}
-    if reconstruction.labels is not None:
+        values |= _feature_metrics(reconstruction.features.detach().cpu(), truth, assignment)
+    if (labels := reconstruction.labels) is not None:
         if assignment:
-            found["label_accuracy"] = matched_labels(
-                reconstruction.labels, truth.labels, assignment
-            )
+            claimed = align(labels.cpu(), assignment, torch.tensor(MISSING, dtype=labels.dtype))
+            values |= compare("labels", Pair(claimed=claimed, truth=truth.labels.cpu()))
         else:
-            means["label_accuracy"] = label_overlap(reconstruction.labels, truth.labels)
+            values |= compare("labels_alone", Pair(claimed=labels, truth=truth.labels))
+    notes = {}
+    if isinstance(values.get("lpips"), Tensor) and isinstance(lpips, LpipsMetric):
+        notes["lpips"] = lpips.describe(*truth.images.shape[-2:])
+    return _scores(reconstruction, values, notes, assignment, missing)
+
+
+def score_rows(reconstruction: Reconstruction, truth: RowTruth) -> Scores:
+    """Score recovered rows (one per member) or memberships (one per candidate).
+
+    The constant feature is no data and is not scored. Where a row ends with an entry for each
+    class, the largest is its label.
+
+    Raises:
+        ScoringError: they are not what `Reconstruction` promises, or there are neither.
+    """
+    values: dict[str, Value] = {}
+    if (rows := reconstruction.rows) is not None:
+        wanted = truth.rows[truth.members]
+        _check_rows(rows, wanted)
+        entries = [part[:, truth.scored].double() for part in (rows, wanted)]
+        values |= compare("rows", Pair(claimed=entries[0], truth=entries[1]))
+        if truth.classes:
+            classes = [part[:, -truth.classes :] for part in (rows, wanted)]
+            values |= compare("classes", Pair(claimed=classes[0], truth=classes[1]))
+    if (scores := reconstruction.membership) is not None:
+        if scores.shape != truth.members.shape or bool(scores.isnan().any()):
+            raise ScoringError(
+                f"expected a score of each of {len(truth.members)} candidates, none of them NaN, "
+                f"got {tuple(scores.shape)}"
+            )
+        values |= compare("membership", Pair(claimed=scores, truth=truth.members))
+    if reconstruction.rows is None and reconstruction.membership is None:
+        raise ScoringError("the reconstruction is empty: no rows, no memberships")
+    return _scores(reconstruction, values)
+
+
+def _scores(
+    reconstruction: Reconstruction,
+    values: Mapping[str, Value],
+    notes: Mapping[str, str] | None = None,
+    assignment: list[int] | None = None,
+    missing: int = 0,
+) -> Scores:
+    """Means of what has a value, and the reason of each that has none.
+
+    Args:
+        reconstruction: says the attack's own loss.
+        values: metric -> its values, or why there are none.
+        notes: metric -> how it was computed.
+        assignment: see `Scores`.
+        missing: see `Scores`.
+    """
+    each = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    means = {name: value for name, value in values.items() if isinstance(value, float)}
     if math.isfinite(reconstruction.loss):
         means["attack_loss"] = reconstruction.loss
-    values = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-    notes = {name: value.reason for name, value in found.items() if isinstance(value, Unavailable)}
-    if "lpips" in values and isinstance(lpips, LpipsMetric):
-        notes["lpips"] = lpips.describe(*truth.images.shape[-2:])
+    reasons = {name: v.reason for name, v in values.items() if isinstance(v, Unavailable)}
     return Scores(
-        **means,
-        **{name: float(value.mean()) for name, value in values.items()},
-        per_image={name: value.tolist() for name, value in values.items()},
-        assignment=assignment,
+        means={**means, **{name: float(value.mean()) for name, value in each.items()}},
+        per_image={name: value.tolist() for name, value in each.items()},
+        assignment=assignment or [],
         missing=missing,
-        notes={str(name): note for name, note in notes.items()},
+        notes={**reasons, **(notes or {})},
     )
 
 
@@ -165,43 +175,15 @@ def matched_images(images: Tensor, assignment: list[int], guess: Tensor) -> Tens
     return align(images, assignment, guess.detach().cpu().to(images.dtype))
 
 
-def _image_metrics(
-    claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
-) -> dict[Metric, Tensor | Unavailable]:
-    return {
-        "rmse": image.rmse(claimed, truth),
-        "psnr": image.psnr(claimed, truth),
-        "ssim": image.ssim(claimed, truth),
-        "lpips": _perceptual(claimed, truth, lpips),
-    }
-
-
 def _feature_metrics(
     claimed: Tensor, truth: GroundTruth, assignment: list[int]
-) -> dict[Metric, Tensor | Unavailable]:
+) -> dict[str, Value]:
     if truth.features is None:
         missing = Unavailable("the true features were not recorded")
-        return dict.fromkeys(_OF_FEATURES, missing)
+        return {name: missing for name, metric in METRICS.items() if "features" in metric.of}
     wanted = truth.features.detach().cpu()
     features = align(claimed, assignment, torch.zeros_like(wanted[0]))
-    return {
-        "feature_error": feature_error(features, wanted),
-        "feature_cosine": feature_cosine(features, wanted),
-        "subspace_error": subspace_error(claimed, wanted),
-        "principal_angle": principal_angles(claimed, wanted),
-    }
-
-
-def _perceptual(
-    claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
-) -> Tensor | Unavailable:
-    if lpips is None:
-        return Unavailable("LPIPS was not asked for")
-    if isinstance(lpips, Unavailable):
-        return lpips
-    if truth.shape[1] not in (1, 3):
-        return Unavailable(f"LPIPS needs 1 or 3 channels, these images have {truth.shape[1]}")
-    return lpips(claimed, truth)
+    return compare("features", Pair(claimed=features, truth=wanted, unordered=claimed))
 
 
 def _assignment(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
@@ -248,3 +230,12 @@ def _same_shape(what: str, claimed: Tensor, wanted: Tensor) -> None:
             f"reconstructed {what} are {tuple(claimed.shape[1:])} each, "
             f"the truth's are {tuple(wanted.shape[1:])}"
         )
+
+
+def _check_rows(rows: Tensor, wanted: Tensor) -> None:
+    if rows.shape != wanted.shape:
+        raise ScoringError(
+            f"recovered rows are {tuple(rows.shape)}, those that took part {tuple(wanted.shape)}"
+        )
+    if not bool((rows.abs() <= 1 + _SLACK).all()):
+        raise ScoringError("recovered rows have entries beyond [-1, 1], or none that are finite")

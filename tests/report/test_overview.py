@@ -45,7 +45,7 @@ def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Pa
     )
     (run,) = load_runs([folder])
     rows = _strongest(run.rows, "none")
-    values = sorted(row.metrics.psnr for row in rows if row.metrics and row.metrics.psnr)
+    values = sorted(row.metrics["psnr"] for row in rows if row.metrics and row.metrics["psnr"])
     chosen = _chosen(run, rows)
     assert [v.psnr for v in chosen] == pytest.approx([values[0], values[2], values[-1]], abs=1e-3)
     assert {v.of for v in chosen} == {5}

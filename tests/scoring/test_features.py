@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import ScoringError, Unavailable, score
-from fedsim.scoring.features import feature_baseline, principal_angles, subspace_error
+from fedsim.scoring import ScoringError, Unavailable, feature_baseline, score
+from fedsim.scoring.features import principal_angles, subspace_error
 from fedsim.types import GroundTruth, Reconstruction
 
 

@@ -32,7 +32,7 @@ def smooth(count: int, seed: int) -> Tensor:
 
 def psnr(images: Tensor, of: Tensor) -> float:
     answer = Reconstruction(images=images, loss=0.0, iterations=0)
-    value = score(answer, truth(of)).psnr
+    value = score(answer, truth(of))["psnr"]
     assert value is not None
     return value
 
@@ -88,7 +88,7 @@ def test_what_is_filled_in_lets_nothing_gain(guesser: Guesser) -> None:
         for seed in range(1, 200):
             known = truth(smooth(4, seed))
             part = Reconstruction(images=guess.images[:kept], loss=0.0, iterations=0)
-            partly = score(part, known, guess=guesser.mean).psnr
+            partly = score(part, known, guess=guesser.mean)["psnr"]
             assert partly is not None
             gains.append(partly - psnr(guess.images, smooth(4, seed)))
         assert sum(gains) / len(gains) < 0, kept

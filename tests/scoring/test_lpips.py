@@ -97,7 +97,7 @@ def test_score_names_backbone_and_size(metric: LpipsMetric) -> None:
         GroundTruth(images=a, labels=torch.zeros(3, dtype=torch.int64)),
         lpips=metric,
     )
-    assert scores.lpips == pytest.approx(float(metric(a, b).mean()))
+    assert scores["lpips"] == pytest.approx(float(metric(a, b).mean()))
     assert scores.notes["lpips"].startswith("LPIPS v0.1, squeeze with weights from a file (SHA-256")
     assert "25x25 enlarged to 32x32" in scores.notes["lpips"]
 

@@ -620,7 +620,7 @@ MUTATIONS = (
     Mutation(
         name="LPIPS with its own best pairing",
         item=8,
-        file="fedsim/scoring/score.py",
+        file="fedsim/scoring/perceptual.py",
         old="    return lpips(claimed, truth)\n",
         new="    pairs = torch.stack(\n"
         "        [lpips(one.expand_as(truth), truth) for one in claimed], dim=1\n"

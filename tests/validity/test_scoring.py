@@ -59,8 +59,8 @@ def test_every_metric_uses_the_same_pairs() -> None:
     )
     scores = score(swapped, known)
     assert scores.assignment == [0, 1]
-    assert scores.label_accuracy == 0.0
-    assert scores.feature_cosine == pytest.approx(0.0, abs=1e-6)
+    assert scores["label_accuracy"] == 0.0
+    assert scores["feature_cosine"] == pytest.approx(0.0, abs=1e-6)
 
     # Truth 0 is dark and truth 1 bright; the brightened truth 0 is, by pixels, nearest to truth 1.
     dark, bright = 0.4 * victims[0], 0.6 + 0.4 * victims[1]
@@ -74,7 +74,7 @@ def test_every_metric_uses_the_same_pairs() -> None:
     ]
     assert scores.assignment == [1, 0]
     assert scores.per_image["ssim"] == pytest.approx(expected)
-    assert scores.ssim == pytest.approx(sum(expected) / 2)
+    assert scores["ssim"] == pytest.approx(sum(expected) / 2)
     assert sum(expected) / 2 < 0.2  # structure alone would have paired the brightened one with 0
 
 
@@ -82,8 +82,8 @@ def test_guesses_beyond_the_batch_are_not_chosen_by_the_truth() -> None:
     """Rule 6 and 1: handing in many candidates does not let the truth pick the best of them."""
     victims = pixels(2)
     junk = pixels(2, seed=9)
-    assert score(found(torch.cat([junk, victims])), truth(victims)).psnr == pytest.approx(
-        score(found(junk), truth(victims)).psnr
+    assert score(found(torch.cat([junk, victims])), truth(victims))["psnr"] == pytest.approx(
+        score(found(junk), truth(victims))["psnr"]
     )
 
 
@@ -92,7 +92,7 @@ def test_psnr_is_per_image_and_a_perfect_image_does_not_swallow_the_mean() -> No
     victims = pixels(2) * 0.5
     scores = score(found(torch.stack([victims[0], victims[1] + 0.1])), truth(victims))
     assert scores.per_image["psnr"] == pytest.approx([60.0, 20.0], abs=1e-3)
-    assert scores.psnr == pytest.approx(40.0, abs=1e-3)  # pooled it would be 23.0
+    assert scores["psnr"] == pytest.approx(40.0, abs=1e-3)  # pooled it would be 23.0
     assert psnr(victims, victims).tolist() == [60.0, 60.0]
 
 
@@ -116,20 +116,20 @@ def test_normalized_tensors_are_refused_not_scored() -> None:
         score(found(denormalize(recovered, SPEC) + 0.2), truth(victims))
     with pytest.raises(ScoringError, match=r"in \[0, 1\]"):
         score(found(victims), truth(normalize(victims, SPEC)))
-    assert score(found(denormalize(recovered, SPEC).clamp(0, 1)), truth(victims)).psnr
+    assert score(found(denormalize(recovered, SPEC).clamp(0, 1)), truth(victims))["psnr"]
 
 
 def test_the_data_range_is_one_and_not_that_of_the_images() -> None:
     """Rule 8: a dark image is no easier to reconstruct than a bright one."""
     dark = pixels(1) * 0.1
     shifted = score(found(dark + 0.05), truth(dark))
-    assert shifted.psnr == pytest.approx(26.02, abs=0.01)  # by the image's own range: 6 dB
+    assert shifted["psnr"] == pytest.approx(26.02, abs=0.01)  # by the image's own range: 6 dB
     bright = score(found(dark + 0.8), truth(dark + 0.75))
-    assert bright.psnr == pytest.approx(shifted.psnr, abs=1e-3)
-    assert shifted.rmse == pytest.approx(0.05, abs=1e-6)  # a mean, not a sum
+    assert bright["psnr"] == pytest.approx(shifted["psnr"], abs=1e-3)
+    assert shifted["rmse"] == pytest.approx(0.05, abs=1e-6)  # a mean, not a sum
     flat = torch.full((1, 3, 16, 16), 0.5)
     noise = 0.02 * (pixels(1) - 0.5)
-    similarity = score(found(flat + noise), truth(flat)).ssim
+    similarity = score(found(flat + noise), truth(flat))["ssim"]
     c2 = 0.03**2  # (0.03 x data range)^2; with the image's own range it would be 25 times less
     expected = c2 / (float(noise.var()) + c2)
     assert similarity == pytest.approx(expected, abs=0.02)
@@ -142,7 +142,7 @@ def test_a_batch_twice_as_large_has_the_same_scores() -> None:
     once = score(found(guess), truth(victims))
     twice = score(found(guess.repeat(2, 1, 1, 1)), truth(victims.repeat(2, 1, 1, 1)))
     for name in ("rmse", "psnr", "ssim"):
-        assert getattr(twice, name) == pytest.approx(getattr(once, name))
+        assert twice[name] == pytest.approx(once[name])
 
 
 class RangeProbe(nn.Module):
@@ -161,7 +161,7 @@ def test_lpips_is_fed_minus_one_to_one() -> None:
     scores = score(found(white), truth(black), lpips=metric)
     assert probe.fed[0].shape == (1, 3, 32, 32)
     assert {float(probe.fed[0].mean()), float(probe.fed[1].mean())} == {1.0, -1.0}
-    assert scores.lpips == pytest.approx(2.0)
+    assert scores["lpips"] == pytest.approx(2.0)
     assert "32x32" in scores.notes["lpips"]
     assert "alex" in scores.notes["lpips"]
 
@@ -193,5 +193,5 @@ def test_without_weights_lpips_is_null_and_says_why(
     assert isinstance(metric, Unavailable)
     victims = pixels(1)
     scores = score(found(victims), truth(victims), lpips=metric)
-    assert scores.lpips is None
+    assert scores["lpips"] is None
     assert "alexnet" in scores.notes["lpips"]

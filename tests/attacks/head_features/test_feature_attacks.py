@@ -51,7 +51,7 @@ def test_the_truth_is_what_the_head_gets() -> None:
 @pytest.mark.parametrize("name", ["activation_features", "best_features"])
 def test_features_come_out_with_sign_and_norm(name: str, count: int) -> None:
     scores = attack(name, *observe(count))
-    assert scores.feature_error is not None
+    assert scores["feature_error"] is not None
     assert max(scores.per_image["feature_error"]) < 1e-6
     assert min(scores.per_image["feature_cosine"]) > 1 - 1e-6
 
@@ -90,11 +90,11 @@ def test_an_image_whose_loss_nearly_vanishes_is_found() -> None:
 @pytest.mark.parametrize("count", [1, 4, 12])
 def test_the_span_is_the_row_space(count: int) -> None:
     scores = attack("spectral_features", *observe(count))
-    assert scores.subspace_error is not None
+    assert scores["subspace_error"] is not None
     assert max(scores.per_image["subspace_error"]) < 1e-6
-    assert scores.feature_error is not None
+    assert scores["feature_error"] is not None
     if count > 1:
-        assert scores.feature_error > 0.1  # the span, not single features
+        assert scores["feature_error"] > 0.1  # the span, not single features
 
 
 def test_clipping_changes_nothing() -> None:
@@ -162,10 +162,10 @@ def test_neurons_that_show_more_count_more_behind_noise() -> None:
     for seed in range(4):
         noise = [{"name": "gaussian_noise", "std": 0.003}]
         seen, truth = observe(4, faint, defense=noise, seed=seed)
-        weighted.append(attack("spectral_features", seen, truth).subspace_error or 1.0)
+        weighted.append(attack("spectral_features", seen, truth)["subspace_error"] or 1.0)
         plain, _ = span(HeadGradient.of(seen).grad_hidden, 4)
         found = Reconstruction(features=plain.float(), loss=0, iterations=0)
-        alike.append(score(found, truth).subspace_error or 0.0)
+        alike.append(score(found, truth)["subspace_error"] or 0.0)
     assert sum(weighted) < 0.85 * sum(alike)
 
 
@@ -186,9 +186,9 @@ def test_the_order_of_the_batch_does_not_matter() -> None:
 @pytest.mark.parametrize("std", [0.001, 0.01])
 def test_a_fit_sees_through_noise(std: float) -> None:
     noisy = observe(4, defense=[{"name": "gaussian_noise", "std": std}])
-    fitted = attack("head_fit", *noisy).subspace_error
-    spectral = attack("spectral_features", *noisy).subspace_error
-    best = attack("best_features", *noisy).subspace_error
+    fitted = attack("head_fit", *noisy)["subspace_error"]
+    spectral = attack("spectral_features", *noisy)["subspace_error"]
+    best = attack("best_features", *noisy)["subspace_error"]
     assert fitted is not None
     assert spectral is not None
     assert best is not None
@@ -212,7 +212,7 @@ def test_a_fit_takes_any_activation(activation: str) -> None:
 @pytest.mark.parametrize("ratio", [0.5, 0.9])
 def test_pruning_hides_little(ratio: float) -> None:
     pruned = observe(4, defense=[{"name": "gradient_pruning", "ratio": ratio}])
-    error = attack("best_features", *pruned).subspace_error
+    error = attack("best_features", *pruned)["subspace_error"]
     assert error is not None
     assert error < 0.02
 
@@ -221,13 +221,13 @@ def test_pruning_per_tensor_hides_little() -> None:
     """It leaves ∂L/∂A a tenth of its entries, and ∂L/∂W its share."""
     member = {"name": "gradient_pruning", "ratio": 0.9, "scope": "tensor"}
     scores = attack("best_features", *observe(4, {"planted_gain": 0.01}, defense=[member]))
-    assert scores.subspace_error is not None
-    assert scores.subspace_error < 0.02
+    assert scores["subspace_error"] is not None
+    assert scores["subspace_error"] < 0.02
 
 
 def test_several_local_steps_hide_little() -> None:
     training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=0.05, batches="same")
-    error = attack("best_features", *observe(4, training=training)).subspace_error
+    error = attack("best_features", *observe(4, training=training))["subspace_error"]
     assert error is not None
     assert error < 0.02
 
@@ -294,15 +294,15 @@ def moving(hidden: list[int], lr: float, momentum: float) -> tuple[Observation, 
 @pytest.mark.parametrize(("lr", "momentum"), [(4.0, 0.0), (1.0, 0.9)])
 def test_the_features_before_local_steps_are_found(lr: float, momentum: float) -> None:
     scores = attack("best_features", *moving([48], lr, momentum))
-    assert scores.subspace_error is not None
-    assert scores.subspace_error < 0.002
+    assert scores["subspace_error"] is not None
+    assert scores["subspace_error"] < 0.002
     assert min(scores.per_image["feature_cosine"]) > 0.9999
 
 
 def test_features_that_move_far_need_their_steps_unrolled() -> None:
     case = moving([256, 48], 1.0, 0.0)
-    unrolled = attack("unrolled_features", *case).subspace_error
-    as_one_step = attack("head_fit", *case).subspace_error
+    unrolled = attack("unrolled_features", *case)["subspace_error"]
+    as_one_step = attack("head_fit", *case)["subspace_error"]
     assert unrolled is not None and as_one_step is not None
     assert unrolled < 0.1
     assert 3 * unrolled < as_one_step
@@ -312,14 +312,14 @@ def test_features_that_do_not_move_are_unrolled_as_one_step() -> None:
     training = LocalTraining(algorithm="fedavg", steps=3, batch_size=4, lr=1e-3, batches="same")
     observation, truth = observe(4, training=training)
     scores = attack("unrolled_features", observation, truth)
-    assert scores.subspace_error is not None
-    assert scores.subspace_error < 1e-3
+    assert scores["subspace_error"] is not None
+    assert scores["subspace_error"] < 1e-3
 
 
 def test_a_single_gradient_is_one_step() -> None:
     scores = attack("unrolled_features", *observe(4))
-    assert scores.subspace_error is not None
-    assert scores.subspace_error < 1e-4
+    assert scores["subspace_error"] is not None
+    assert scores["subspace_error"] < 1e-4
     assert max(scores.per_image["feature_error"]) < 1e-2
 
 
@@ -403,7 +403,7 @@ def test_a_blurred_row_space_is_only_where_the_fit_starts(
     total = made.total()
     assert total is not None
     assert state.iteration <= total
-    error = score(made.postprocess(state), truth).subspace_error
+    error = score(made.postprocess(state), truth)["subspace_error"]
     assert error is not None
     assert error < 0.02
 

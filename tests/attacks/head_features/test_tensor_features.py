@@ -122,7 +122,7 @@ def test_the_error_falls_with_the_root_of_the_width(activation: str, count: int)
             )
             attack = create("tensor_features")
             result = solve(attack, observation, Knowledge(), seed=trial).reconstruction
-            error = score(result, truth).subspace_error
+            error = score(result, truth)["subspace_error"]
             assert error is not None
             found.append(error)
         errors.append(sum(found) / len(found))
@@ -146,7 +146,7 @@ def test_variance_reduction_helps() -> None:
         for reduced in errors:
             attack = create("tensor_features", {"variance_reduction": reduced})
             result = solve(attack, observation, Knowledge(), seed=1).reconstruction
-            errors[reduced] += score(result, truth).subspace_error or 0.0
+            errors[reduced] += score(result, truth)["subspace_error"] or 0.0
     assert errors[True] < 0.8 * errors[False]
 
 
@@ -164,7 +164,7 @@ def errors_of(*options: dict[str, object], labels: list[int], **head: object) ->
         )
         for place, option in enumerate(options):
             found = solve(create("tensor_features", option), observation, Knowledge(), seed=1)
-            error = score(found.reconstruction, truth).subspace_error
+            error = score(found.reconstruction, truth)["subspace_error"]
             assert error is not None
             totals[place] += error / 5
     return totals

@@ -1,0 +1,65 @@
+"""Scores of the zero-information guess: of someone who saw no update and no release."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.scoring.guess import Guess
+from fedsim.scoring.metrics import METRICS, Pair, compare
+from fedsim.scoring.outcome import Unavailable
+from fedsim.scoring.perceptual import LpipsMetric
+from fedsim.scoring.score import score, score_rows
+from fedsim.types import GroundTruth, Reconstruction, RowTruth
+
+
+def baseline(
+    guess: Guess,
+    truth: GroundTruth,
+    *,
+    labels_alone: bool = False,
+    lpips: LpipsMetric | Unavailable | None = None,
+) -> dict[str, float | None]:
+    """Metrics of `guess`, matched to the truths as an attack's answer is.
+
+    `labels_alone`: the attack that it is compared with answers nothing but labels.
+
+    Raises:
+        ScoringError: the images do not fit the truth.
+    """
+    return score(guess.answer(labels_alone=labels_alone), truth, lpips=lpips).metrics()
+
+
+def feature_baseline(public: Tensor, truth: Tensor) -> dict[str, float]:
+    """Metrics of a guess of the features `truth` (N, d), by someone who has `public` ones (P, d).
+
+    The guess of a span is the N directions that public features of unit length share most: of all
+    spans they leave the least of these outside, in mean square. The guess of each feature is the
+    public mean. A metric without a value for this truth is left out.
+    """
+    truth = truth.detach().cpu()
+    units = F.normalize(public.double(), dim=1)
+    _, _, directions = torch.linalg.svd(units, full_matrices=False)
+    mean = public.double().mean(0).expand(len(truth), -1)
+    guess = Pair(claimed=mean, truth=truth, unordered=directions[: len(truth)])
+    values = compare("features", guess)
+    return {name: float(v.mean()) for name, v in values.items() if isinstance(v, Tensor)}
+
+
+def row_baseline(truth: RowTruth) -> dict[str, float | None]:
+    """Metrics of a guess by someone who knows the other rows but saw no release.
+
+    It answers the mean of the others (with none: the middle of every range), and tosses a coin on
+    who took part.
+    """
+    members = truth.rows[truth.members]
+    metrics: dict[str, float | None] = dict.fromkeys(METRICS)
+    if len(members):
+        guess = (members.sum(0) - members) / max(1, len(members) - 1)
+        answer = Reconstruction(rows=guess, loss=math.nan, iterations=0)
+        metrics |= score_rows(answer, truth).metrics()
+    coin = {name: m.uninformed for name, m in METRICS.items() if "membership" in m.of}
+    return metrics | coin

@@ -1,0 +1,228 @@
+"""The table of metrics: what each is called, computed by, measured in, and compared with.
+
+Scores, rows, leaderboard and report read this table. To add a metric, write a function in the
+module of what it compares (`image.py`, `features.py`, `labels.py`, `rows.py`) and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from fedsim.scoring import features, image, labels, rows
+from fedsim.scoring.outcome import Unavailable
+from fedsim.scoring.perceptual import LpipsMetric, perceptual_distance
+
+Compared = Literal["images", "features", "labels", "labels_alone", "rows", "classes", "membership"]
+"""What a metric compares with the truth. `labels` are those of matched images or features,
+`labels_alone` come without; `classes` are what rows end with."""
+
+Value = Tensor | float | Unavailable
+"""One value for each truth (N,), one for all of them, or why there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """A part of a reconstruction beside the same part of the truth."""
+
+    claimed: Tensor
+    """In the order of the truth, where there is one; (N, ...) of all but `labels_alone`."""
+    truth: Tensor
+    """(N, ...)"""
+    unordered: Tensor | None = None
+    """(M, ...) as the attack returned it; None if that had the order of the truth."""
+    lpips: LpipsMetric | Unavailable | None = None
+    """How images are compared perceptually; None if they are not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A metric, as everything that computes, compares or shows its values has to know it."""
+
+    name: str
+    """Of its field in results.jsonl."""
+    of: Mapping[Compared, Callable[[Pair], Value]]
+    """How it is computed, for each thing that it compares; empty: the attack itself says it."""
+    unit: Literal["dB", "degrees", "range", "share", "relative", "none"]
+    """`range`: of pixels or entries in [0, 1]. `relative`: of the truth's own length."""
+    larger_leaks: bool
+    """Whether a larger value is a larger leak."""
+    uninformed: float | None = None
+    """Value of an answer that knows nothing, whatever the data: features of zero, a coin. None if
+    that depends on the data; then the guess is scored."""
+    heading: str | None = None
+    """Of its column in a leaderboard; None: JSON and CSV alone have it."""
+    meaning: str = ""
+    """What the column holds, for people."""
+    shown_as: Literal["mean", "interval", "percent"] = "mean"
+    digits: int = 2
+    """Decimals."""
+    narrow: Literal["kept", "late", "early"] = "early"
+    """When a table that is too wide leaves it out: never, late, or early."""
+
+    def gain(self, value: float, over: float) -> float:
+        """By how much `value` is a larger leak than `over`; negative if it is a smaller one."""
+        return value - over if self.larger_leaks else over - value
+
+
+def _ordered(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Value]:
+    return lambda pair: function(pair.claimed, pair.truth)
+
+
+def _spanned(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Value]:
+    """Of all vectors that the attack returned, whatever they were matched to."""
+    return lambda pair: function(
+        pair.claimed if pair.unordered is None else pair.unordered, pair.truth
+    )
+
+
+def _as_pixels(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Value]:
+    """Of rows, with entries taken from [-1, 1] to [0, 1], so that a decibel means the same."""
+    return lambda pair: function((pair.claimed + 1) / 2, (pair.truth + 1) / 2)
+
+
+_TABLE = (
+    Metric(
+        name="rmse",
+        of={"images": _ordered(image.rmse), "rows": _as_pixels(image.rmse)},
+        unit="range",
+        larger_leaks=False,
+    ),
+    Metric(
+        name="psnr",
+        of={"images": _ordered(image.psnr), "rows": _as_pixels(image.psnr)},
+        unit="dB",
+        larger_leaks=True,
+        heading="PSNR dB",
+        meaning="likeness of pixels, or of entries on their declared range",
+        shown_as="interval",
+        digits=1,
+        narrow="kept",
+    ),
+    Metric(
+        name="ssim",
+        of={"images": _ordered(image.ssim)},
+        unit="none",
+        larger_leaks=True,
+        heading="SSIM",
+        meaning="likeness of structure, 1 is identical",
+    ),
+    Metric(
+        name="lpips",
+        of={"images": lambda pair: perceptual_distance(pair.claimed, pair.truth, pair.lpips)},
+        unit="none",
+        larger_leaks=False,
+        heading="LPIPS",
+        meaning="perceptual distance, 0 is identical",
+    ),
+    Metric(
+        name="feature_error",
+        of={"features": _ordered(features.feature_error)},
+        unit="relative",
+        larger_leaks=False,
+        uninformed=1.0,
+    ),
+    Metric(
+        name="feature_cosine",
+        of={"features": _ordered(features.feature_cosine)},
+        unit="none",
+        larger_leaks=True,
+        uninformed=0.0,
+        heading="feat",
+        meaning="mean cosine of the features",
+        narrow="late",
+    ),
+    Metric(
+        name="subspace_error",
+        of={"features": _spanned(features.subspace_error)},
+        unit="share",
+        larger_leaks=False,
+        uninformed=1.0,
+        heading="span",
+        meaning="share of the true features outside the span of the recovered ones",
+        digits=3,
+        narrow="late",
+    ),
+    Metric(
+        name="principal_angle",
+        of={"features": _spanned(features.principal_angles)},
+        unit="degrees",
+        larger_leaks=False,
+        uninformed=90.0,
+    ),
+    Metric(
+        name="label_accuracy",
+        of={
+            "labels": _ordered(labels.right_label),
+            "labels_alone": _ordered(labels.label_overlap),
+            "classes": _ordered(rows.right_class),
+        },
+        unit="share",
+        larger_leaks=True,
+        heading="label",
+        meaning="share of labels recovered",
+        shown_as="percent",
+        narrow="late",
+    ),
+    Metric(
+        name="row_error",
+        of={"rows": _ordered(rows.row_error)},
+        unit="relative",
+        larger_leaks=False,
+        heading="row err",
+        meaning="squared error over squared length",
+        digits=3,
+        narrow="late",
+    ),
+    Metric(
+        name="row_cosine",
+        of={"rows": _ordered(rows.row_cosine)},
+        unit="none",
+        larger_leaks=True,
+    ),
+    Metric(
+        name="rows_recovered",
+        of={"rows": _ordered(rows.recovered)},
+        unit="share",
+        larger_leaks=True,
+        heading="recovered",
+        meaning=f"rows with every entry within {rows.TOLERANCE:.0%} of its range",
+        shown_as="percent",
+    ),
+    Metric(
+        name="membership_auc",
+        of={"membership": _ordered(rows.membership_auc)},
+        unit="share",
+        larger_leaks=True,
+        uninformed=0.5,
+        heading="AUC",
+        meaning="of membership: the chance that a member is accused before another",
+        shown_as="interval",
+        narrow="kept",
+    ),
+    Metric(
+        name="membership_tpr",
+        of={"membership": _ordered(rows.membership_tpr)},
+        unit="share",
+        larger_leaks=True,
+        uninformed=rows.FALSE_POSITIVES,
+        heading="TPR",
+        meaning=f"of membership, at {rows.FALSE_POSITIVES:.0%} false positives",
+        shown_as="percent",
+    ),
+    Metric(name="attack_loss", of={}, unit="none", larger_leaks=False),
+)
+
+METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _TABLE}
+"""By name, in the order of a row's fields."""
+
+COMPARABLE: tuple[str, ...] = tuple(metric.name for metric in _TABLE if metric.of)
+"""Names of those that mean the same of every attack."""
+
+
+def compare(what: Compared, pair: Pair) -> dict[str, Value]:
+    """The value of each metric of `what`, by name."""
+    return {metric.name: metric.of[what](pair) for metric in _TABLE if what in metric.of}
