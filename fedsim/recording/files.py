@@ -19,12 +19,13 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, ValidationError, create_model
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
@@ -36,14 +37,12 @@ from fedsim.types import (
     Effect,
     FedsimError,
     GroundTruth,
-    LocalTraining,
     ModelSpec,
     Observation,
     ReleaseSpec,
     RowTruth,
     Tensors,
     Truth,
-    Vantage,
 )
 
 _ID = re.compile(
@@ -54,32 +53,45 @@ _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
 
 
-class _Sidecar(BaseModel):
-    """The JSON beside a recorded update."""
+_TENSORS = ("update", "buffers_update", "parameters", "buffers")
+"""Fields of an observation that are safetensors files; all others are in the JSON beside them."""
 
-    model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
-    id: str
-    model: ModelSpec | None
-    release: ReleaseSpec | None = None
-    """Of a closed-form release, which has no model."""
-    training: LocalTraining
-    defense: tuple[dict[str, Any], ...]
-    effect: Effect | None = None
-    """None of a recording that does not tell."""
-    vantage: Vantage
-    round: int
-    client: int
-    num_clients: int
-    trial: int
-    seed: int
-    releases: int = 1
-    parameters: tuple[str, ...]
-    """Names in the model's order, which safetensors does not keep."""
-    buffers: tuple[str, ...]
-    update_sha256: str
-    global_sha256: str
+def _sidecar_fields() -> Iterator[tuple[str, Any]]:
+    """Type and default of each field of the JSON beside a recorded update."""
+    yield "format", (Literal[1], 1)
+    hints = get_type_hints(Observation)
+    for field in fields(Observation):
+        if field.name == "spec":
+            yield "model", (ModelSpec | None, ...)
+            # Of a closed-form release, which has no model.
+            yield "release", (ReleaseSpec | None, None)
+        elif field.name == "effect":
+            # None of a recording that does not tell.
+            yield "effect", (Effect | None, None)
+        elif field.name not in _TENSORS:
+            told = field.default is not MISSING
+            yield field.name, (hints[field.name], field.default if told else ...)
+    # Names in the model's order, which safetensors does not keep.
+    yield "parameters", (tuple[str, ...], ...)
+    yield "buffers", (tuple[str, ...], ...)
+    yield "update_sha256", (str, ...)
+    yield "global_sha256", (str, ...)
+
+
+def _sidecar_model() -> Any:
+    return create_model(
+        "_Sidecar", __config__=ConfigDict(extra="forbid"), **dict(_sidecar_fields())
+    )
+
+
+_Sidecar = _sidecar_model()
+_FACTS = tuple(
+    name
+    for name in _Sidecar.model_fields
+    if name in Observation.__dataclass_fields__ and name not in _TENSORS
+)
+"""Fields of an observation that its JSON holds under the same name."""
 
 
 def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
@@ -111,19 +123,9 @@ def save_observation(observation: Observation, root: Path) -> Path:
     seen |= {f"buffer.{n}": t for n, t in observation.buffers_update.items()}
     update_digest = write_tensors(base.with_name(base.name + ".safetensors"), seen)
     sidecar = _Sidecar(
-        id=observation.id,
+        **{name: getattr(observation, name) for name in _FACTS},
         model=observation.spec if isinstance(observation.spec, ModelSpec) else None,
         release=observation.spec if isinstance(observation.spec, ReleaseSpec) else None,
-        training=observation.training,
-        defense=tuple(dict(defense) for defense in observation.defense),
-        effect=observation.effect,
-        vantage=observation.vantage,
-        round=observation.round,
-        client=observation.client,
-        num_clients=observation.num_clients,
-        trial=observation.trial,
-        seed=observation.seed,
-        releases=observation.releases,
         parameters=tuple(observation.parameters),
         buffers=tuple(observation.buffers),
         update_sha256=update_digest,
@@ -160,23 +162,15 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
         raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
     seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
     state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
+    facts = {name: getattr(sidecar, name) for name in _FACTS}
+    facts["effect"] = sidecar.effect or (UNKNOWN if sidecar.defense else Effect())
     observation = Observation(
-        id=sidecar.id,
+        **facts,
+        spec=spec,
         update=_under("update.", seen, sidecar.parameters),
         buffers_update=_under("buffer.", seen, sidecar.buffers),
         parameters=_under("parameter.", state, sidecar.parameters),
         buffers=_under("buffer.", state, sidecar.buffers),
-        spec=spec,
-        training=sidecar.training,
-        defense=sidecar.defense,
-        effect=sidecar.effect or (UNKNOWN if sidecar.defense else Effect()),
-        vantage=sidecar.vantage,
-        round=sidecar.round,
-        client=sidecar.client,
-        num_clients=sidecar.num_clients,
-        trial=sidecar.trial,
-        seed=sidecar.seed,
-        releases=sidecar.releases,
     )
     for wrong in inconsistencies(observation, sidecar.parameters, sidecar.buffers):
         raise FedsimError(f"{path}: {wrong}; record it again")
