@@ -36,7 +36,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def sigma(self, release: Release) -> float:
-        """σ >= 0 of one client, in the units of the rows.
+        """Returns σ >= 0 of one client, in the units of the rows.
 
         Raises:
             FedsimError: the defense does not fit what is released, or no σ is enough.
@@ -44,7 +44,7 @@ class DataDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> Guarantee:
-        """What holds of a client's release from the regularized rows.
+        """Returns what is proven of a client's release from the regularized rows.
 
         Raises:
             FedsimError: as `sigma`.
@@ -84,7 +84,7 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def apply(self, value: Tensor, release: Release, rng: torch.Generator) -> Tensor:
-        """The private version of a client's `value`, which is not mutated.
+        """Returns the private version of a client's `value`, which is not mutated.
 
         Raises:
             FedsimError: the defense cannot do what it is asked for.
@@ -92,7 +92,7 @@ class StatisticDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, release: Release) -> CurveMechanism:
-        """What holds of the private statistic, if its rows keep to what `release` says.
+        """Returns what is proven of the private statistic, of rows within `release`'s bounds.
 
         Raises:
             FedsimError: as `apply`.
@@ -113,8 +113,8 @@ class StatisticDefense(Plugin):
         """
 
     @abstractmethod
-    def law(self, release: Release) -> Mapping[str, float]:
-        """The parameters in use of the private statistic's distribution, which are public.
+    def public_parameters(self, release: Release) -> Mapping[str, float]:
+        """Returns the parameters of the private statistic's distribution, which are public.
 
         An attack that knows the defense reads them; one that finds other names does not know it.
         Known are, of features, `scale` b and `bound` B of truncated Laplace noise on each entry;
@@ -133,7 +133,7 @@ class UpdateDefense(Plugin):
 
     @abstractmethod
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """The state before the first round, for updates shaped like `update`.
+        """Returns the state before the first round, for updates shaped like `update`.
 
         `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
         """
@@ -142,28 +142,28 @@ class UpdateDefense(Plugin):
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
-        """(defended update, next state). Mutates neither argument; names and shapes are kept."""
+        """Returns (defended update, next state), of the same names and shapes. Mutates nothing."""
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """What holds after this defense, given what held before it.
+        """Returns what is proven after this defense, given what was proven before it.
 
         Raises:
             FedsimError: the defense cannot follow what comes before it.
         """
 
     def effect(self, before: Guarantee) -> Effect:
-        """What the defense does to an update of which `before` holds, for attacks to allow for.
+        """Returns what the defense does to an update, for attacks to allow for.
 
         A defense that does not say is attacked as if it added noise of a size that nobody knows:
         it looks safer than it is.
         """
         return UNKNOWN
 
-    def law(self, before: Guarantee) -> Mapping[str, float]:
-        """Parameters in use that follow from the declared ones and what held `before`.
+    def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
+        """Returns the parameters that follow from the declared ones and what held `before`.
 
-        They are as public as those, and observations hold them in the declared ones' place.
+        They are as public as the declared ones, and observations hold them in their place.
         """
         return {}
 
@@ -173,11 +173,11 @@ class TrainingDefense(Plugin):
 
     @abstractmethod
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """The local training that this defense makes of `declared`."""
+        """Returns the local training that this defense makes of `declared`."""
 
     @abstractmethod
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """The direction of a local step, given the loss and the direction so far.
+        """Returns the direction of a local step, given the loss and the direction so far.
 
         `batch_size` is what sums over a batch are divided by: the number of its examples, or its
         mean where that varies with the step. A batch may then be empty.
@@ -185,31 +185,31 @@ class TrainingDefense(Plugin):
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
-        """What holds of the update after training that is described by `training`."""
+        """Returns what is proven of the update after training as `training` says."""
 
     def effect(self, training: LocalTraining) -> Effect:
-        """What the defense does to the update beyond what `training` (its own) says of it.
+        """Returns what the defense does to the update beyond what its own `training` says.
 
-        As that of an update defense, if it does not say.
+        UNKNOWN, if the defense does not say.
         """
         return UNKNOWN
 
 
-class RememberingDefense(TrainingDefense):
+class StatefulTrainingDefense(TrainingDefense):
     """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
 
     @abstractmethod
-    def recalling(
+    def gradient_with_memory(
         self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
-        """As `gradient`, going on from `memory`, which each step replaces with its own.
+        """Returns what `gradient` does, for steps that read and replace the client's `memory`.
 
         It is empty before a client's first step, and is kept between rounds as it was left.
         """
 
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The direction of the first step and of those that follow it."""
-        return self.recalling(loss, gradient, batch_size, {})
+        return self.gradient_with_memory(loss, gradient, batch_size, {})
 
 
 class AggregationDefense(Plugin):
@@ -217,17 +217,16 @@ class AggregationDefense(Plugin):
 
     @abstractmethod
     def combine(self, updates: Iterable[Update]) -> Update:
-        """The only update the server gets to see. Consumes `updates` one by one."""
+        """Returns the only update the server gets to see. Consumes `updates` one by one."""
 
     @abstractmethod
     def guarantee(self, before: Guarantee) -> Guarantee:
-        """What holds of the combined update, given what holds of each client's."""
+        """Returns what is proven of the combined update, given what is of each client's."""
 
     def effect(self, before: Guarantee) -> Effect:
-        """What it adds to the mere sum or mean of clients' updates, of each of which `before`
-        holds.
+        """Returns what is added to the plain sum or mean of the clients' updates.
 
-        As that of an update defense, if it does not say.
+        `before` is what is proven of each. UNKNOWN, if the defense does not say.
         """
         return UNKNOWN
 
@@ -250,15 +249,15 @@ class NoisyAggregation(AggregationDefense):
     """An aggregation by a trusted server that adds noise of its own to what it shows."""
 
     @abstractmethod
-    def noised(self, combined: Update, round: ServerRound) -> Update:
-        """What the server shows of what `combine` made. Does not mutate `combined`."""
+    def add_noise(self, combined: Update, round: ServerRound) -> Update:
+        """Returns what `combine` returned, with the server's noise. Does not mutate `combined`."""
 
 
 Defense = DataDefense | StatisticDefense | UpdateDefense | TrainingDefense | AggregationDefense
 
 
 def global_norm(update: Tensors) -> Tensor:
-    """L2 norm of all tensors together, 0-d float64; 0 if there are none."""
+    """Returns the L2 norm of all tensors together, 0-d float64; 0 if there are none."""
     norms = [torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in update.values()]
     return (
         torch.linalg.vector_norm(torch.stack(norms))
@@ -273,7 +272,7 @@ def all_finite(update: Tensors) -> bool:
 
 
 def add_gaussian(update: Tensors, std: float, rng: torch.Generator) -> Tensors:
-    """`update` plus independent N(0, std^2) on every entry; `std` 0 is the identity, bit for bit.
+    """Adds independent N(0, std^2) to every entry; `std` 0 is the identity, bit for bit.
 
     Noise is drawn from the cryptographic stream of `rng` (`fedsim.rng.normal`) and, for
     half-precision tensors, rounded after the addition. It is ordinary floating-point noise: the

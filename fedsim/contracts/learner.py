@@ -1,7 +1,7 @@
 """The learner contract: what a client computes from its data, and what the server makes of it.
 
-A learner is a frozen plugin; `start` binds it to one stack's federation. Everything that moves is
-handed in and returned, so that a computation is a pure function of its arguments.
+A learner is a frozen plugin; `start` binds it to one stack's federation. All state is handed in and
+returned, so that a computation is a pure function of its arguments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedsim.types import (
     GroundTruth,
     LocalTraining,
     ModelSpec,
-    Released,
+    Payload,
     ReleaseSpec,
     RowTruth,
     Table,
@@ -110,18 +110,18 @@ class Computation(ABC):
     """Whether clients also release batch-norm statistics of their data."""
 
     def describe(self) -> ModelSpec | ReleaseSpec | None:
-        """What an observation declares of what clients release; None of what is never observed."""
+        """Returns what an observation says of the model or release; None if none is observed."""
         return self.spec
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth | None:
-        """What of a client a release may be of, a row for each of `inputs`, all of them members.
+        """Returns the rows that a client's release may be computed from, one for each of `inputs`.
 
-        None of a learner whose releases are never observed.
+        All of them are members. None of a learner whose releases are never observed.
         """
         return None
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """Refuse data that contradict what a defense's claim assumes of them; by default none do.
+        """Refuses data that contradict what a defense's claim assumes; by default none do.
 
         `clients` has (inputs, labels) of each client that takes part in one release.
 
@@ -132,31 +132,31 @@ class Computation(ABC):
 
     @abstractmethod
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """(parameters, buffers) before the first round; the same for every stack."""
+        """Returns (parameters, buffers) before the first round; the same for every stack."""
 
     @abstractmethod
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """One client's work in one round; `rng` is the defenses' stream."""
+        """Computes one client's update of one round; `rng` is the defenses' stream."""
 
     @abstractmethod
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """One parameter of the global model `before` as a client's `update` would have it."""
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+        """Returns one parameter of the global model after a client's `update` is applied to it."""
 
     @abstractmethod
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
-        """The new global parameters, given the strategy's `mean` over so many clients."""
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
+        """Returns the new global parameters, from the strategy's `mean` over so many clients."""
 
     @abstractmethod
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """The global model on the test split."""
+        """Evaluates the global model on the test split."""
 
     @abstractmethod
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
-        """The weights that the server sends with probes, where it plants."""
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
+        """Returns the weights that the server sends with probes, with the neurons it plants."""
 
 
 def model_spec(problem: Problem) -> ModelSpec:
-    """The problem's network, of which there has to be one, for the images of its data source."""
+    """Describes the problem's network (there must be one) for the images of its data source."""
     model, dataset = problem.model, problem.dataset
     assert model is not None
     assert isinstance(dataset, Dataset)
@@ -182,13 +182,13 @@ class Learner(Plugin):
     """Of one that trains nothing: whether it computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
 
-    def released(self) -> Released | None:
-        """What an attack has to be able to read; None if no attack reads what clients send."""
+    def payload(self) -> Payload | None:
+        """Returns the kind of what clients send; None if no attack reads it."""
         return "update" if self.trains else None
 
     @abstractmethod
     def start(self, problem: Problem) -> Computation:
-        """Bind the learner to a federation.
+        """Binds the learner to a federation.
 
         Raises:
             FedsimError: it does not fit the data or the model.
