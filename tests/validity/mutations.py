@@ -113,8 +113,8 @@ MUTATIONS = (
         name="a model built before it is counted",
         item=15,
         file="fedsim/models/size.py",
-        old="        memory.check(_COPIES * size.state, of,",
-        new="        memory.check(0, of,",
+        old="        memory.check(_COPIES * size.state, content,",
+        new="        memory.check(0, content,",
         tests=(BAD_INPUT,),
     ),
     Mutation(
