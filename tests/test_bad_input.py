@@ -130,7 +130,7 @@ def test_limits_of_control_groups_count(tmp_path: Path) -> None:
         folder = tmp_path / "root" / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "memory.max").write_text(limit, encoding="utf-8")
-    assert memory._of_control_groups(listed, tmp_path / "root") == [5000]
+    assert memory._control_group_limits(listed, tmp_path / "root") == [5000]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999", "nil"])

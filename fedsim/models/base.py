@@ -69,7 +69,7 @@ class Dropout(nn.Module):
         self.rate = 0.0
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Zero each neuron with probability `rate`, and scale the others by 1 / (1 - rate)."""
+        """Zeroes each neuron with probability `rate`, and scales the others by 1 / (1 - rate)."""
         return F.dropout(hidden, self.rate, training=self.training) if self.rate else hidden
 
 
@@ -77,7 +77,7 @@ class Classifier(nn.Module):
     """Body and head. Input (B, C, H, W) normalized; features (B, d); output (B, K) logits."""
 
     def __init__(self, body: nn.Module, head: nn.Module, unit_features: bool = False) -> None:
-        """`unit_features`: features are brought to unit length before the head."""
+        """Joins body and head; with `unit_features`, features get unit length before the head."""
         super().__init__()
         self.imprint: Imprint | None = None
         self.body = body
@@ -86,17 +86,17 @@ class Classifier(nn.Module):
         self._dropouts = [part for part in self.modules() if isinstance(part, Dropout)]
 
     def features(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, d), flattened."""
+        """Computes features: (B, C, H, W) -> (B, d), flattened."""
         features: Tensor = self.body(self.imprint(images) if self.imprint else images).flatten(1)
         return F.normalize(features, dim=1) if self._unit_features else features
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, K) logits."""
+        """Computes logits: (B, C, H, W) -> (B, K)."""
         logits: Tensor = self.head(self.features(images))
         return logits
 
     def set_dropout(self, rate: float) -> None:
-        """Set the rate of the head's dropout."""
+        """Sets the rate of the head's dropout."""
         for module in self._dropouts:
             module.rate = rate
 
@@ -119,7 +119,7 @@ class ModelPlugin(Plugin):
 
     @abstractmethod
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """The model with freshly drawn weights (from torch's global stream), without imprint.
+        """Builds the model with weights from torch's global stream, without an imprint.
 
         Raises:
             FedsimError: the architecture does not fit images of this shape.
@@ -127,7 +127,7 @@ class ModelPlugin(Plugin):
 
 
 def build(spec: ModelSpec, seed: int) -> Classifier:
-    """Build the model that `spec` names; its weights are a function of `seed`.
+    """Builds the model that `spec` names; its weights are a function of `seed`.
 
     Raises:
         PluginError: the model is not installed.
@@ -137,40 +137,42 @@ def build(spec: ModelSpec, seed: int) -> Classifier:
     if not issubclass(cls, ModelPlugin):
         raise plugins.PluginError(f"model plugin {spec.name!r} does not derive from ModelPlugin")
     plugin = cls.model_validate(dict(spec.parameters))
-    size.check(_counted(plugin, spec.input_shape, spec.num_classes))
+    size.check(_count_size(plugin, spec.input_shape, spec.num_classes))
     with rng.global_stream(seed):
-        return _made(plugin, spec.input_shape, spec.num_classes)
+        return _construct(plugin, spec.input_shape, spec.num_classes)
 
 
 def size_of(spec: ModelSpec) -> size.Size | None:
-    """What the model that `spec` names takes; None if that cannot be told."""
+    """Returns the memory that the model of `spec` takes; None if it cannot be counted."""
     plugin = plugins.load("fedsim.models", spec.name).model_validate(dict(spec.parameters))
     assert isinstance(plugin, ModelPlugin)
-    return _counted(plugin, spec.input_shape, spec.num_classes)
+    return _count_size(plugin, spec.input_shape, spec.num_classes)
 
 
-def _made(plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
+def _construct(
+    plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
+) -> Classifier:
     model = plugin.build(input_shape, num_classes)
     if plugin.imprint:
         model.imprint = Imprint(plugin.imprint, input_shape)
     return model
 
 
-def _counted(
+def _count_size(
     plugin: ModelPlugin, input_shape: tuple[int, int, int], num_classes: int
 ) -> size.Size | None:
     with rng.global_stream(0):
-        return size.counted(lambda: _made(plugin, input_shape, num_classes), input_shape)
+        return size.counted(lambda: _construct(plugin, input_shape, num_classes), input_shape)
 
 
 def normalize(pixels: Tensor, spec: ModelSpec) -> Tensor:
-    """Pixels in [0, 1] -> the model's input. Differentiable."""
+    """Maps pixels in [0, 1] to the model's input. Differentiable."""
     mean, std = _statistics(pixels, spec)
     return (pixels - mean) / std
 
 
 def denormalize(images: Tensor, spec: ModelSpec) -> Tensor:
-    """The model's input -> pixels, not clamped. Differentiable."""
+    """Maps the model's input to pixels, without clamping. Differentiable."""
     mean, std = _statistics(images, spec)
     return images * std + mean
 

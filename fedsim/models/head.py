@@ -1,4 +1,4 @@
-"""The classifier's head: one linear layer, or the two-layer head that feature attacks plant."""
+"""Defines the classifier's head: one linear layer, or the two-layer head of feature attacks."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class TwoLayerHead(nn.Module):
             self.plant()
 
     def forward(self, features: Tensor) -> Tensor:
-        """(B, d) -> (B, K) logits."""
+        """Computes logits: (B, d) -> (B, K)."""
         hidden = self.dropout(self.activation(self.hidden(features)))
         logits: Tensor = self.output(hidden)
         return logits / self.config.width if self.config.divided else logits
 
     @torch.no_grad()
     def plant(self) -> None:
-        """Draw the server's neurons anew, from torch's global stream."""
+        """Draws the server's neurons anew, from torch's global stream."""
         config, classes = self.config, self.output.out_features
         first = self.hidden.out_features - config.planted
         self.hidden.weight[first:].normal_(std=config.planted_std)
@@ -58,7 +58,7 @@ class TwoLayerHead(nn.Module):
 
 
 def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> nn.Module:
-    """The head that `config` describes; without one, a dropout and a linear layer.
+    """Builds the head that `config` describes; without one, a dropout and a linear layer.
 
     Either way the last linear layer is called `output`, so that a classifier's last weights are
     the parameter `head.output.weight` (K, last features).
@@ -72,9 +72,10 @@ def make_head(config: HeadConfig | None, in_features: int, num_classes: int) -> 
 
 
 def feature_size(body: nn.Module, input_shape: tuple[int, int, int]) -> int:
-    """How many features a freshly built `body` computes from one image of (C, H, W).
+    """Returns how many features a new `body` computes from one image of (C, H, W).
 
-    A dry pass in eval mode: it draws nothing and leaves batch-norm statistics as they are.
+    It runs the body once in eval mode, which draws nothing and leaves batch-norm statistics as they
+    are.
     """
     body.eval()
     with torch.no_grad():
@@ -89,7 +90,7 @@ def assemble(
     input_shape: tuple[int, int, int],
     num_classes: int,
 ) -> Classifier:
-    """A freshly built `body` with the head that `head` describes, in train mode."""
+    """Joins a new `body` with the head that `head` describes, in train mode."""
     features = feature_size(body, input_shape)
     unit = head is not None and head.unit_features
     return Classifier(body, make_head(head, features, num_classes), unit_features=unit)

@@ -61,13 +61,13 @@ class Imprint(nn.Module):
         self.plant()
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
+        """Adds the pattern to images: (B, C, H, W) -> (B, C, H, W)."""
         written: Tensor = self.output(self.activation(self.hidden(images.flatten(1))))
         return images + written.view_as(images)
 
     @torch.no_grad()
     def plant(self) -> None:
-        """Set all weights anew; v is drawn from torch's global stream."""
+        """Sets all weights anew; v is drawn from torch's global stream."""
         config, size = self.config, self.hidden.in_features
         self.hidden.weight.fill_(config.scale / size)
         brightness = NormalDist(sigma=config.std)
@@ -79,5 +79,5 @@ class Imprint(nn.Module):
 
     @torch.no_grad()
     def unplant(self) -> None:
-        """Set V to zero: images pass as they are, and no gradient shows them."""
+        """Sets V to zero: images pass unchanged, and no gradient shows them."""
         self.output.weight.zero_()

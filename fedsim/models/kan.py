@@ -52,7 +52,7 @@ class KAN(ModelPlugin):
         return self
 
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """hidden x (intervals + degree) features, for images of any size."""
+        """Builds it with hidden x (intervals + degree) features, for images of any size."""
         size = math.prod(input_shape)
         functions = basis_size(self.degree, self.intervals)
         first = nn.Linear(size * functions, self.hidden, bias=False)
@@ -78,7 +78,7 @@ class KAN(ModelPlugin):
 
 
 class _Basis(nn.Module):
-    """(B, d) -> (B, d x functions): `scale` times the spline basis of each entry."""
+    """Multiplies the spline basis of each entry by `scale`: (B, d) -> (B, d x functions)."""
 
     def __init__(self, degree: int, intervals: int, scale: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Activations and normalizations by name, shared by the architectures."""
+"""Provides activations and normalizations by name, for all architectures."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _GROUP_CHANNELS = 16
 
 
 def activation(name: Activation) -> nn.Module:
-    """A new element-wise activation, never in place."""
+    """Returns a new element-wise activation, never in place."""
     return _ACTIVATIONS[name]()
 
 
 def norm(kind: Norm, channels: int) -> nn.Module:
-    """A new normalization of (B, channels, H, W) features.
+    """Returns a new normalization of (B, channels, H, W) features.
 
     `group` has groups of 16 channels (Wu and He, Group Normalization, ECCV 2018, Table 3), or one
     group of all channels where 16 does not divide them.
@@ -43,16 +43,16 @@ def norm(kind: Norm, channels: int) -> nn.Module:
     return nn.Identity()
 
 
-def require_size(model: str, input_shape: tuple[int, int, int], least: int) -> None:
-    """Refuse images whose height or width is below `least` pixels.
+def require_size(model: str, input_shape: tuple[int, int, int], minimum: int) -> None:
+    """Refuses images whose height or width is below `minimum` pixels.
 
     Raises:
         FedsimError: they are too small for the model.
     """
     _, height, width = input_shape
-    if min(height, width) < least:
+    if min(height, width) < minimum:
         raise FedsimError(
-            f"{model} needs images of at least {least}x{least} pixels, got {height}x{width}: "
+            f"{model} needs images of at least {minimum}x{minimum} pixels, got {height}x{width}: "
             "enlarge them (the data source's `size`, where it has one) or use another model (lenet "
             "takes 8x8, mlp takes any size)"
         )

@@ -1,4 +1,4 @@
-"""A client's local training as a pure, differentiable function of its data.
+"""Trains on a client's data as a pure, differentiable function of these data.
 
 The learner runs it to make an update; an attack runs the very same function on candidate images, so
 that at the true images the attack's objective is exactly zero.
@@ -23,7 +23,7 @@ DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 
 
 def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
-    """Mean cross-entropy as a pure function of (parameters, images, labels).
+    """Returns mean cross-entropy as a pure function of (parameters, images, labels).
 
     Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
     statistics into `buffers`, in place: hand over a copy and read the new statistics there. The
@@ -41,9 +41,10 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
 
 
 def features_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> OutputFn:
-    """The head's inputs (B, d) as a pure function of (parameters, images).
+    """Returns the head's inputs (B, d) as a pure function of (parameters, images).
 
-    Parameters that are left out are the model's own. Batch norm and errors are as above.
+    Parameters that are left out are the model's own. Batch norm and errors are as in
+    `loss_function`.
     """
     return _pure(model, model.features, buffers, training)
 
@@ -78,21 +79,22 @@ def _pure(
 
 
 def _slots(model: nn.Module) -> dict[str, tuple[dict[str, Any], str]]:
-    """Where a module holds each parameter and buffer, by name."""
-    found: dict[str, tuple[dict[str, Any], str]] = {}
+    """Returns where a module holds each parameter and buffer, by name."""
+    slots: dict[str, tuple[dict[str, Any], str]] = {}
     for prefix, module in model.named_modules():
         for holder in (module._parameters, module._buffers):
             for name, value in holder.items():
                 if value is not None:
-                    found[f"{prefix}.{name}" if prefix else name] = holder, name
-    return found
+                    slots[f"{prefix}.{name}" if prefix else name] = holder, name
+    return slots
 
 
 @contextmanager
 def _installed(slots: Mapping[str, tuple[dict[str, Any], str]], values: Tensors) -> Iterator[None]:
-    """Let a model compute with `values`, and with its own again afterwards.
+    """Lets a model compute with `values`, and with its own again afterwards.
 
-    As torch.func.functional_call, which looks all names up anew: 0.2 ms, a third of a small step.
+    torch.func.functional_call does the same, but looks all names up anew: 0.2 ms, a third of a
+    small step.
     """
     before = {name: slots[name][0][slots[name][1]] for name in values}
     try:
@@ -113,7 +115,7 @@ def features_of(
     images: Tensor,
     training: LocalTraining,
 ) -> Tensor:
-    """(B, d) inputs of the head, detached, as the client's first step computes them of this batch.
+    """Returns the head's inputs (B, d), detached, as the client's first step computes them.
 
     `images` (B, C, H, W) are normalized. `buffers` stay as they are.
     """
@@ -132,9 +134,10 @@ def gradient(
     create_graph: bool = False,
     on_loss: Callable[[Tensor], None] | None = None,
 ) -> Tensors:
-    """Gradient of the loss in the parameters; differentiable in the images if `create_graph`.
+    """Returns the gradient of the loss in the parameters.
 
-    `on_loss` is told the loss itself, detached.
+    It is differentiable in the images if `create_graph`. `on_loss` is handed the loss itself,
+    detached.
     """
     inputs = {
         name: value if value.requires_grad else value.detach().requires_grad_()
@@ -153,7 +156,7 @@ def local_update(
     batches: Iterable[tuple[Tensor, Tensor]],
     training: LocalTraining,
 ) -> Tensors:
-    """The update that `training` makes of `batches` (one per step), see `LocalTraining`.
+    """Returns the update that `training` makes of `batches` (one per step).
 
     `direction(parameters, images, labels)` is one step's gradient, or what a defense makes of it.
     Momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
@@ -169,14 +172,14 @@ def local_update(
             previous = velocity.get(name) if training.momentum else None
             velocity[name] = grad if previous is None else training.momentum * previous + grad
             weight = current[name]
-            own = weight is not parameters[name] and not grad.requires_grad
-            into = weight if own else None  # a client's next weights need no memory of their own
-            current[name] = torch.sub(weight, velocity[name], alpha=training.lr, out=into)
+            reusable = weight is not parameters[name] and not grad.requires_grad
+            out = weight if reusable else None  # a client's next weights need no new memory
+            current[name] = torch.sub(weight, velocity[name], alpha=training.lr, out=out)
     return {name: current[name] - parameters[name] for name in parameters}
 
 
 def step_weights(training: LocalTraining) -> list[float]:
-    """How often each step's gradient enters the update, in units of -lr; [1] for one gradient."""
+    """Returns how often each step's gradient enters the update, in units of -lr; [1] for one."""
     if training.algorithm == "fedsgd":
         return [1.0]
     # Step s (of T) enters 1 + μ + ... + μ^(T - s) times.
@@ -184,7 +187,7 @@ def step_weights(training: LocalTraining) -> list[float]:
 
 
 def mean_gradient_factor(training: LocalTraining) -> float:
-    """What makes the mean gradient over the local steps of an update."""
+    """Returns the factor that turns an update into the mean gradient over its local steps."""
     if training.algorithm == "fedsgd":
         return 1.0
     return -1 / (training.lr * sum(step_weights(training)))

@@ -23,7 +23,7 @@ class MLP(ModelPlugin):
     activation: Activation = "relu"
 
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """hidden[-1] features, for images of any size."""
+        """Builds it with hidden[-1] features, for images of any size."""
         layers: list[nn.Module] = [nn.Flatten()]
         channels, height, width = input_shape
         size = channels * height * width

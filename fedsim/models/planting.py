@@ -1,4 +1,4 @@
-"""What a malicious server plants in a model: a two-layer head's neurons, or an imprint module.
+"""Plants a malicious server's weights in a model: neurons of its head, or an imprint module.
 
 `observe.plant` has it train an honest model and plant only in the weights that it sends with a
 probe: what trains is `honest`, what is probed with is `planted`.
@@ -25,7 +25,7 @@ def plants(model: Classifier) -> bool:
 
 
 def honest(spec: ModelSpec, seed: int) -> Classifier:
-    """The model as `build` makes it, with nothing planted."""
+    """Builds the model of `spec` with nothing planted."""
     if spec.parameters.get("head"):
         head = {**spec.parameters["head"], "planted": 0}
         spec = replace(spec, parameters={**spec.parameters, "head": head})
@@ -36,15 +36,15 @@ def honest(spec: ModelSpec, seed: int) -> Classifier:
 
 
 def planted(model: Classifier, parameters: Tensors, seed: int) -> dict[str, Tensor]:
-    """`parameters` of `model`, with what it plants drawn anew, a function of `seed`."""
-    found = dict(parameters)
+    """Returns `parameters` of `model` with the planted ones drawn anew, a function of `seed`."""
+    values = dict(parameters)
     with rng.global_stream(seed):
         for name, part in model.named_children():
             if isinstance(part, TwoLayerHead | Imprint):
                 part = deepcopy(part)
-                own = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
-                part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in own.items()})
+                state = {n: t for n, t in parameters.items() if n.startswith(f"{name}.")}
+                part.load_state_dict({n.removeprefix(f"{name}."): t for n, t in state.items()})
                 part.plant()
                 fresh = dict(part.named_parameters(prefix=name))
-                found |= {n: fresh[n].detach().cpu() for n in own}
-    return found
+                values |= {n: fresh[n].detach().cpu() for n in state}
+    return values

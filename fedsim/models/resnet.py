@@ -13,7 +13,8 @@ from fedsim.models.base import Classifier, ModelPlugin
 from fedsim.models.head import assemble
 from fedsim.models.layers import norm, require_size
 
-_LEAST = {"small": 5, "imagenet": 17}
+_MIN_SIDE = {"small": 5, "imagenet": 17}
+"""Smallest side of an image, by stem."""
 
 
 @final
@@ -35,13 +36,14 @@ class ResNet18(ModelPlugin):
     """Channels of the first stage, doubled in each of the other three."""
 
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:
-        """Images of at least 5x5 (`small`) or 17x17 pixels (`imagenet`), below which the last
-        stage has nothing left to reduce.
+        """Builds it for images of at least 5x5 (`small`) or 17x17 pixels (`imagenet`).
+
+        The last stage would have nothing left to reduce in smaller ones.
 
         Raises:
             FedsimError: the images are smaller.
         """
-        require_size(f"resnet18 with the {self.stem} stem", input_shape, _LEAST[self.stem])
+        require_size(f"resnet18 with the {self.stem} stem", input_shape, _MIN_SIDE[self.stem])
         body = self._body(input_shape[0])
         # torchvision's initialization; its norm layers start at weight 1 and bias 0 by default.
         for module in body.modules():

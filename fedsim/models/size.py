@@ -1,4 +1,4 @@
-"""What a model takes of memory, counted before it is built."""
+"""Counts the memory that a model takes, before it is built."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 _COPIES = 4
-"""Of the parameters, at the least: the server's, the client's, a gradient and an update."""
+"""At least so many copies of the parameters exist: the server's, the client's, a gradient and an
+update."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes, as counted on a model without storage."""
+    """States the bytes of a model, counted without storage."""
 
     state: int
-    """Of parameters and buffers."""
+    """Bytes of parameters and buffers."""
     image: int
-    """Of what the layers compute of one image, which its gradient needs."""
+    """Bytes that the layers compute of one image, which its gradient needs."""
 
 
 def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -> Size | None:
-    """The size of what `build` makes; None if it makes nothing on torch's meta device.
+    """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
 
     Raises:
         FedsimError: as `build`.
@@ -36,27 +37,27 @@ def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -
         with torch.device("meta"), torch.no_grad():
             model = build()
             state = sum(_bytes(t) for t in (*model.parameters(), *model.buffers()))
-            return Size(state=state, image=_computed(model, input_shape))
+            return Size(state=state, image=_activation_bytes(model, input_shape))
     except FedsimError:
         raise
     except Exception:  # a third party's model may need real numbers: then it is built uncounted
         return None
 
 
-def check(size: Size | None, of: str = "the model's weights") -> None:
-    """Refuse a model that does not fit the memory.
+def check(size: Size | None, content: str = "the model's weights") -> None:
+    """Refuses a model that does not fit the memory.
 
     Raises:
         FedsimError: it does not fit.
     """
     if size is not None:
-        memory.check(_COPIES * size.state, of, "use a smaller model")
+        memory.check(_COPIES * size.state, content, "use a smaller model")
 
 
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
-    """Refuse a batch of so many `images` that its gradient does not fit beside the model.
+    """Refuses a batch of `images` whose gradient does not fit beside the model.
 
-    `key` is the scenario's that says so.
+    `key` is the scenario's key that sets its size.
 
     Raises:
         FedsimError: it does not fit.
@@ -70,19 +71,19 @@ def check_batch(size: Size | None, key: str, images: int, device: torch.device) 
         )
 
 
-def _computed(model: nn.Module, input_shape: tuple[int, int, int]) -> int:
-    """Bytes of all layers' outputs for one image."""
-    found = 0
+def _activation_bytes(model: nn.Module, input_shape: tuple[int, int, int]) -> int:
+    """Returns the bytes of all layers' outputs for one image."""
+    total = 0
 
     def count(_: nn.Module, __: object, output: object) -> None:
-        nonlocal found
-        found += _bytes(output) if isinstance(output, Tensor) else 0
+        nonlocal total
+        total += _bytes(output) if isinstance(output, Tensor) else 0
 
     for part in model.modules():
         if not any(part.children()):
             part.register_forward_hook(count)
     model.eval()(torch.empty(1, *input_shape))
-    return found
+    return total
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""B-spline bases on [-1, 1] with uniform knots, as differentiable tensor functions.
+"""Computes B-spline bases on [-1, 1] with uniform knots, as differentiable tensor functions.
 
 Source: de Boor, A Practical Guide to Splines, Springer 1978, chapter X (the recursion of Cox and
 de Boor, which only ever adds positive terms).
@@ -11,16 +11,16 @@ from torch import Tensor
 
 
 def basis_size(degree: int, intervals: int) -> int:
-    """How many basis functions there are."""
+    """Returns the number of basis functions."""
     return intervals + degree
 
 
 def spline_basis(x: Tensor, degree: int, intervals: int) -> Tensor:
-    """(...,) in [-1, 1] -> (..., intervals + degree): every basis function of `degree` at x.
+    """Evaluates every basis function of `degree`: (...,) in [-1, 1] -> (..., intervals + degree).
 
-    [-1, 1] is cut into `intervals` equal pieces and the knots go on evenly beyond it, so that the
-    functions are non-negative, sum to 1 and are degree - 1 times continuously differentiable. The
-    pieces are half-open, the last one closed.
+    [-1, 1] is cut into `intervals` equal pieces and the knots continue evenly beyond it, so that
+    the functions are non-negative, sum to 1 and are degree - 1 times continuously differentiable.
+    The pieces are half-open, the last one closed.
     """
     position = (x + 1) * (intervals / 2)  # in units of a piece, 0 to `intervals`
     piece = position.detach().floor().clamp(0, intervals - 1)

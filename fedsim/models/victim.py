@@ -1,4 +1,4 @@
-"""The victim's model, as an attacker builds it from what was observed."""
+"""Builds the victim's model as an attacker does, from an observation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedsim.types import FedsimError, Observation
 
 
 def rebuild(observation: Observation) -> Classifier:
-    """The victim's model with the global weights of the observed round, on their device.
+    """Returns the victim's model with the global weights of the observed round, on their device.
 
     Raises:
         PluginError: the model is not installed here.

@@ -1,4 +1,4 @@
-"""Weights to start from: a trained model's, from a safetensors file."""
+"""Reads weights to start from: a trained model's, from a safetensors file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.types import FedsimError
 
 
 def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(parameters, buffers) of `model` as `path` has them, by the names that `model` gives them.
+    """Returns (parameters, buffers) of `model` from the file at `path`, by the model's names.
 
     `path` is a checkpoint of fedsim (OUT/checkpoints/STACK.safetensors), or a state dict.
 
@@ -19,21 +19,21 @@ def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[
         FedsimError: it is no safetensors file, or does not fit the model: a tensor is missing, has
             another shape or type, or is not finite.
     """
-    found = read_tensors(path)
-    of_checkpoint = any(name.startswith("parameter.") for name in found)
+    tensors = read_tensors(path)
+    of_checkpoint = any(name.startswith("parameter.") for name in tensors)
     prefixes = ("parameter.", "buffer.") if of_checkpoint else ("", "")
     return (
-        _chosen(path, found, prefixes[0], dict(model.named_parameters())),
-        _chosen(path, found, prefixes[1], dict(model.named_buffers())),
+        _select(path, tensors, prefixes[0], dict(model.named_parameters())),
+        _select(path, tensors, prefixes[1], dict(model.named_buffers())),
     )
 
 
-def _chosen(
-    path: Path, found: dict[str, Tensor], prefix: str, wanted: dict[str, Tensor]
+def _select(
+    path: Path, tensors: dict[str, Tensor], prefix: str, wanted: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     chosen = {}
     for name, like in wanted.items():
-        value = found.get(prefix + name)
+        value = tensors.get(prefix + name)
         if value is None and not like.is_floating_point():
             value = like.clone()  # a counter of batch norm, which no client releases
         if value is None:

@@ -3,11 +3,12 @@
 from fedsim.report.control import Control, invalid_reasons, positive_controls
 from fedsim.report.facts import undeclared, unfinished
 from fedsim.report.figures import describe_variant
-from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
+from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import attacks_nothing, describe, utility
 from fedsim.results.reading import ReportError, fits, load_runs
 

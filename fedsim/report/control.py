@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.report.figures import format_number
-from fedsim.report.leaderboard import REQUIRED_GAIN, Comparison, LeaderboardRow
+from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.scoring import Summary
 
 REQUIRED_SPAN = 0.5
-"""Where only features are attacked: the span error that the undefended stack may leave at most, as
-a share of what the guess leaves."""
+"""Where only features are attacked, the control passes at this share of the guess's span error."""
 REQUIRED_AUC = 0.75
-"""Where only membership is attacked: the area under the curve that the undefended stack must
-reach."""
+"""Where only membership is attacked, the control passes from this area under the curve."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Control:
-    """Whether a comparison's undefended stack was beaten."""
+    """Says whether the attacks work on a comparison's undefended stack."""
 
     comparison: Comparison
     status: Literal["passed", "failed", "absent"]
@@ -28,7 +26,7 @@ class Control:
 
 
 def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
-    """One control per comparison among `rows`."""
+    """Returns one control per comparison among `rows`."""
     return [
         _control(key, [row for row in rows if row.comparison == key])
         for key in dict.fromkeys(row.comparison for row in rows)
@@ -39,7 +37,7 @@ _TRY = "; try more iterations or restarts, batch size 1, or another attack (`fed
 
 
 def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
-    """Comparison -> why nothing follows from its rows; those whose control passed are not there."""
+    """Maps each comparison whose control did not pass to why nothing follows from it."""
     return {
         control.comparison: control.reason
         for control in positive_controls(rows)
@@ -48,26 +46,28 @@ def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]
 
 
 def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """A line for each thing to know before figures are believed, with what to do about it.
+    """Returns a line for each problem that weakens the figures, with its remedy.
 
-    Of models that say nothing of what a defense costs, of guesses that are poor, and of attacks of
-    which nothing was made of another update.
+    Problems are models that do not show what a defense costs, poor guesses, and attacks that were
+    run on no other update.
     """
     several = len({row.comparison for row in rows}) > 1
-    found: dict[str, None] = {}
+    lines: dict[str, None] = {}
     for comparison in dict.fromkeys(row.comparison for row in rows):
-        own = [row for row in rows if row.comparison == comparison]
+        members = [row for row in rows if row.comparison == comparison]
         where = f"{describe_comparison(comparison)}, " if several else ""
-        found |= {f"{where}{row.defense}: {p}": None for row in own if (p := row.learning_problem)}
-        poor = [row for row in own if row.guess_problem]
+        lines |= {
+            f"{where}{row.defense}: {p}": None for row in members if (p := row.learning_problem)
+        }
+        poor = [row for row in members if row.guess_problem]
         if poor:
             worst = min(poor, key=lambda row: row.guess_public_per_image or 0.0)
             sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
-            found[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
-        for reason in dict.fromkeys(row.no_control for row in own if row.no_control):
-            attacks = dict.fromkeys(row.attack for row in own if row.no_control == reason)
-            found[f"{where}{', '.join(attacks)}: {reason}{_NO_CONTROL}"] = None
-    return list(found)
+            lines[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
+        for reason in dict.fromkeys(row.no_control for row in members if row.no_control):
+            attacks = dict.fromkeys(row.attack for row in members if row.no_control == reason)
+            lines[f"{where}{', '.join(attacks)}: {reason}{_NO_CONTROL}"] = None
+    return list(lines)
 
 
 _NO_CONTROL = (
@@ -77,7 +77,7 @@ _NO_CONTROL = (
 
 
 def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Why comparisons among `rows` prove nothing; empty if every one's control passed.
+    """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
     Each is judged by itself: one whose attacks do not work says nothing of another.
     """
@@ -91,13 +91,17 @@ def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """`quickstart (training.mode=eval), faces, convnet`, and what a malicious server has done."""
+    """Words a comparison, and what a malicious server has done to its model.
+
+    For instance `quickstart (training.mode=eval), faces, convnet`.
+    """
     scenario, variant, dataset, model, server = comparison
     done = "" if server == "honest" else f", {server} by a malicious server"
     return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
 
 
 def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
+    """Judges one comparison by the strongest attack on its undefended stack."""
     undefended = [row for row in rows if row.undefended]
     if not undefended:
         return Control(
@@ -108,15 +112,15 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
         )
     size = min(row.batch_size for row in undefended)
     attacked = [row for row in undefended if row.batch_size == size and row.gain]
-    told = [
+    areas = [
         (area, row.attack)
         for row in undefended
         if row.batch_size == size and (area := row.metrics["membership_auc"])
-        if not _as_well_elsewhere(row.membership_over_other)
+        if not _is_blind(row.membership_over_other)
     ]
     of_membership = (
-        _membership_control(comparison, *max(told, key=lambda entry: entry[0].mean), size)
-        if told
+        _membership_control(comparison, *max(areas, key=lambda entry: entry[0].mean), size)
+        if areas
         else None
     )
     if not attacked:
@@ -157,7 +161,8 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
 
 
-def _as_well_elsewhere(over_other: Summary | None) -> bool:
+def _is_blind(over_other: Summary | None) -> bool:
+    """Whether the attack does no better on its own update than on another."""
     return over_other is not None and over_other.certain <= 0
 
 

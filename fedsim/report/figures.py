@@ -1,4 +1,4 @@
-"""How figures and parameters are written for people: alike in the terminal and on the page."""
+"""Formats figures and parameters for people, the same in the terminal and on the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsim.scoring import Accuracy, Metric, Summary
 
 
 def format_summary(summary: Summary | None, digits: int = 1) -> str:
-    """`18.2 [16.9, 19.4]`; without an interval just the mean; a dash for None."""
+    """Formats as `18.2 [16.9, 19.4]`; without an interval the mean alone; a dash for None."""
     if summary is None:
         return "–"
     mean = format_number(summary.mean, digits)
@@ -22,7 +22,7 @@ def format_summary(summary: Summary | None, digits: int = 1) -> str:
 
 
 def format_metric(summary: Summary | None, metric: Metric) -> str:
-    """A summary of values of `metric`, shown as the table of metrics says; a dash for None."""
+    """Formats a summary of `metric` as the table of metrics says; a dash for None."""
     if metric.shown_as == "interval":
         return format_summary(summary, metric.digits)
     mean = summary.mean if summary else None
@@ -32,43 +32,45 @@ def format_metric(summary: Summary | None, metric: Metric) -> str:
 
 
 def format_epsilon(epsilon: float | None) -> str:
-    """`3.2`, `∞`, or a dash where it was not accounted: never less than what is claimed."""
+    """Formats as `3.2` or `∞`, never below the claim; a dash if it was not accounted."""
     if epsilon is None:
         return "–"
     return "∞" if math.isinf(epsilon) else _rounded(epsilon, 3, ROUND_CEILING)
 
 
 def format_delta(delta: float) -> str:
-    """`1e-05`: never less than what is claimed."""
+    """Formats as `1e-05`, never below the claim."""
     return _rounded(delta, 6, ROUND_CEILING)
 
 
 def format_bound(epsilon: float) -> str:
-    """What an audit has found ε to be at least: never more than that."""
+    """Formats the lower bound that an audit found for ε, never above it."""
     return _rounded(epsilon, 3, ROUND_FLOOR)
 
 
-_SEARCHED = Decimal("1e-6")
-"""Relative error that is not rounded away from: what the search for a noise leaves of an ε."""
+_SEARCH_ERROR = Decimal("1e-6")
+"""Relative error of an ε that comes from the search for a noise scale. Rounding need not allow for
+it."""
 
 
 def _rounded(value: float, digits: int, rounding: str) -> str:
-    """`value` with so many significant digits."""
+    """Formats `value` with so many significant digits."""
     exact = Decimal(value)
-    for way in (ROUND_HALF_EVEN, rounding):
-        near = Context(prec=digits, rounding=way).plus(exact)
-        if abs(near - exact) <= _SEARCHED * abs(exact):
+    for mode in (ROUND_HALF_EVEN, rounding):
+        short = Context(prec=digits, rounding=mode).plus(exact)
+        if abs(short - exact) <= _SEARCH_ERROR * abs(exact):
             break
-    return f"{float(near):.{digits}g}"
+    return f"{float(short):.{digits}g}"
 
 
 def format_claim(
     epsilon: float | None, delta: float | None, unit: str | None, relation: str | None
 ) -> str:
-    """`3.2 (1e-05, example, replace one)`: ε with its δ, its unit and what neighbours are.
+    """Formats as `3.2 (1e-05, example, replace one)`: ε with its δ, unit and neighbours.
 
-    `∞`, or a dash where it was not accounted. What only hides how far values are apart, or among
-    which declared databases one is, is no differential privacy, and is said to be none.
+    `∞`, or a dash where it was not accounted. A relation that only hides how far apart values are,
+    or which of several declared databases was used, is no differential privacy; the text then says
+    `no DP`.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)
@@ -80,27 +82,27 @@ def format_claim(
 
 
 NO_DIFFERENTIAL_PRIVACY = ("relative", "close")
-"""Relations under which an ε bounds something, but hides not whether an example is there."""
+"""Relations under which an ε does not hide whether an example is present."""
 
 
 def format_number(value: float | None, digits: int = 2) -> str:
-    """`value` with `digits` decimals, or a dash."""
+    """Formats `value` with `digits` decimals; a dash for None."""
     return "–" if value is None else f"{round(value, digits) + 0.0:.{digits}f}".replace("-", "−")
 
 
 def format_signed(value: float, digits: int = 1) -> str:
-    """`+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
+    """Formats as `+1.2` or `−1.2`, with a real minus sign; zero is `+0.0`."""
     # Adding zero turns -0.0 into 0.0.
     return f"{round(value, digits) + 0.0:+.{digits}f}".replace("-", "−")
 
 
 def format_percent(value: float | None) -> str:
-    """A share of 1 in percent, or a dash."""
+    """Formats a share of 1 in percent; a dash for None."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
-    """`91% (83–96)`, with `!` if it is no better than chance; the bare share, or a dash."""
+    """Formats as `91% (83–96)`, with `!` if no better than chance; else the share, or a dash."""
     if accuracy is None:
         return format_percent(share)
     mark = "!" if accuracy.is_chance else ""
@@ -108,27 +110,27 @@ def format_accuracy(share: float | None, accuracy: Accuracy | None) -> str:
 
 
 def describe_variant(variant: Mapping[str, Any]) -> str:
-    """`training.mode=eval, …`; empty for a run that is no part of a sweep."""
+    """Formats as `training.mode=eval, …`; empty for a run that is no part of a sweep."""
     return ", ".join(f"{key}={_plain(value)}" for key, value in variant.items())
 
 
 def describe_stack(stack: Sequence[dict[str, Any]]) -> str:
-    """`clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
+    """Formats as `clip(norm=1.0) → gaussian_noise(multiplier=1.1)`; empty for no defense."""
     return " → ".join(_describe_member(member) for member in stack)
 
 
 def _describe_member(member: dict[str, Any]) -> str:
-    given = {**member, **member.get("parameters", {})}
+    fields = {**member, **member.get("parameters", {})}
     inner = ", ".join(
         f"{key}={_plain(value)}"
-        for key, value in given.items()
+        for key, value in fields.items()
         if key not in ("name", "parameters") and value is not None
     )
     return f"{member.get('name', '?')}({inner})" if inner else str(member.get("name", "?"))
 
 
 _READABLE = 8
-"""Characters of a number that somebody chose; longer ones were computed."""
+"""Numbers of more characters were computed, not chosen, and are shortened."""
 
 
 def _plain(value: object) -> str:

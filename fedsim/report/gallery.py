@@ -1,4 +1,4 @@
-"""Which reconstructions the report shows, and how they are captioned."""
+"""Chooses which reconstructions the report shows."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.recording.files import read_tensors
-from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
-from fedsim.results.reading import ReportError, ResultRow, Run
+from fedsim.report.row import LeaderboardRow
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import ReportError, Run
 from fedsim.scoring import psnr
 
 _PAIRS = 8
-"""Shown of one batch."""
+"""The report shows at most so many images of a batch."""
 
 _PIXELS = 1 << 21
-"""Image pixels in one comparison's gallery (a few MB as PNG); more stay in the run's folder."""
+"""The images of one comparison have at most so many pixels (a few MB as PNG); the others stay in
+the run's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One image and what was recovered of it, as `data:` addresses."""
+    """Holds one image and its reconstruction, as `data:` addresses."""
 
     truth: str
     reconstruction: str
@@ -30,32 +32,32 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True)
 class Plate:
-    """One attack on one defense: a batch of pairs; none if every trial failed."""
+    """Shows one attack on one defense: a batch of pairs; none if every trial failed."""
 
     line: LeaderboardRow
     pairs: list[Pair]
     hidden: int = 0
-    """Images of the batch that are not shown."""
+    """Number of images of the batch that are not shown."""
     width: int = 0
     height: int = 0
-    """Of an image on the page, in CSS pixels: a whole multiple of its own size."""
+    """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
     pixels: int = 0
-    """Held by the pairs."""
+    """Number of pixels that the pairs hold."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gallery:
-    """The plates of one comparison."""
+    """Holds the plates of one comparison."""
 
     plates: list[Plate]
     omitted: int
-    """Plates left out for size."""
+    """Number of plates left out for their size."""
 
 
 def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
-    """A plate for each of `lines` that recovers images, at the last round it was attacked in.
+    """Returns a plate for each of `lines` that recovers images, at its last attacked round.
 
-    Of the trials the median one by PSNR is shown: neither the luckiest picture nor the worst.
+    It shows the median trial by PSNR: neither the luckiest picture nor the worst.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -68,7 +70,7 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
     for line in lines:
         name = (line.defense, line.attack)
         last[name] = max(line.round, last.get(name, 0))
-    found: list[Plate] = []
+    plates: list[Plate] = []
     omitted, pixels = 0, 0
     for line in lines:
         if line.round != last[(line.defense, line.attack)] or line.subject != "images":
@@ -76,15 +78,16 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
         plate = _plate(line, trials[line.cell])
         if plate is None:
             continue
-        if found and pixels + plate.pixels > _PIXELS:
+        if plates and pixels + plate.pixels > _PIXELS:
             omitted += 1
         else:
-            found.append(plate)
+            plates.append(plate)
             pixels += plate.pixels
-    return Gallery(plates=found, omitted=omitted)
+    return Gallery(plates=plates, omitted=omitted)
 
 
 def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate | None:
+    """Returns the plate of one line; None if none of its trials has scored images."""
     if not line.n_ok:
         return Plate(line=line, pairs=[])
     scored = [
@@ -99,10 +102,10 @@ def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate 
     tensors = read_tensors(path)
     if not {"truth", "reconstruction"} <= tensors.keys():
         raise ReportError(f"{path}: holds no pair of truth and reconstruction")
-    truth, found = tensors["truth"], tensors["reconstruction"]
+    truth, reconstruction = tensors["truth"], tensors["reconstruction"]
     shown = slice(0, _PAIRS)
-    uris = data_uris(truth[shown], found[shown])
-    values = psnr(found[shown], truth[shown]).tolist()
+    uris = data_uris(truth[shown], reconstruction[shown])
+    values = psnr(reconstruction[shown], truth[shown]).tolist()
     height, width = truth.shape[-2:]
     factor = enlargement(height, width)
     return Plate(

@@ -1,4 +1,4 @@
-"""One picture of a run: the same images behind every defense."""
+"""Draws one picture of a run: the same images behind every defense."""
 
 from __future__ import annotations
 
@@ -15,42 +15,43 @@ from torch import Tensor
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
-from fedsim.results.reading import ResultRow, Run, load_runs
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import Run, load_runs
 from fedsim.scoring import psnr, summarize
 from fedsim.words import number_of
 
 OVERVIEW = "overview.png"
 
 _SHOWN = 3
-"""Images of a round."""
+"""At most so many images of a round are drawn."""
 
 _SIDE = 1.0
-"""Inches of an image in the picture."""
+"""Side of an image in the picture, in inches."""
 
 _LETTERS = 14
-"""Of the note below, in an inch."""
+"""Letters of the note that fit into an inch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Victim:
-    """One true image, and the PSNR that the first stack's strongest attack reached on it."""
+    """One true image, and the PSNR that the strongest attack on the first stack reached."""
 
     round: int
     image: Tensor
     """(C, H, W) pixels in [0, 1]."""
     psnr: float
     of: int
-    """How many images of that round it was chosen from."""
+    """Number of images of that round among which it was chosen."""
 
 
 def save_overview(folder: Path) -> Path | None:
-    """Write `overview.png` into a run's folder: victims as columns, defenses as rows.
+    """Writes `overview.png` into a run's folder: victims as columns, defenses as rows.
 
-    Images are of the least batch size, in the first and the last round that was attacked. Of a
-    round all images are shown or, of more than three, the worst, the median and the best one by
-    what the strongest attack made of it behind the first stack. Every row shows these same images
-    as its stack's strongest attack (by mean PSNR, of those that do better than on another update)
-    recovered them; the pixels are the scored ones.
+    Images are of the smallest batch size, in the first and the last attacked round. All images of a
+    round are shown or, of more than three, the worst, the median and the best by PSNR of the
+    strongest attack on the first stack. Each row shows these images as its stack's strongest attack
+    recovered them: that with the highest mean PSNR, of those that do better than on another update.
+    The pixels are the scored ones.
 
     Returns:
         The picture's path; None if no attack recovered an image.
@@ -62,10 +63,10 @@ def save_overview(folder: Path) -> Path | None:
     rows = [row for row in run.rows if _has_image(run, row)]
     if variants or not rows:
         return None
-    least = min(row.batch_size for row in rows)
+    size = min(row.batch_size for row in rows)
     rounds = sorted({row.round for row in rows})
     rounds = sorted({rounds[0], rounds[-1]})
-    rows = [row for row in rows if row.batch_size == least and row.round in rounds]
+    rows = [row for row in rows if row.batch_size == size and row.round in rounds]
     stacks = list(dict.fromkeys(row.defense.name for row in rows))
     shown = {stack: _strongest(rows, stack) for stack in stacks}
     victims = [
@@ -82,7 +83,7 @@ def save_overview(folder: Path) -> Path | None:
             f"{number_of(max(v.of for v in victims), 'image')} behind {stacks[0]}"
         )
     )
-    write_bytes(path, _draw(run, shown, victims, f"{chosen}, batch size {least}"))
+    write_bytes(path, _draw(run, shown, victims, f"{chosen}, batch size {size}"))
     return path
 
 
@@ -94,21 +95,21 @@ def _has_image(run: Run, row: ResultRow) -> bool:
 
 
 def _strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
-    """The rows of the attack with the highest mean PSNR behind `stack`.
+    """Returns the rows of the attack with the highest mean PSNR behind `stack`.
 
-    Of those that do better than on another update, if there is one: others draw what they knew.
+    Attacks that do better than on another update come first: the others draw what they knew.
     """
     by_attack: dict[str, list[ResultRow]] = {}
     for row in rows:
         if row.defense.name == stack:
             by_attack.setdefault(row.attack.label, []).append(row)
-    return max(by_attack.values(), key=lambda own: (_sees(own), _mean_psnr(own)))
+    return max(by_attack.values(), key=lambda rows: (_is_informed(rows), _mean_psnr(rows)))
 
 
-def _sees(rows: Sequence[ResultRow]) -> bool:
-    """Whether images of this update are better than those of another, as far as that is known."""
-    known = summarize([value for value in over_other(rows, "psnr") if value is not None])
-    return _mean_psnr(rows) > 0 if known is None else known.certain > 0
+def _is_informed(rows: Sequence[ResultRow]) -> bool:
+    """Whether the images are better than those made of another update, if that is known."""
+    gain = summarize([value for value in over_other(rows, "psnr") if value is not None])
+    return _mean_psnr(rows) > 0 if gain is None else gain.certain > 0
 
 
 def _mean_psnr(rows: Sequence[ResultRow]) -> float:
@@ -116,7 +117,7 @@ def _mean_psnr(rows: Sequence[ResultRow]) -> float:
 
 
 def _pairs(run: Run, row: ResultRow) -> tuple[Tensor, Tensor]:
-    """Truth and reconstruction of a row, each (N, C, H, W)."""
+    """Returns truth and reconstruction of a row, each (N, C, H, W)."""
     path = reconstruction_file(run.folder, row)
     assert path is not None
     tensors = read_tensors(path)
@@ -124,29 +125,29 @@ def _pairs(run: Run, row: ResultRow) -> tuple[Tensor, Tensor]:
 
 
 def _chosen(run: Run, rows: Sequence[ResultRow]) -> list[_Victim]:
-    """All images of `rows`, or the worst, the median and the best of them by PSNR."""
+    """Returns all images of `rows`, or the worst, the median and the best of them by PSNR."""
     pairs = [(row.round, *_pairs(run, row)) for row in rows]
     count = sum(len(truth) for _, truth, _ in pairs)
-    found = [
+    victims = [
         _Victim(round=round, image=image, psnr=value, of=count)
         for round, truth, recovered in pairs
         for image, value in zip(truth, psnr(recovered, truth).tolist(), strict=True)
     ]
-    if len(found) <= _SHOWN:
-        return found
-    found.sort(key=lambda victim: victim.psnr)
-    return [found[0], found[(len(found) - 1) // 2], found[-1]]
+    if len(victims) <= _SHOWN:
+        return victims
+    victims.sort(key=lambda victim: victim.psnr)
+    return [victims[0], victims[(len(victims) - 1) // 2], victims[-1]]
 
 
 def _recovered(run: Run, rows: Sequence[ResultRow], victim: _Victim) -> tuple[Tensor, float] | None:
-    """What was made of `victim`, and its PSNR; None if no row of its round attacked that image."""
+    """Returns the reconstruction of `victim` and its PSNR; None if no row attacked that image."""
     for row in rows:
         if row.round != victim.round:
             continue
         truth, recovered = _pairs(run, row)
-        for image, made in zip(truth, recovered, strict=True):
+        for image, reconstruction in zip(truth, recovered, strict=True):
             if torch.equal(image, victim.image):
-                return made, float(psnr(made[None], image[None]))
+                return reconstruction, float(psnr(reconstruction[None], image[None]))
     return None
 
 
@@ -174,15 +175,15 @@ def _draw(
             _show(axes[0][column], victim.image)
             if column == 0 or victims[column - 1].round != victim.round:
                 axes[0][column].set_title(f"round {victim.round}", fontsize=9, loc="left")
-            for at, rows in enumerate(shown.values(), start=1):
-                found = _recovered(run, rows, victim)
-                if found is None:
-                    axes[at][column].axis("off")
+            for row, rows in enumerate(shown.values(), start=1):
+                recovered = _recovered(run, rows, victim)
+                if recovered is None:
+                    axes[row][column].axis("off")
                 else:
-                    _show(axes[at][column], found[0], f"{found[1]:.1f} dB")
+                    _show(axes[row][column], recovered[0], f"{recovered[1]:.1f} dB")
         _name(axes[0][0], "truth")
-        for at, (stack, rows) in enumerate(shown.items(), start=1):
-            _name(axes[at][0], f"{stack}\n{rows[0].attack.label}")
+        for row, (stack, rows) in enumerate(shown.items(), start=1):
+            _name(axes[row][0], f"{stack}\n{rows[0].attack.label}")
         lines = textwrap.fill(note, int(_LETTERS * size[0]))
         figure.text(0.15 / size[0], 0.1 / size[1], lines, fontsize=8, color="0.35")
         buffer = io.BytesIO()
@@ -191,7 +192,7 @@ def _draw(
 
 
 def _name(axes: object, text: str) -> None:
-    """Write a row's name to the left of its first image, wherever that image is shown."""
+    """Writes a row's name to the left of its first image."""
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)

@@ -4,36 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsim.results.reading import Metrics, ResultRow
+from fedsim.results.lines import Metrics, ResultRow
 from fedsim.scoring import METRICS
 
 
 def gains(rows: Sequence[ResultRow], name: str) -> list[float] | None:
-    """Each row's value less its guess's; 0 of a row without an answer, which counts as the guess.
+    """Returns each row's value less its guess's; 0 for a row without an answer.
 
-    So an update that was lost, of which there is no guess either, hides no other row's gain.
-    None where nothing was guessed at all, and where an answer has no guess beside it or, of
-    memberships, no value because everyone took part.
+    So an update that was lost, of which there is no guess either, hides no other row's gain. None
+    if nothing was guessed at all, if an answer has no guess beside it, or if membership has no
+    value because everyone took part.
     """
-    found = []
+    differences = []
     for row in rows:
-        own = _value(row.metrics, name) if row.ok else None
-        guess = _value(row.baseline, name)
-        if own is None:
+        score = value_of(row.metrics, name) if row.ok else None
+        guess = value_of(row.baseline, name)
+        if score is None:
             if row.ok and name == "membership_auc":
                 return None
-            found.append(0.0)
+            differences.append(0.0)
         elif guess is None:
             return None
         else:
-            found.append(METRICS[name].gain(own, guess))
-    return found if any(_value(row.baseline, name) is not None for row in rows) else None
+            differences.append(METRICS[name].gain(score, guess))
+    return differences if any(value_of(row.baseline, name) is not None for row in rows) else None
 
 
 def own_gains(rows: Sequence[ResultRow]) -> list[float] | None:
-    """What of each row's gain in PSNR is due to its own update, dB: the lesser of both differences.
+    """Returns the part of each row's PSNR gain that its own update explains, dB.
 
-    The whole gain where there is no other update; None as in `gains`.
+    That is the lesser of the gains over the guess and over another update; the whole gain where
+    there is no other update. None as in `gains`.
     """
     gained = gains(rows, "psnr")
     if gained is None:
@@ -43,20 +44,15 @@ def own_gains(rows: Sequence[ResultRow]) -> list[float] | None:
 
 
 def over_other(rows: Sequence[ResultRow], name: str) -> list[float | None]:
-    """By how much more each row leaks of its own update than what was made of another one does.
+    """Returns by how much more each row leaks of its own update than the attack made of another.
 
-    None of rows without that control, as failed ones are.
+    None for rows without that control, such as failed ones.
     """
     gain = METRICS[name].gain
-    pairs = [
-        (
-            _value(row.metrics, name),
-            _value(row.control.other_update if row.control else None, name),
-        )
-        for row in rows
-    ]
+    pairs = [(value_of(row.metrics, name), value_of(row.other_update, name)) for row in rows]
     return [None if own is None or other is None else gain(own, other) for own, other in pairs]
 
 
-def _value(metrics: Metrics | None, name: str) -> float | None:
+def value_of(metrics: Metrics | None, name: str) -> float | None:
+    """Returns the value of metric `name`; None if there are no metrics or it does not apply."""
     return metrics[name] if metrics else None

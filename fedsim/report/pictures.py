@@ -1,4 +1,4 @@
-"""Truth and reconstruction side by side: the scored pixels, enlarged but never rescaled."""
+"""Draws truth and reconstruction side by side: the scored pixels, enlarged but never rescaled."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors, write_bytes
-from fedsim.results.reading import ReportError, ResultRow
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import ReportError
 from fedsim.scoring import check_pixels
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SHOWN_SIDE = 64
-"""Shorter side, in pixels, up to which smaller images are enlarged by a whole factor."""
+"""Images with a shorter side below so many pixels are enlarged by a whole factor."""
 
 _GAP = 2
+"""Pixels between two images."""
 
 
 def enlargement(height: int, width: int) -> int:
-    """The whole factor by which an image is enlarged for showing."""
+    """Returns the whole factor by which an image is enlarged for showing."""
     return max(1, -(-_SHOWN_SIDE // min(height, width)))
 
 
 def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> None:
-    """Write a PNG: the truths above, under each what was recovered of it.
+    """Writes a PNG: the truths above, each one's reconstruction below it.
 
     Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in matched order. Each pixel becomes a
     square of `factor` pixels (default: `enlargement`) of the same value, rounded to 8 bits.
@@ -49,9 +51,7 @@ def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | N
 
 
 def save_grids(folder: Path) -> int:
-    """Write the PNG grid of every reconstructed image below a run's folder, beside its tensors.
-
-    Returns how many were written.
+    """Writes the PNG grid of every reconstructed image in a run's folder; returns their number.
 
     Raises:
         FedsimError: a reconstruction cannot be read.
@@ -66,7 +66,7 @@ def save_grids(folder: Path) -> int:
 
 
 def data_uris(truth: Tensor, reconstruction: Tensor) -> list[tuple[str, str]]:
-    """Each pair as two `data:` addresses of PNG images, one image pixel per pixel.
+    """Returns each pair as two `data:` addresses of PNG images, one image pixel per pixel.
 
     Raises as `save_grid`.
     """
@@ -75,7 +75,7 @@ def data_uris(truth: Tensor, reconstruction: Tensor) -> list[tuple[str, str]]:
 
 
 def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
-    """Where a row's reconstruction lies; None if it has none. Never outside `folder`."""
+    """Returns where a row's reconstruction lies; None if it has none. Never outside `folder`."""
     if row.observation is None:
         return None
     stack, _, rest = row.observation.partition("/")
@@ -86,7 +86,7 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
 
 
 def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as (N, H, W, C) uint8."""
+    """Converts both to (N, H, W, C) uint8."""
     check_pixels(truth, "truth")
     check_pixels(reconstruction, "reconstruction")
     if truth.shape != reconstruction.shape or truth.shape[1] not in (1, 3):
@@ -105,7 +105,7 @@ def _uri(image: Tensor) -> str:
 
 
 def _png(image: Tensor) -> bytes:
-    """(H, W, C) uint8 -> PNG."""
+    """Encodes a (H, W, C) uint8 image as PNG."""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -17,14 +17,14 @@ class Box:
     top: float
 
     def overlap(self, other: Box) -> float:
-        """Area shared with `other`, in square pixels."""
+        """Returns the area shared with `other`, in square pixels."""
         width = min(self.right, other.right) - max(self.left, other.left)
         height = min(self.top, other.top) - max(self.bottom, other.bottom)
         return max(0.0, width) * max(0.0, height)
 
     @property
     def area(self) -> float:
-        """In square pixels."""
+        """Area in square pixels."""
         return (self.right - self.left) * (self.top - self.bottom)
 
 
@@ -38,7 +38,10 @@ def place(
     obstacles: Sequence[Box],
     bounds: Box,
 ) -> list[Box]:
-    """A box of each of `sizes` (width, height) near its anchor (x, y), inside `bounds`.
+    """Returns a box of each of `sizes` (width, height) near its anchor (x, y), inside `bounds`.
+
+    Greedy, in the given order: each label takes the place that covers least of the labels before
+    it, then least of the obstacles, then is nearest to its anchor.
 
     Greedy, in the given order: each label takes the place that covers least of the labels before
     it, then least of the obstacles, then is nearest to its anchor.
@@ -69,7 +72,7 @@ def place(
 def _at(
     anchor: tuple[float, float], size: tuple[float, float], distance: float, direction: float
 ) -> Box:
-    """The box whose nearest edge is `distance` away from `anchor` in `direction`."""
+    """Returns the box whose nearest edge is `distance` away from `anchor` in `direction`."""
     dx, dy = math.cos(direction), math.sin(direction)
     width, height = size
     x = anchor[0] + dx * (distance + width / 2 * abs(dx))

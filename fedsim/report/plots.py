@@ -1,12 +1,9 @@
-"""Plots as SVG for a page: text stays text, and colors are the page's own, light or dark."""
+"""Draws plots as SVG for a page: text stays text, and colors are the page's own, light or dark."""
 
 from __future__ import annotations
 
-import io
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from fedsim.report.placement import Box, place
@@ -14,18 +11,10 @@ from fedsim.report.placement import Box, place
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-COLORS = 8
-"""How many colors the page has for series, as `--c0` (undefended) to `--c7`."""
+from fedsim.report.svg import INK, MUTED, PAPER, RULE, color, dash, style, svg
 
 EXACT = 1e-4
-"""Errors of features below it are drawn as this."""
-
-_INK, _MUTED, _RULE, _PAPER = "#010101", "#010102", "#010103", "#010104"
-_VARIABLES = {_INK: "--ink", _MUTED: "--muted", _RULE: "--rule", _PAPER: "--paper"}
-_VARIABLES |= {f"#0201{i:02x}": f"--c{i}" for i in range(COLORS)}
-_FONT = "DejaVu Sans"
-_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
+"""Feature errors below this are drawn at it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +32,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One defense's training: (round, value) pairs."""
+    """One defense's training, as (round, value) pairs."""
 
     label: str
     series: int
@@ -53,18 +42,18 @@ class Curve:
 
 @dataclass(frozen=True, kw_only=True)
 class Errors:
-    """What the attacks on one defense left of the features' span, at one batch size."""
+    """How much of the features' span the attacks on one defense missed, at one batch size."""
 
     label: str
     values: list[tuple[int, float, float | None, float | None]]
-    """(series of the attack, mean, low, high): 0 is exact, 1 is guessing."""
+    """(series of the attack, mean, low, high); 0 is exact, 1 is guessing."""
     predicted: list[tuple[int, float]] = field(default_factory=list)
-    """(series of the attack, what theory predicts)."""
+    """(series of the attack, error that theory predicts)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cloud:
-    """What an attack on one defense made of the entries of rows."""
+    """True and recovered entries of rows, from an attack on one defense."""
 
     label: str
     series: int
@@ -74,33 +63,28 @@ class Cloud:
 
 @dataclass(frozen=True, kw_only=True)
 class Accused:
-    """Whom an attack on one defense takes for members, from the first to the last."""
+    """The accuracy with which an attack on one defense accuses members, at every threshold."""
 
     label: str
     series: int
     rates: list[tuple[float, float]]
     """(false, true positive rate)."""
     limit: tuple[float, float] | None
-    """The most that the privacy claim allows at one false positive rate."""
-
-
-def series_color(series: int) -> str:
-    """The CSS variable of a series' color; colors repeat, dashes then tell them apart."""
-    return f"--c{_color_index(series)}"
+    """The largest rate that the privacy claim allows, as (false, true positive rate)."""
 
 
 def leakage_utility(points: Sequence[Point], *, width: int, height: int) -> str:
-    """Gain over guessing (dB) against test accuracy, a marker per defense with its interval."""
+    """Plots gain over guessing (dB) against test accuracy, a marker and interval per defense."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        _style(axes)
-        axes.axhline(0, color=_MUTED, linewidth=1, dashes=(4, 3))
+        style(axes)
+        axes.axhline(0, color=MUTED, linewidth=1, dashes=(4, 3))
         for point in points:
-            color = _color(point.series)
+            paint = color(point.series)
             x = point.accuracy * 100
             if point.low is not None and point.high is not None:
-                axes.plot([x, x], [point.low, point.high], color=color, linewidth=1.6, zorder=2)
+                axes.plot([x, x], [point.low, point.high], color=paint, linewidth=1.6, zorder=2)
             axes.plot(
                 [x],
                 [point.gain],
@@ -108,9 +92,9 @@ def leakage_utility(points: Sequence[Point], *, width: int, height: int) -> str:
                 markersize=9,
                 markeredgewidth=1.8,
                 zorder=3,
-                color=color,
-                markerfacecolor=_PAPER if point.series == 0 else color,
-                markeredgecolor=color,
+                color=paint,
+                markerfacecolor=PAPER if point.series == 0 else paint,
+                markeredgecolor=paint,
             )
         axes.margins(x=0.16, y=0.14)
         _at_least(axes, 4.0, 2.0)
@@ -118,18 +102,18 @@ def leakage_utility(points: Sequence[Point], *, width: int, height: int) -> str:
         axes.set_ylabel("leak: dB above guessing  →  worse", parse_math=False)
         _label_points(figure, axes, points)
 
-    return _svg(draw, width, height, "Leakage against utility, a marker per defense")
+    return svg(draw, width, height, "Leakage against utility, a marker per defense")
 
 
 def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked: bool) -> str:
-    """Test accuracy and training loss by round, a line per defense."""
+    """Plots test accuracy and training loss by round, a line per defense."""
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(*((2, 1) if stacked else (1, 2)))
         engine: Any = figure.get_layout_engine()
         engine.set(wspace=0.08, hspace=0.08)
         for ax, title in zip(axes, ("test accuracy (%)", "training loss"), strict=True):
-            _style(ax)
+            style(ax)
             ax.set_title(title, parse_math=False)
             ax.set_xlabel("round", parse_math=False)
             ax.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
@@ -141,35 +125,35 @@ def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked
                 ax.plot(
                     [round for round, _ in values],
                     [value * factor for _, value in values],
-                    color=_color(curve.series),
+                    color=color(curve.series),
                     linewidth=1.8,
-                    linestyle=_DASHES[curve.series // COLORS % len(_DASHES)],
+                    linestyle=dash(curve.series),
                     marker="o",
                     markersize=3.5 if len(values) < 30 else 0,
                 )
 
-    return _svg(draw, width, height, "Test accuracy and training loss by round")
+    return svg(draw, width, height, "Test accuracy and training loss by round")
 
 
 def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
-    """Mean error of each attack (logarithmic, `EXACT` to guessing), a line per defense."""
+    """Plots the mean error of each attack from `EXACT` to guessing, a line per defense."""
     height = 84 + 25 * len(lines)
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        _style(axes)
+        style(axes)
         axes.grid(visible=False, axis="y")
-        axes.grid(axis="x", color=_RULE, linewidth=0.6)
-        axes.axvline(1, color=_MUTED, linewidth=1, dashes=(4, 3))
+        axes.grid(axis="x", color=RULE, linewidth=0.6)
+        axes.axvline(1, color=MUTED, linewidth=1, dashes=(4, 3))
         for y, line in enumerate(lines):
-            axes.axhline(y, color=_RULE, linewidth=0.6, zorder=0)
+            axes.axhline(y, color=RULE, linewidth=0.6, zorder=0)
             for series, mean, low, high in line.values:
-                color = _color(series)
+                paint = color(series)
                 if low is not None and high is not None:
                     ends = [max(low, EXACT), max(high, EXACT)]
-                    axes.plot(ends, [y, y], color=color, linewidth=1.6, zorder=2)
+                    axes.plot(ends, [y, y], color=paint, linewidth=1.6, zorder=2)
                 x = max(mean, EXACT)
-                axes.plot([x], [y], marker="o", markersize=7, color=color, zorder=3)
+                axes.plot([x], [y], marker="o", markersize=7, color=paint, zorder=3)
             for series, value in line.predicted:
                 axes.plot(
                     [max(value, EXACT)],
@@ -178,7 +162,7 @@ def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
                     markersize=11,
                     markeredgewidth=1.4,
                     markerfacecolor="none",
-                    markeredgecolor=_color(series),
+                    markeredgecolor=color(series),
                     zorder=4,
                 )
         axes.set_xscale("log")
@@ -187,14 +171,14 @@ def feature_errors(lines: Sequence[Errors], *, width: int) -> str:
         axes.set_xticks([], minor=True)
         axes.set_ylim(len(lines) - 0.5, -0.5)
         axes.set_yticks(range(len(lines)), [line.label for line in lines])
-        axes.tick_params(axis="y", labelcolor=_INK)
+        axes.tick_params(axis="y", labelcolor=INK)
         axes.set_xlabel("error of the features' span; 1 is guessing  ←  worse", parse_math=False)
 
-    return _svg(draw, width, height, "Error of recovered features, a line per defense")
+    return svg(draw, width, height, "Error of recovered features, a line per defense")
 
 
 def recovered_rows(clouds: Sequence[Cloud], *, width: int) -> str:
-    """Recovered against true entries, a panel per defense."""
+    """Plots recovered against true entries, a panel per defense."""
     across = max(1, min(len(clouds), width // 185))
     down = -(-len(clouds) // across)
 
@@ -203,16 +187,16 @@ def recovered_rows(clouds: Sequence[Cloud], *, width: int) -> str:
         for ax in panels.flat[len(clouds) :]:
             ax.set_visible(False)
         for cloud, ax in zip(clouds, panels.flat, strict=False):
-            _style(ax)
+            style(ax)
             ax.set_title(cloud.label, parse_math=False, fontsize=10.5)
-            ax.plot([-1, 1], [-1, 1], color=_MUTED, linewidth=1, dashes=(4, 3), zorder=1)
+            ax.plot([-1, 1], [-1, 1], color=MUTED, linewidth=1, dashes=(4, 3), zorder=1)
             ax.scatter(
                 [truth for truth, _ in cloud.points],
-                [found for _, found in cloud.points],
+                [recovered for _, recovered in cloud.points],
                 s=9,
                 linewidths=0,
                 alpha=0.55,
-                color=_color(cloud.series),
+                color=color(cloud.series),
                 zorder=2,
             )
             ax.set_xlim(-1.08, 1.08)
@@ -220,29 +204,28 @@ def recovered_rows(clouds: Sequence[Cloud], *, width: int) -> str:
             ax.set_xticks([-1, 0, 1])
             ax.set_yticks([-1, 0, 1])
             ax.set_aspect("equal")
-        figure.supxlabel("true value, on its column’s range", color=_MUTED, fontsize=11)
-        figure.supylabel("recovered value", color=_MUTED, fontsize=11)
+        figure.supxlabel("true value, on its column’s range", color=MUTED, fontsize=11)
+        figure.supylabel("recovered value", color=MUTED, fontsize=11)
 
     height = 46 + down * (width // across + 4)
-    return _svg(draw, width, height, "Recovered against true values, a panel per defense")
+    return svg(draw, width, height, "Recovered against true values, a panel per defense")
 
 
 def membership_rates(lines: Sequence[Accused], *, width: int, height: int) -> str:
-    """True against false positive rate, a line per defense; a ring is what its claim allows."""
+    """Plots true against false positive rates per defense; a ring is what its claim allows."""
 
     def draw(figure: Figure) -> None:
         axes = figure.add_subplot()
-        _style(axes)
-        axes.plot([0, 1], [0, 1], color=_MUTED, linewidth=1, dashes=(4, 3))
+        style(axes)
+        axes.plot([0, 1], [0, 1], color=MUTED, linewidth=1, dashes=(4, 3))
         for line in lines:
-            color = _color(line.series)
-            dash = _DASHES[line.series // COLORS % len(_DASHES)]
+            paint = color(line.series)
             axes.step(
                 *zip(*line.rates, strict=True),
                 where="post",
-                color=color,
+                color=paint,
                 linewidth=1.8,
-                linestyle=dash,
+                linestyle=dash(line.series),
             )
             if line.limit:
                 axes.plot(
@@ -251,7 +234,7 @@ def membership_rates(lines: Sequence[Accused], *, width: int, height: int) -> st
                     markersize=9,
                     markeredgewidth=1.6,
                     markerfacecolor="none",
-                    markeredgecolor=color,
+                    markeredgecolor=paint,
                     zorder=4,
                 )
         axes.set_xlim(-0.01, 1.01)
@@ -259,7 +242,7 @@ def membership_rates(lines: Sequence[Accused], *, width: int, height: int) -> st
         axes.set_xlabel("share of other rows that are accused", parse_math=False)
         axes.set_ylabel("share of members found  →  worse", parse_math=False)
 
-    return _svg(draw, width, height, "True against false positive rate, a line per defense")
+    return svg(draw, width, height, "True against false positive rate, a line per defense")
 
 
 def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
@@ -283,7 +266,7 @@ def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
             point.label,
             ha="left",
             va="center",
-            color=_INK,
+            color=INK,
             transform=None,
             in_layout=False,
             parse_math=False,
@@ -306,14 +289,14 @@ def _label_points(figure: Figure, axes: Axes, points: Sequence[Point]) -> None:
                 [y, near[1]],
                 transform=None,
                 in_layout=False,
-                color=_color(point.series),
+                color=color(point.series),
                 linewidth=0.8,
                 zorder=1,
             )
 
 
 def _at_least(axes: Axes, x_span: float, y_span: float) -> None:
-    """Widen narrow axes, so that noise is not drawn as if it were a difference."""
+    """Widens narrow axes, so that noise does not look like a difference."""
     for get, put, span in (
         (axes.get_xlim, axes.set_xlim, x_span),
         (axes.get_ylim, axes.set_ylim, y_span),
@@ -321,64 +304,3 @@ def _at_least(axes: Axes, x_span: float, y_span: float) -> None:
         low, high = get()
         missing = max(0.0, span - (high - low)) / 2
         put(low - missing, high + missing)
-
-
-def _style(axes: Axes) -> None:
-    axes.set_facecolor("none")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_RULE)
-    axes.grid(axis="y", color=_RULE, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_MUTED, length=0, pad=6)
-    axes.xaxis.label.set_color(_MUTED)
-    axes.yaxis.label.set_color(_MUTED)
-    axes.title.set_color(_INK)
-
-
-def _svg(draw: Callable[[Figure], None], width: int, height: int, description: str) -> str:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": description,
-        "font.family": _FONT,
-        "font.size": 12,
-        "axes.titlesize": 12.5,
-        "axes.titlelocation": "left",
-        "axes.titlepad": 10,
-        "axes.labelpad": 8,
-        "text.parse_math": False,
-    }
-    with rc_context(settings):
-        # 72 dots per inch: a point is a pixel.
-        figure = Figure(figsize=(width / 72, height / 72), dpi=72, layout="constrained")
-        figure.patch.set_visible(False)
-        draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    return _for_page(buffer.getvalue(), width, height, description)
-
-
-def _for_page(svg: str, width: int, height: int, description: str) -> str:
-    body = svg[svg.index("<svg") :]
-    body = body[body.index(">") + 1 :]
-    body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
-    # A stylesheet inside an inline SVG would apply to the whole page.
-    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)
-    body = re.sub(rf"(?<=: )({'|'.join(_VARIABLES)})\b", lambda m: f"var({_VARIABLES[m[0]]})", body)
-    body = body.replace(f"'{_FONT}'", "var(--sans)")
-    return (
-        f'<svg class="plot" role="img" aria-label="{escape(description)}" '
-        f'viewBox="0 0 {width} {height}" style="max-width:{width}px" '
-        f'stroke-linejoin="round" xmlns="http://www.w3.org/2000/svg" '
-        f'xmlns:xlink="http://www.w3.org/1999/xlink">{body}'
-    )
-
-
-def _color(series: int) -> str:
-    return f"#0201{_color_index(series):02x}"
-
-
-def _color_index(series: int) -> int:
-    return series if series < COLORS else 1 + (series - 1) % (COLORS - 1)

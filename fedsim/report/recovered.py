@@ -1,4 +1,4 @@
-"""What the report draws of attacks on rows: recovered against true values, and who was accused."""
+"""Reads what the report draws of attacks on rows: recovered values, and who was accused."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ import torch
 from torch import Tensor
 
 from fedsim.recording.files import read_tensors
-from fedsim.report.leaderboard import LeaderboardRow
 from fedsim.report.pictures import reconstruction_file
 from fedsim.report.plots import Accused, Cloud
-from fedsim.results.reading import ResultRow, Run
+from fedsim.report.row import LeaderboardRow
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import Run
 from fedsim.scoring import FALSE_POSITIVES
 
 _POINTS = 400
-"""Drawn of one release, evenly among its rows and columns."""
+"""At most so many points are drawn of one release, evenly among its rows and columns."""
 
 _PANELS = 12
-"""Drawn of one comparison."""
+"""At most so many panels are drawn of one comparison."""
 
 
 def clouds(
     lines: Sequence[LeaderboardRow], runs: Sequence[Run], series: Mapping[str, int]
 ) -> list[Cloud]:
-    """Every entry of the rows that an attack recovered, beside its truth: one for each of `lines`.
+    """Returns recovered beside true entries of rows, one cloud per line that recovers rows.
 
-    Of the trials the median one by PSNR is shown: neither the luckiest nor the worst.
+    It shows the median trial by PSNR: neither the luckiest nor the worst.
 
     Raises:
         FedsimError: a reconstruction is damaged.
     """
     recovering = [line for line in lines if line.subject == "rows" and line.metrics["row_error"]]
     attacks = {line.attack for line in recovering}
-    found = []
+    panels = []
     for line in recovering[:_PANELS]:
         files = _files(line, runs)
         scored = sorted(
@@ -48,20 +49,20 @@ def clouds(
         pairs = torch.stack([tensors["truth_rows"], tensors["rows"]])[:, :, tensors["scored"]]
         truth, recovered = pairs.flatten(1)[:, :: max(1, -(-pairs[0].numel() // _POINTS))].tolist()
         label = f"{line.defense}, B = {line.batch_size}"
-        found.append(
+        panels.append(
             Cloud(
                 label=f"{label}, {line.attack}" if len(attacks) > 1 else label,
                 series=series[line.defense],
                 points=list(zip(truth, recovered, strict=True)),
             )
         )
-    return found
+    return panels
 
 
 def accused(
     lines: Sequence[LeaderboardRow], runs: Sequence[Run], series: Mapping[str, int]
 ) -> list[Accused]:
-    """Of each defense, the rates at which its best attack on membership accuses; over all trials.
+    """Returns the rates at which the best attack on each defense accuses, over all trials.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -70,10 +71,10 @@ def accused(
     for line in lines:
         if line.membership_gain is None:
             continue
-        known = best.get(line.defense)
-        if known is None or line.strength[-1] > known.strength[-1]:
+        previous = best.get(line.defense)
+        if previous is None or line.strength[-1] > previous.strength[-1]:
             best[line.defense] = line
-    found = []
+    curves = []
     for line in best.values():
         parts = [read_tensors(path) for _, path in _files(line, runs)]
         parts = [part for part in parts if "membership" in part]
@@ -82,7 +83,7 @@ def accused(
         scores = torch.cat([part["membership"] for part in parts])
         members = torch.cat([part["members"] for part in parts])
         limit = line.membership_tpr_limit
-        found.append(
+        curves.append(
             Accused(
                 label=line.defense,
                 series=series[line.defense],
@@ -90,11 +91,11 @@ def accused(
                 limit=None if limit is None else (FALSE_POSITIVES, limit),
             )
         )
-    return sorted(found, key=lambda one: one.series)
+    return sorted(curves, key=lambda curve: curve.series)
 
 
 def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:
-    """(false, true) positive rates at every threshold; equal scores are on one side of it."""
+    """Returns (false, true) positive rates at every threshold; equal scores stay on one side."""
     falling = scores.sort(descending=True)
     members = members[falling.indices]
     last = torch.cat([falling.values[1:] != falling.values[:-1], torch.ones(1, dtype=torch.bool)])
@@ -106,6 +107,7 @@ def _rates(scores: Tensor, members: Tensor) -> list[tuple[float, float]]:
 
 
 def _files(line: LeaderboardRow, runs: Sequence[Run]) -> list[tuple[ResultRow, Path]]:
+    """Returns the successful trials of a line with the paths of their reconstructions."""
     return [
         (row, path)
         for run in runs

@@ -1,4 +1,4 @@
-"""The threat model in plain words, read off the rows themselves."""
+"""Words the threat model as the rows themselves state it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from fedsim.contracts.grant import Grant
-from fedsim.results.reading import ResultRow
+from fedsim.results.lines import ResultRow
 from fedsim.words import number_of
 
 _VANTAGE = {
@@ -41,18 +41,18 @@ _RELEASES = {
 
 
 def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    """What the attacker sees, knows, is granted and is refused: (verb, in plain words)."""
+    """Returns what the attacker sees, knows, is granted and is refused: (verb, plain words)."""
     if not rows:
         return []
     if rows[0].subject == "rows":
-        return _of_rows(rows)
-    seen = [
-        _each(rows, _VANTAGE, lambda row: row.vantage),
-        _each(rows, _TRAINING, lambda row: row.training.get("algorithm")),
-        _each(rows, _MODE, lambda row: row.training.get("mode")),
+        return _row_threat_model(rows)
+    views = [
+        _phrase(rows, _VANTAGE, lambda row: row.vantage),
+        _phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")),
+        _phrase(rows, _MODE, lambda row: row.training.get("mode")),
     ]
     return [
-        ("Sees", _sentence(seen)),
+        ("Sees", _sentence(views)),
         (
             "Knows",
             "The model’s code, the global weights that the client started from, the declared "
@@ -67,10 +67,10 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     ]
 
 
-def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
-    seen = [
-        _each(rows, _VANTAGE, lambda row: row.vantage),
-        _each(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
+def _row_threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
+    views = [
+        _phrase(rows, _VANTAGE, lambda row: row.vantage),
+        _phrase(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
     ]
     ranges = "the columns with their declared ranges, the bound on the norm of a row"
     hidden = "how many rows took part; the clients’ random matrices"
@@ -78,7 +78,7 @@ def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
         ranges = "the kernel, that features are of unit length, how many rows took part"
         hidden = "the clients’ noise"
     return [
-        ("Sees", _sentence(seen)),
+        ("Sees", _sentence(views)),
         (
             "Knows",
             f"The learner and its parameters, {ranges}, and the declared defenses with their "
@@ -93,11 +93,11 @@ def _of_rows(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
 
 
 def _granted(rows: Sequence[ResultRow]) -> str:
-    said = []
+    parts = []
     for name, meaning in Grant.meanings(rows[0].subject).items():
         phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
-        said.append(_each(rows, phrases, attrgetter(f"knowledge.{name}")))
-    return _sentence(said)
+        parts.append(_phrase(rows, phrases, attrgetter(f"knowledge.{name}")))
+    return _sentence(parts)
 
 
 def _conduct(rows: Sequence[ResultRow]) -> str:
@@ -107,19 +107,19 @@ def _conduct(rows: Sequence[ResultRow]) -> str:
     )
     planted = max(int(head.get("planted") or 0) for head in heads)
     bins = max(int(imprint.get("bins") or 0) for imprint in imprints)
-    done = []
+    changes = []
     if planted:
-        done.append(
+        changes.append(
             f"the weights of {number_of(planted, 'hidden neuron')} of the head are of its own "
             "choice (planted)"
         )
     if bins:
-        done.append(
+        changes.append(
             f"it has put a module of {number_of(bins, 'neuron')} in front of the model, whose "
             "gradient shows "
             "images (imprint)"
         )
-    return f"It follows the protocol{', but ' if done else ''}{', and '.join(done)}."
+    return f"It follows the protocol{', but ' if changes else ''}{', and '.join(changes)}."
 
 
 def _sentence(parts: Sequence[str]) -> str:
@@ -127,10 +127,10 @@ def _sentence(parts: Sequence[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _each(
+def _phrase(
     rows: Sequence[ResultRow], phrases: dict[str, str], get: Callable[[ResultRow], Any]
 ) -> str:
-    """The phrase of each value that occurs; where there are several, in how many rows."""
+    """Returns the phrase of each value that occurs, and in how many rows if there are several."""
     values = [get(row) for row in rows]
     kinds = [value for value in dict.fromkeys(values) if value in phrases]
     if len(kinds) == 1:

@@ -1,34 +1,34 @@
-"""Whose images a line's trials attacked: how many different ones, and which trials share one."""
+"""Counts the different images that a line's trials attacked, and groups trials that share one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedsim.results.reading import ResultRow
+from fedsim.results.lines import ResultRow
 
 
 def images(rows: Sequence[ResultRow]) -> int | None:
-    """Different images, or rows of a table, that were attacked; None if a row does not tell.
+    """Returns how many different images, or rows of a table, were attacked.
 
-    A recording that never arrived has none.
+    None if no row says. A recording that never arrived has no victims.
     """
-    known = [row.victims for row in rows if row.victims is not None]
-    if not known:
+    recorded = [row.victims for row in rows if row.victims is not None]
+    if not recorded:
         return None
-    return len({victim for victims in known for victim in victims})
+    return len({victim for victims in recorded for victim in victims})
 
 
 def units(rows: Sequence[ResultRow]) -> list[list[int]]:
-    """Indices of `rows` in groups, of which no two have an image in common.
+    """Groups the indices of `rows` so that no two groups have an image in common.
 
-    Trials of one image are one measurement of it. Releases of a table each toss coins of their own
-    on which of a client's rows take part, so that each of them is one.
+    Trials of one image are one measurement of it. Releases of a table toss their own coins on which
+    rows take part, so each is a group.
     """
     groups: list[tuple[set[str], list[int]]] = []
     for index, row in enumerate(rows):
         victims = set(row.victims or ()) if row.subject == "images" else set()
         sharing = [group for group in groups if group[0] & victims]
         groups = [group for group in groups if group not in sharing]
-        members = [each for _, own in sharing for each in own]
-        groups.append((victims.union(*(own for own, _ in sharing)), [*members, index]))
+        members = [member for _, indices in sharing for member in indices]
+        groups.append((victims.union(*(shared for shared, _ in sharing)), [*members, index]))
     return sorted(sorted(members) for _, members in groups)

@@ -1,4 +1,4 @@
-"""What an earlier run has left in a folder: whether it can be gone on with."""
+"""Decides whether a run can continue what an earlier one left in a folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ _RESULT_KEYS = {"metrics", "baseline", "reason", "per_image", "theory", "cost"}
 
 
 def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
-    """Refuse a folder that holds a run, but to `resume` the same scenario, written as `resolved`.
+    """Refuses a folder that holds a run, unless `resume` continues the same scenario.
+
+    `resolved` is the text of the scenario with every default written out.
 
     Raises:
-        FedsimError: it does.
+        FedsimError: it holds another run, or one that is not to be resumed.
     """
     previous = out / "scenario.yaml"
     if not previous.exists():
@@ -37,21 +39,25 @@ def refuse_other_run(out: Path, resolved: str, resume: bool) -> None:
 def refuse_foreign_rows(
     out: Path, keys: Collection[tuple[str, str, str]], stacks: Collection[str], last: int
 ) -> None:
-    """Refuse lines that are not of this run: they name files, and are counted in its tables.
+    """Refuses lines of other runs, which would name files and count in the tables.
 
-    `keys` are its results', `stacks` its defenses, `last` its number of rounds.
+    Args:
+        out: the run's folder.
+        keys: identify the run's results.
+        stacks: names of its defense stacks.
+        last: its number of rounds.
 
     Raises:
         FedsimError: a line is damaged or of another run; with the file and the line.
     """
 
     def result(row: record.Row) -> bool:
-        whole = isinstance(row["control"], dict) and row.keys() >= _RESULT_KEYS
-        return whole and rows.key(row) in keys and fits(row, "results.jsonl")
+        is_complete = isinstance(row["control"], dict) and row.keys() >= _RESULT_KEYS
+        return is_complete and rows.key(row) in keys and fits(row, "results.jsonl")
 
     def round(row: record.Row) -> bool:
-        known = row["defense"] in stacks and row["round"] in range(1, last + 1)
-        return known and row.keys() >= rows.ROUND_KEYS and fits(row, "rounds.jsonl")
+        is_of_run = row["defense"] in stacks and row["round"] in range(1, last + 1)
+        return is_of_run and row.keys() >= rows.ROUND_KEYS and fits(row, "rounds.jsonl")
 
     def audit(row: record.Row) -> bool:
         return row["defense"] in stacks and fits(row, "audit.jsonl")
@@ -65,7 +71,7 @@ def refuse_foreign_rows(
 
 
 def how_to_go_on(error: OSError) -> str:
-    """What to say of a full disk, for example: the file, and how the run is continued."""
+    """Words a failed write, such as a full disk: the file, and how to continue the run."""
     where = f"{error.filename}: " if error.filename else ""
     return (
         f"{where}{error.strerror or error}; what has finished is kept: make room or correct the "

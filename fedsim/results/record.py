@@ -1,4 +1,4 @@
-"""One run's record on disk: rows that survive a kill, and what was run where.
+"""Keeps a run's record on disk: rows that survive a kill, and what was run where.
 
 Lines are appended and flushed one by one while the run goes on; at its end `results.jsonl` is
 rewritten in canonical order, so that the order in which attacks happened to finish leaves no trace.
@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def append_line(path: Path, row: Row) -> None:
-    """Append `row` as one JSON line and force it to disk."""
+    """Appends `row` as one JSON line and forces it to disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("ab") as file:
         file.write(_line(row))
@@ -34,7 +34,7 @@ def append_line(path: Path, row: Row) -> None:
 
 
 def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
-    """The rows of a JSON-lines file; a last line cut short by a kill is left out.
+    """Returns the rows of a JSON-lines file, without a last line that a kill cut short.
 
     Raises:
         FedsimError: a line is damaged, or holds a row that does not belong there.
@@ -49,10 +49,10 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
             continue
         try:
             row = strict_json(line)
-            good = isinstance(row, dict) and belongs(row)
+            valid = isinstance(row, dict) and belongs(row)
         except (ValueError, KeyError, TypeError, RecursionError):
-            good = False
-        if not good:
+            valid = False
+        if not valid:
             raise FedsimError(
                 f"{path}, line {number}: damaged, or of another run; remove the line to have its "
                 "work done again"
@@ -62,7 +62,7 @@ def read_lines(path: Path, belongs: Callable[[Row], bool] = bool) -> list[Row]:
 
 
 def strict_json(line: bytes | str) -> Any:
-    """What a line of JSON says, which has no NaN and no infinity.
+    """Parses a line of JSON, which has no NaN and no infinity.
 
     Raises:
         ValueError: it is no JSON, or a number is NaN or beyond the largest double.
@@ -80,18 +80,18 @@ def _finite(text: str) -> float:
 
 
 def write_lines(path: Path, rows: Iterable[Row]) -> None:
-    """Replace a JSON-lines file by `rows`, atomically."""
+    """Replaces a JSON-lines file by `rows`, atomically."""
     write_bytes(path, b"".join(_line(row) for row in rows))
 
 
 def drop_torn_line(path: Path) -> None:
-    """Make a file that a kill may have cut inside a line safe to append to."""
+    """Makes a file that a kill may have cut inside a line safe to append to."""
     if path.exists() and not paths.content(path, paths.LINES).endswith(b"\n"):
         write_lines(path, read_lines(path))
 
 
 def environment() -> Row:
-    """Versions, commit and hardware, for `record.json`."""
+    """Returns versions, commit and hardware, for `record.json`."""
     import torch
 
     packages = ("fedsim", "torch", "torchvision", "flwr", "numpy", "scipy", "scikit-image", "lpips")
@@ -108,27 +108,27 @@ def environment() -> Row:
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run's folder, as `fedsim.run` returns it."""
+    """Gives access to a finished run's folder, as `fedsim.run` returns it."""
 
     out: Path
 
     def rows(self) -> list[Row]:
-        """The lines of `results.jsonl`, of every variant of a sweep."""
+        """Returns the lines of `results.jsonl`, of every variant of a sweep."""
         return [row for path in self._all("results.jsonl") for row in read_lines(path)]
 
     def rounds(self) -> list[Row]:
-        """The lines of `rounds.jsonl`, of every variant of a sweep."""
+        """Returns the lines of `rounds.jsonl`, of every variant of a sweep."""
         return [row for path in self._all("rounds.jsonl") for row in read_lines(path)]
 
     def observations(self) -> list[Path]:
-        """The recordings, to be read with `fedsim.load_observation`."""
+        """Returns the recordings, to be read with `fedsim.load_observation`."""
         return self._all("observations/**/client-*.json") + self._all(
             "observations/**/aggregate-*.json"
         )
 
     @property
     def report(self) -> Path:
-        """The HTML report."""
+        """Path of the HTML report."""
         return self.out / "report.html"
 
     def _all(self, pattern: str) -> list[Path]:
@@ -157,7 +157,7 @@ def _processor() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree that runs (`+` if changed since); None for a package."""
+    """Returns the commit of the running source tree (`+` if changed since); None for a package."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

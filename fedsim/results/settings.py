@@ -1,4 +1,4 @@
-"""What tells runs of one scenario apart that `--set` changed, so that they are not pooled."""
+"""Tells apart runs of one scenario that `--set` changed, so that they are not pooled."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ _DECISIVE = (
     "observe.plant",
     "privacy",
 )
-"""Keys of a scenario on which figures depend and that rows do not all state; nor its seed, over
-which trials are pooled."""
+"""Keys of a scenario that decide figures and that rows do not all state. The seed is not among
+them: trials are pooled over it."""
 _NEVER = ("training.evaluate_every",)
 
 
 def differences(
     scenarios: Sequence[Mapping[str, Any]], stated: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Of each resolved scenario, the values of the keys in which not all are the same.
+    """Returns, for each resolved scenario, its values of the keys in which not all are the same.
 
-    `stated` are the keys of each that its rows show already, as those of a sweep. An empty
-    scenario, as of a run that has lost its own, differs in nothing.
+    `stated` are the keys of each that its rows show already, such as those of a sweep. An empty
+    scenario, of a run that lost its own, differs in nothing.
     """
-    known = {key for variant in stated for key in variant}
+    shown = {key for variant in stated for key in variant}
     settings = [dict(_decisive(scenario)) for scenario in scenarios]
-    keys = {key: None for setting in settings for key in setting if not _within(key, known)}
-    there = [setting for setting in settings if setting]
-    differing = [key for key in keys if any(s.get(key) != there[0].get(key) for s in there)]
+    keys = {key: None for setting in settings for key in setting if not _within(key, shown)}
+    present = [setting for setting in settings if setting]
+    differing = [key for key in keys if any(s.get(key) != present[0].get(key) for s in present)]
     return [{key: setting.get(key) for key in differing if setting} for setting in settings]
 
 
@@ -44,7 +44,7 @@ def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and values; a list is a value."""
+    """Yields dotted keys and values; a list is a value."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
             yield from _leaves(value, f"{path}{key}.")
@@ -52,5 +52,5 @@ def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, A
             yield f"{path}{key}", value
 
 
-def _within(key: str, of: Sequence[str] | set[str]) -> bool:
-    return any(key == part or key.startswith(f"{part}.") for part in of)
+def _within(key: str, parts: Sequence[str] | set[str]) -> bool:
+    return any(key == part or key.startswith(f"{part}.") for part in parts)

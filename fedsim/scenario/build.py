@@ -1,4 +1,4 @@
-"""From a resolved scenario to the objects it names."""
+"""Builds the objects that a resolved scenario names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ROLES: dict[str, tuple[type[Plugin], ...]] = {
     "fedsim.models": (ModelPlugin,),
     "fedsim.data": (DataSource,),
 }
-"""What a plugin of a group must derive from."""
+"""The base classes of the plugins of each group; a plugin must derive from one of them."""
 
 RESERVED: dict[str, tuple[str, ...]] = {
     "fedsim.attacks": ("name", "label", "restarts"),
@@ -47,11 +47,11 @@ RESERVED: dict[str, tuple[str, ...]] = {
     "fedsim.models": ("name",),
     "fedsim.data": ("name",),
 }
-"""Keys of a scenario's entry that are not the plugin's, so no parameter can be called so."""
+"""Keys of a scenario's entry that are not the plugin's; no parameter may have such a name."""
 
 
 def plugin_class(group: str, name: str) -> type[Plugin]:
-    """The class registered as `name` in `group`, fit to be named by a scenario.
+    """Returns the class registered as `name` in `group`, if a scenario can name it.
 
     Raises:
         PluginError: it is not installed, cannot be imported, does not derive from the group's base
@@ -68,7 +68,7 @@ def plugin_class(group: str, name: str) -> type[Plugin]:
 
 
 def build_stack(refs: Sequence[PluginRef]) -> Stack:
-    """The defenses of `refs`, composed in written order.
+    """Composes the defenses of `refs` in written order.
 
     Raises:
         PluginError: a defense is not installed or cannot be imported.
@@ -85,23 +85,23 @@ def build_stack(refs: Sequence[PluginRef]) -> Stack:
 def announced(
     stack: Stack, refs: Sequence[PluginRef], declared: LocalTraining, release: Release | None
 ) -> tuple[Mapping[str, object], ...]:
-    """What everybody knows of the defenses of `refs`, which `stack` was built of.
+    """Returns what everybody knows of the defenses of `refs`, which `stack` was built of.
 
-    Their names and parameters, those in use in place of those they follow from.
+    These are their names and parameters; derived parameters replace those that they follow from.
 
     Raises:
         FedsimError: as `Stack.guarantees`.
     """
     laws = iter(stack.update_parameters(declared, release))
-    known = []
+    members = []
     for ref in refs:
         updates = issubclass(plugin_class("fedsim.defenses", ref.name), UpdateDefense)
-        known.append({"name": ref.name, **ref.parameters, **(next(laws) if updates else {})})
-    return tuple(known)
+        members.append({"name": ref.name, **ref.parameters, **(next(laws) if updates else {})})
+    return tuple(members)
 
 
 def build_learner(ref: PluginRef) -> Learner:
-    """The learner that `ref` names.
+    """Builds the learner that `ref` names.
 
     Raises:
         PluginError: it is not installed or cannot be imported.
@@ -118,7 +118,7 @@ def problem_of(
     examples: int,
     device: torch.device,
 ) -> Problem:
-    """What the scenario's learner works on.
+    """Describes what the scenario's learner works on.
 
     Args:
         scenario: with every default written out.
@@ -147,7 +147,7 @@ def _named(ref: PluginRef) -> Named:
 
 
 def algorithm(training: Training) -> Algorithm:
-    """The algorithm that `training` asks for, or implies if it names none."""
+    """Returns the algorithm that `training` asks for, or implies if it names none."""
     if training.algorithm:
         return training.algorithm
     local = training.local
@@ -155,12 +155,12 @@ def algorithm(training: Training) -> Algorithm:
 
 
 def declared_training(scenario: Scenario) -> LocalTraining:
-    """The clients' local training before any defense changes it."""
+    """Returns the clients' local training before any defense changes it."""
     return declared(scenario.training)
 
 
 def declared(training: Training) -> LocalTraining:
-    """The local training of `training`, before any defense changes it."""
+    """Returns the local training of `training`, before any defense changes it."""
     local = training.local
     return LocalTraining(
         algorithm=algorithm(training),

@@ -1,4 +1,4 @@
-"""What no single section can know: combinations that cannot work, refused before anything runs."""
+"""Refuses combinations of sections that cannot work, before anything runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXAMPLES = {"alpha": "0.5", "shards_per_client": "2", "path": "clients.csv"}
 
 
 def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iterator[Finding]:
-    """Everything that is wrong between the `sections`, of which only valid ones are given.
+    """Yields every problem between the `sections`, of which only valid ones are given.
 
     `sound(path)` says whether everything at `path` is known to be right so far.
     """
@@ -72,7 +72,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
 
 
 def cautions(scenario: Scenario) -> list[str]:
-    """What is allowed, but leaves the results of `scenario` without what they are read against."""
+    """Warns of what is allowed, but leaves the results of `scenario` without a comparison."""
     if not scenario.attacks or any(not stack for stack in scenario.defenses.values()):
         return []
     return [
@@ -87,7 +87,7 @@ def _model(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Ite
 
 
 def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Finding]:
-    """What has no meaning for a learner that releases once, from all of a client's data."""
+    """Refuses what has no meaning for a learner that releases once, from all of a client's data."""
     learner = sections["learner"].name
     training, observe = sections.get("training"), sections.get("observe")
     frozen = plugin.reads_features and "model" in sections
@@ -129,7 +129,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
 def _readable(
     entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Payload | None
 ) -> Iterator[Finding]:
-    """Attacks that read something else than what the learner's clients send."""
+    """Refuses attacks that read something else than what the learner's clients send."""
     for index, entry in enumerate(entries):
         if not sound(("attacks", index)):
             continue

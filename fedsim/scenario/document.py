@@ -1,4 +1,4 @@
-"""A scenario as written: plain values, and where each of them stands."""
+"""Holds a scenario as written: plain values, and where each of them stands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.scenario.location import KeyPath, Problem, ScenarioError, parse
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a value is written: the file or the override, and the line counted from 1."""
+    """Says where a value is written: the file or the override, and the line counted from 1."""
 
     origin: str
     line: int | None = None
@@ -19,7 +19,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Document:
-    """What a scenario file holds, not yet validated."""
+    """Holds the values of a scenario file, not yet validated."""
 
     value: Any
     """Mappings with text keys, lists, text, numbers, booleans, None."""
@@ -27,23 +27,23 @@ class Document:
     """Empty for a scenario that was not read from a file."""
 
     def mark(self, path: KeyPath) -> Mark:
-        """Where `path` is written; where it is absent, where its nearest parent is."""
+        """Returns where `path` is written; where it is absent, where its nearest parent is."""
         for end in range(len(path), -1, -1):
             if path[:end] in self.marks:
                 return self.marks[path[:end]]
         return Mark("")
 
     def problem(self, path: KeyPath, message: str) -> Problem:
-        """What is wrong with the value at `path`, with its place."""
+        """Returns a problem with the value at `path`, with its place."""
         mark = self.mark(path)
         return Problem(message, path, mark.origin, mark.line)
 
     def error(self, path: str, message: str) -> ScenarioError:
-        """The error to raise for what is wrong with the value at `path` (`data.clients`, say)."""
+        """Returns the error to raise about the value at `path`, such as `data.clients`."""
         return ScenarioError([self.problem(parse(path), message)])
 
     def part(self, path: KeyPath) -> Document:
-        """What stands at `path`, which has to exist, as a document of its own."""
+        """Returns what stands at `path`, which has to exist, as a document of its own."""
         value = self.value
         for key in path:
             value = value[key]
@@ -52,7 +52,7 @@ class Document:
         return Document(value, marks)
 
     def without(self, path: KeyPath) -> Document:
-        """The document without what stands at `path`, a path of keys."""
+        """Returns the document without what stands at `path`, a path of keys."""
         marks = {at: mark for at, mark in self.marks.items() if at[: len(path)] != path}
         return Document(_pruned(self.value, path), marks)
 

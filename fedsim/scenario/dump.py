@@ -1,4 +1,4 @@
-"""Writing a resolved scenario as YAML that loads to an equal one."""
+"""Writes a resolved scenario as YAML that loads to an equal one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.scenario.resolve import as_written
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts text in quotes that YAML 1.2 would read as a number, as well as YAML 1.1's."""
+    """Quotes text that YAML 1.2 would read as a number, as well as YAML 1.1's."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -34,7 +34,7 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def dump(scenario: Scenario) -> str:
-    """The scenario as YAML, in the order of the model. Same scenario, same text.
+    """Returns the scenario as YAML, in the order of the model. Same scenario, same text.
 
     The text of a resolved scenario loads to an equal scenario, under YAML 1.1 readers too.
     """

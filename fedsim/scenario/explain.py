@@ -1,4 +1,4 @@
-"""Pydantic's errors in the words of a scenario: what was expected, what is there, what to do."""
+"""Explains pydantic's errors in the words of a scenario."""
 
 from __future__ import annotations
 
@@ -62,30 +62,30 @@ _PATTERNS = {
 class _Finding:
     path: KeyPath
     expected: str | None
-    """What completes "expected ..., got ...", or None if `said` is the whole message."""
-    said: str
+    """What completes "expected ..., got ...", or None if `message` is the whole text."""
+    message: str
     choices: tuple[str, ...] = ()
 
 
 def explain(
-    error: ValidationError, value: Any, known: Callable[[KeyPath], Iterable[str]]
+    error: ValidationError, value: Any, keys_at: Callable[[KeyPath], Iterable[str]]
 ) -> list[tuple[KeyPath, str]]:
-    """(key path, message) of everything that `error` says about `value`.
+    """Returns (key path, message) of each thing that `error` says about `value`.
 
-    `known(path)` are the keys that the mapping at `path` may have, for the nearest right key.
+    `keys_at(path)` are the keys that the mapping at `path` may have, for the nearest right key.
     """
-    findings = [_finding(detail, value, known) for detail in error.errors(include_url=False)]
+    findings = [_finding(detail, value, keys_at) for detail in error.errors(include_url=False)]
     # Of a union's alternatives, the one that matched further in says what is wrong.
-    outer = {one.path[:end] for one in findings for end in range(len(one.path))}
-    told: dict[KeyPath, list[_Finding]] = {}
-    for one in findings:
-        if one.expected is None or one.path not in outer:
-            told.setdefault(one.path, []).append(one)
-    return [(path, _message(them, look_up(value, path))) for path, them in told.items()]
+    outer = {finding.path[:end] for finding in findings for end in range(len(finding.path))}
+    by_path: dict[KeyPath, list[_Finding]] = {}
+    for finding in findings:
+        if finding.expected is None or finding.path not in outer:
+            by_path.setdefault(finding.path, []).append(finding)
+    return [(path, _message(group, look_up(value, path))) for path, group in by_path.items()]
 
 
 def look_up(value: Any, path: KeyPath) -> Any:
-    """What stands at `path`; None where nothing does."""
+    """Returns what stands at `path`; None where nothing does."""
     for part in path:
         if isinstance(value, Mapping):
             value = value.get(part)
@@ -97,7 +97,7 @@ def look_up(value: Any, path: KeyPath) -> Any:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the choice that resembles `word`, else an empty text."""
+    """Returns `; did you mean 'x'?` for the choice that resembles `word`, else an empty text."""
     choices = list(choices)
     lowered = {choice.lower(): choice for choice in reversed(choices)}
     close = difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
@@ -105,7 +105,7 @@ def nearest(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown_key(key: str, choices: Iterable[str]) -> str:
-    """What to say of a key that does not exist."""
+    """Words what is wrong with a key that does not exist."""
     choices = list(choices)
     hint = nearest(key, choices)
     if hint:
@@ -115,7 +115,7 @@ def unknown_key(key: str, choices: Iterable[str]) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as it would be written in YAML, shortened."""
+    """Returns a value as it would be written in YAML, shortened."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, Mapping):
@@ -127,12 +127,12 @@ def show(value: Any) -> str:
 
 
 def _finding(
-    detail: ErrorDetails, value: Any, known: Callable[[KeyPath], Iterable[str]]
+    detail: ErrorDetails, value: Any, keys_at: Callable[[KeyPath], Iterable[str]]
 ) -> _Finding:
     kind, context = detail["type"], detail.get("ctx", {})
     path = _written_path(detail["loc"], value, kind)
     if kind == "extra_forbidden":
-        return _Finding(path, None, unknown_key(str(path[-1]), known(path[:-1])))
+        return _Finding(path, None, unknown_key(str(path[-1]), keys_at(path[:-1])))
     if kind == "missing":
         return _Finding(path, None, f"missing; add `{path[-1]}: ...`")
     if kind in ("value_error", "assertion_error"):
@@ -146,7 +146,7 @@ def _finding(
 
 
 def _expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[str, ...]]:
-    """What pydantic wanted to see, and the words to choose from where there are some."""
+    """Returns what pydantic wanted to see, and the words to choose from if there are any."""
     if kind in _TYPES:
         return _TYPES[kind], ()
     if kind in _BOUNDS:
@@ -167,7 +167,7 @@ def _expected(kind: str, context: Mapping[str, Any]) -> tuple[str | None, tuple[
 
 
 def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> KeyPath:
-    """Pydantic's location without the names of union members, which nobody wrote."""
+    """Returns pydantic's location without the names of union members, which nobody wrote."""
     path: list[int | str] = []
     for position, part in enumerate(location):
         here = look_up(value, tuple(path))
@@ -181,11 +181,11 @@ def _written_path(location: tuple[int | str, ...], value: Any, kind: str) -> Key
 
 
 def _message(alternatives: list[_Finding], value: Any) -> str:
-    said = [one.said for one in alternatives if one.expected is None]
-    if said:
-        return "; ".join(dict.fromkeys(said))
-    expected = " or ".join(dict.fromkeys(one.expected or "" for one in alternatives))
-    choices = [choice for one in alternatives for choice in one.choices]
+    messages = [finding.message for finding in alternatives if finding.expected is None]
+    if messages:
+        return "; ".join(dict.fromkeys(messages))
+    expected = " or ".join(dict.fromkeys(finding.expected or "" for finding in alternatives))
+    choices = [choice for finding in alternatives for choice in finding.choices]
     hint = nearest(value, choices) if isinstance(value, str) else ""
     return f"expected {expected}, got {show(value)}{hint or _hint(expected, value)}"
 
@@ -207,9 +207,9 @@ def _hint(expected: str, value: Any) -> str:
 
 
 def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
-    """A function from a key path below `model` to the keys that the mapping there may have."""
+    """Returns a function from a key path below `model` to the keys that may stand there."""
 
-    def known(path: KeyPath) -> tuple[str, ...]:
+    def keys_at(path: KeyPath) -> tuple[str, ...]:
         annotations: list[Any] = [model]
         for part in path:
             annotations = [
@@ -218,11 +218,11 @@ def known_keys(model: type[BaseModel]) -> Callable[[KeyPath], tuple[str, ...]]:
         fields = [name for annotation in annotations for name in _fields(annotation)]
         return tuple(dict.fromkeys(fields))
 
-    return known
+    return keys_at
 
 
 def _descend(annotation: Any, part: str | int) -> list[Any]:
-    """The annotations of what stands at `part` of a value annotated so, unions taken apart."""
+    """Returns the annotations of what stands at `part` of such a value, unions taken apart."""
     if part in _fields(annotation):
         return _members(annotation.model_fields[part].annotation)
     if _fields(annotation):

@@ -1,4 +1,4 @@
-"""Where something is written: key paths, their lines, and errors that point at them."""
+"""Says where something is written: key paths, their lines, and errors that point at them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ _PART = re.compile(
 )
 
 
-_DEEPEST, _SHOWN, _TOLD = 32, 60, 50
-"""Parts of a path, as deep as a scenario may be; characters of a wrong one in a message; problems
-in a message."""
+_DEEPEST = 32
+"""A key path has at most so many parts, as deep as a scenario may be."""
+_SHOWN = 60
+"""A message quotes at most so many characters of a wrong key path."""
+_MAX_PROBLEMS = 50
+"""A message lists at most so many problems."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with a scenario."""
+    """States one thing that is wrong with a scenario."""
 
     message: str
     """What was expected, what was found, and what to do."""
@@ -49,10 +52,10 @@ class ScenarioError(FedsimError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(sorted(dict.fromkeys(problems), key=lambda one: one.line or 0))
-        told = [str(problem) for problem in self.problems[:_TOLD]]
-        if more := len(self.problems) - len(told):
-            told.append(f"and {number_of(more, 'more problem')}; correct these first")
-        super().__init__("\n".join(told))
+        lines = [str(problem) for problem in self.problems[:_MAX_PROBLEMS]]
+        if more := len(self.problems) - len(lines):
+            lines.append(f"and {number_of(more, 'more problem')}; correct these first")
+        super().__init__("\n".join(lines))
 
     @property
     def path(self) -> str:
@@ -66,7 +69,7 @@ class ScenarioError(FedsimError):
 
 
 def dotted(path: KeyPath) -> str:
-    """A key path as users write it.
+    """Writes a key path as users do.
 
     >>> dotted(("defenses", "dp", 1, "std"))
     'defenses.dp[1].std'
@@ -85,7 +88,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def parse(text: str) -> KeyPath:
-    """The inverse of `dotted`.
+    """Reads a key path as users write it: the inverse of `dotted`.
 
     >>> parse('defenses.dp[1].std')
     ('defenses', 'dp', 1, 'std')

@@ -1,4 +1,4 @@
-"""Changing a document before it is validated: `--set a.b=c` on the command line."""
+"""Changes a document before it is validated: `--set a.b=c` on the command line."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from fedsim.scenario.resolve import plugin_slots, resolve_plugin, resolve_sectio
 from fedsim.words import number_of
 
 _EXAMPLES = {"--set": "training.rounds=10", "--grant": "labels=known"}
-"""Options that take `key=value`."""
+"""Options that take `key=value`, each with an example."""
 
 
 @dataclass(frozen=True)
 class Override:
-    """A value to put at a key path, and where it comes from."""
+    """Puts a value at a key path, and says where it comes from."""
 
     path: KeyPath
     value: Document
 
     @property
     def origin(self) -> Mark:
-        """What errors about the value point at."""
+        """Where errors about the value point."""
         return self.value.mark(())
 
 
 def parse_override(text: str, option: str = "--set") -> Override:
-    """`attacks[0].iterations=50` as an override; the value is YAML. Errors name the `option`.
+    """Reads `attacks[0].iterations=50`; the value is YAML. Errors name the `option`.
 
     Raises:
         ScenarioError: it has no `=`, its key is no key path, or its value is no YAML.
@@ -74,7 +74,7 @@ def apply(document: Document, overrides: Sequence[Override]) -> Document:
 def parameters_of(
     group: str, name: str, settings: Sequence[str] = (), *, origin: str = ""
 ) -> dict[str, Any]:
-    """All parameters of the plugin `name`, `settings` (`key=value`) over its defaults.
+    """Returns all parameters of the plugin `name`: its defaults, changed by `settings`.
 
     Args:
         group: Of the plugin, such as `fedsim.attacks`.
@@ -98,19 +98,19 @@ def parameters_of(
 
 
 def grant_of(words: Sequence[str]) -> Grant:
-    """What `words` of the form `labels=known` grant, each other thing being at its default.
+    """Returns the grant that words such as `labels=known` make; the rest stays at its default.
 
     Raises:
         ScenarioError: a word names nothing that can be granted, or not in such a measure.
     """
-    own = parse_overrides(words, "--grant")
-    overrides = [replace(each, path=("knowledge", *each.path)) for each in own]
-    grant: Grant = resolve_section("knowledge", apply(Document({}), overrides))
-    return grant
+    grants = parse_overrides(words, "--grant")
+    overrides = [replace(grant, path=("knowledge", *grant.path)) for grant in grants]
+    section: Grant = resolve_section("knowledge", apply(Document({}), overrides))
+    return section
 
 
 def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Override]:
-    """Several of `parse_override`; all that are wrong are listed."""
+    """Reads several overrides as `parse_override` does; lists all that are wrong."""
     parsed: list[Override] = []
     problems: list[Problem] = []
     for text in texts:
@@ -124,7 +124,7 @@ def parse_overrides(texts: Sequence[str], option: str = "--set") -> list[Overrid
 
 
 def _split(text: str) -> tuple[str, str, str]:
-    """Like `text.partition("=")`, but not within a quoted key."""
+    """Splits at the first `=` that is not within a quoted key."""
     quoted = False
     for position, character in enumerate(text):
         if character == '"':
@@ -137,7 +137,7 @@ def _split(text: str) -> tuple[str, str, str]:
 def _apply(document: Document, override: Override) -> Document:
     path, new = override.path, override.value
     shorthand = {slot.path: slot.value for slot in plugin_slots(document.value)}
-    made: list[KeyPath] = []
+    created: list[KeyPath] = []
 
     def rebuilt(value: Any, depth: int) -> Any:
         if depth == len(path):
@@ -169,11 +169,11 @@ def _apply(document: Document, override: Override) -> Document:
                 f"{dotted(path[:depth])} itself a value"
             )
         if part not in value:
-            made.append(path[: depth + 1])
+            created.append(path[: depth + 1])
         return {**value, part: rebuilt(value.get(part), depth + 1)}
 
     value = rebuilt(document.value, 0)
     marks = {at: mark for at, mark in document.marks.items() if at[: len(path)] != path}
-    marks |= dict.fromkeys(made, override.origin)
+    marks |= dict.fromkeys(created, override.origin)
     marks |= {(*path, *at): mark for at, mark in new.marks.items()}
     return Document(value, marks)

@@ -1,4 +1,4 @@
-"""Reading YAML into a document, within limits.
+"""Reads YAML into a document, within limits.
 
 The YAML is that of version 1.2 (core schema): `1e-3` is a number, `no` and `2024-01-01` are text.
 Keys are always text. Tags are refused, and anchors can only be expanded so far.
@@ -23,10 +23,10 @@ from fedsim.words import number_of
 MAX_BYTES = 1_000_000
 MAX_DEPTH = 32
 MAX_NODES = 50_000
-"""Values in a document, counting what aliases repeat."""
+"""A document has at most so many values, counting what aliases repeat."""
 MAX_DIGITS = 500
-"""Of a number. Python may refuse to write or read integers of more than 640 decimal digits, and a
-hexadecimal digit is 1.2 decimal ones."""
+"""A number has at most so many digits. Python may refuse integers of more than 640 decimal digits,
+and a hexadecimal digit is 1.2 decimal ones."""
 
 _SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
     (re.compile(r"(~|null|Null|NULL)?"), lambda text: None),
@@ -41,7 +41,7 @@ _SCALARS: tuple[tuple[re.Pattern[str], Callable[[str], Any]], ...] = (
 
 
 def read(path: str | Path) -> Document:
-    """The scenario file at `path`, not yet validated.
+    """Reads the scenario file at `path`, without validating it.
 
     Raises:
         ScenarioError: it cannot be read, is not UTF-8 or not YAML, or is beyond the limits.
@@ -64,7 +64,9 @@ def read(path: str | Path) -> Document:
 
 
 def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
-    """`text` as a document; `origin` is what errors call it, without line numbers if not `lines`.
+    """Reads `text` as a document.
+
+    `origin` is what errors call it; they have no line numbers if not `lines`.
 
     Raises:
         ScenarioError: it is not YAML, or is beyond the limits.
@@ -74,8 +76,10 @@ def parse_yaml(text: str, origin: str, *, lines: bool = True) -> Document:
         return builder.document(yaml.parse(text, Loader=yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        said = error.problem or error.context or "cannot be parsed"
-        builder.refuse(mark.line + 1 if mark else None, f"not valid YAML: {said}{_remedy(said)}")
+        problem = error.problem or error.context or "cannot be parsed"
+        builder.refuse(
+            mark.line + 1 if mark else None, f"not valid YAML: {problem}{_remedy(problem)}"
+        )
     except yaml.reader.ReaderError as error:
         character = error.character
         shown = f"U+{character:04X}" if isinstance(character, int) else repr(character)
@@ -95,7 +99,7 @@ class _Node:
 
 
 class _Builder:
-    """Makes plain values of YAML events, keeping lines and limits.
+    """Builds plain values from YAML events, keeping lines and limits.
 
     Working on events rather than on PyYAML's nodes stops a hostile file before it is expanded.
     """
@@ -145,8 +149,8 @@ class _Builder:
             if anchor:
                 self.anchors[anchor] = node
         if self.nodes > MAX_NODES:
-            said = f"more than {number_of(MAX_NODES, 'value')}; shorten it, or use fewer aliases"
-            self.refuse(_line(event), said)
+            problem = f"more than {number_of(MAX_NODES, 'value')}; shorten it, or use fewer aliases"
+            self.refuse(_line(event), problem)
         return node
 
     def fresh(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
@@ -163,8 +167,8 @@ class _Builder:
         target = self.anchors.get(event.anchor)
         if target is None:
             unfinished = event.anchor in self.anchors
-            said = "refers to itself" if unfinished else "has no anchor before it"
-            self.refuse(_line(event), f"alias *{event.anchor} {said}; write the value out")
+            problem = "refers to itself" if unfinished else "has no anchor before it"
+            self.refuse(_line(event), f"alias *{event.anchor} {problem}; write the value out")
         self.nodes += target.size
         self.check_depth(event, self.depth + target.depth)
         return replace(target, line=_line(event))
@@ -181,26 +185,28 @@ class _Builder:
         return _parent(line, [item.value for item in items], children)
 
     def mapping(self, line: int, events: Iterator[yaml.Event]) -> _Node:
-        own: dict[str | int, _Node] = {}
+        entries: dict[str | int, _Node] = {}
         merged: dict[str | int, _Node] = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):
-            at = _line(event)
+            line_of_key = _line(event)
             if not isinstance(event, yaml.ScalarEvent):
-                self.refuse(at, "a key has to be plain text; write it as one word")
+                self.refuse(line_of_key, "a key has to be plain text; write it as one word")
             key = self.text(event)
             child = self.node(next(events), events)
             if key == "<<" and event.implicit[0]:
-                merged = {**self.merge(child, at), **merged}
-            elif key in own:
-                said = f"key {key!r} is written twice (first in line {own[key].line}); remove one"
-                self.refuse(at, said)
+                merged = {**self.merge(child, line_of_key), **merged}
+            elif key in entries:
+                first = entries[key].line
+                self.refuse(
+                    line_of_key, f"key {key!r} is written twice (first in line {first}); remove one"
+                )
             else:
-                own[key] = replace(child, line=at)
-        children = {**merged, **own}
+                entries[key] = replace(child, line=line_of_key)
+        children = {**merged, **entries}
         return _parent(line, {key: child.value for key, child in children.items()}, children)
 
     def merge(self, node: _Node, line: int) -> dict[str | int, _Node]:
-        """What `<<` adds; earlier mappings of a list win, as YAML 1.1 has it."""
+        """Returns what `<<` adds; earlier mappings of a list win, as in YAML 1.1."""
         sources = list(node.children.values()) if isinstance(node.value, list) else [node]
         merged: dict[str | int, _Node] = {}
         for source in reversed(sources):
@@ -240,13 +246,13 @@ def _refuse(origin: str, line: int | None, message: str) -> NoReturn:
     raise ScenarioError([Problem(message, (), origin, line)])
 
 
-def _remedy(said: str) -> str:
-    if "\\t" in said:
+def _remedy(problem: str) -> str:
+    if "\\t" in problem:
         return "; indent with spaces, not with tabs"
-    if "mapping values are not allowed" in said:
+    if "mapping values are not allowed" in problem:
         return "; put text that holds ': ' in quotes, or check the indentation"
-    if "expected ',' or" in said or "expected the node content" in said:
+    if "expected ',' or" in problem or "expected the node content" in problem:
         return "; check that every bracket and brace is closed"
-    if "quoted scalar" in said or "end of stream" in said:
+    if "quoted scalar" in problem or "end of stream" in problem:
         return "; check that every quote is closed"
     return "; check the indentation and the punctuation of this line and the one before"

@@ -1,4 +1,4 @@
-"""From what was written to a scenario in which every default is written out, or every problem."""
+"""Resolves what was written to a scenario with every default, or lists every problem."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedsim.scenario.location import KeyPath, Problem, ScenarioError
 from fedsim.scenario.model import PluginRef, Scenario
 
 _PLACEHOLDER = "?"
-"""Stands for a plugin that could not be resolved, so that the rest is still looked at."""
+"""Stands for a plugin that could not be resolved, so that the rest is still checked."""
 
 
 def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
-    """The scenario with every default written out, those of its plugins included.
+    """Returns the scenario with every default written out, those of its plugins included.
 
     `written` is a document (errors then name file and line), plain values in the form of the YAML
     file, or a scenario built in Python.
@@ -35,7 +35,7 @@ def resolve(written: Document | Mapping[str, Any] | Scenario) -> Scenario:
 
 
 def resolve_plugin(group: str, written: Document) -> PluginRef:
-    """A plugin that is named outside of a scenario, as `{name: ..., parameter: value, ...}`.
+    """Resolves a plugin that is named outside of a scenario: `{name: ..., parameter: value}`.
 
     Raises:
         ScenarioError: it is not installed, or its parameters are wrong.
@@ -48,7 +48,7 @@ def resolve_plugin(group: str, written: Document) -> PluginRef:
 
 
 def resolve_section(name: str, written: Document) -> Any:
-    """The top-level section `name` of a scenario of which no more is written.
+    """Resolves the top-level section `name` of a scenario of which nothing else is written.
 
     Raises:
         ScenarioError: something in it is wrong.
@@ -61,7 +61,7 @@ def resolve_section(name: str, written: Document) -> Any:
 
 
 def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
-    """What is not a document yet as one whose values have no place.
+    """Turns anything but a document into one whose values have no place.
 
     Raises:
         ScenarioError: it holds a value that YAML cannot write.
@@ -72,7 +72,7 @@ def as_document(written: Document | Mapping[str, Any] | Scenario) -> Document:
 
 
 def as_written(scenario: Scenario) -> dict[str, Any]:
-    """The scenario as plain values in the form of the YAML file: plugins' parameters inline."""
+    """Returns the scenario as plain values in the form of the YAML file: parameters inline."""
     plain = scenario.model_dump(mode="json")
     for slot in list(plugin_slots(plain)):
         entry = dict(slot.value)
@@ -91,7 +91,7 @@ class Slot:
 
 
 def plugin_slots(value: Any) -> Iterator[Slot]:
-    """The plugins that a scenario in plain values names, wherever its shape allows to look."""
+    """Yields the plugins that a scenario in plain values names, wherever its shape allows it."""
     if not isinstance(value, Mapping):
         return
     data = value.get("data")
@@ -110,7 +110,7 @@ def plugin_slots(value: Any) -> Iterator[Slot]:
 
 
 def put(value: Any, path: KeyPath, new: Any) -> None:
-    """Replace what stands at `path`, which has to exist, in place."""
+    """Replaces what stands at `path`, which has to exist, in place."""
     for part in path[:-1]:
         value = value[part]
     value[path[-1]] = new
@@ -124,7 +124,7 @@ class _Resolver:
     def scenario(self) -> Scenario:
         value = self.document.value
         if not isinstance(value, Mapping):
-            self.tell((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
+            self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
             raise ScenarioError(self.problems)
         core = _copy(value)
         for slot in plugin_slots(value):
@@ -135,10 +135,10 @@ class _Resolver:
             if (section := self.section(name, core)) is not None
         }
         for name in core.keys() - Scenario.model_fields.keys():
-            self.tell((name,), unknown_key(name, Scenario.model_fields))
-        broken = {one.path[:end] for one in self.problems for end in range(len(one.path) + 1)}
+            self.report((name,), unknown_key(name, Scenario.model_fields))
+        broken = {p.path[:end] for p in self.problems for end in range(len(p.path) + 1)}
         for path, message in check(sections, lambda path: path not in broken):
-            self.tell(path, message)
+            self.report(path, message)
         if self.problems:
             raise ScenarioError(self.problems)
         training = sections["training"]
@@ -147,42 +147,44 @@ class _Resolver:
         return Scenario(**sections)
 
     def section(self, name: str, core: Mapping[str, Any]) -> Any:
-        """The top-level value `name`, validated; None if it is not valid."""
+        """Validates the top-level value `name`; returns None if it is not valid."""
         info = Scenario.model_fields[name]
         if name not in core:
             if info.is_required():
-                self.tell((name,), f"missing; add `{name}: ...`")
+                self.report((name,), f"missing; add `{name}: ...`")
                 return None
             return info.get_default()
         try:
             return _validated(_adapter(Annotated[info.annotation, info]), core[name])
         except ValidationError as error:
-            known = known_keys(Scenario)
-            for path, message in explain(error, core[name], lambda p: known((name, *p))):
-                self.tell((name, *path), message)
+            keys_at = known_keys(Scenario)
+            for path, message in explain(error, core[name], lambda p: keys_at((name, *p))):
+                self.report((name, *path), message)
             return None
 
     def plugin(self, slot: Slot, reserved: tuple[str, ...]) -> dict[str, Any]:
-        """The entry of a plugin in the form of the model, its parameters resolved.
+        """Returns the entry of a plugin in the form of the model, its parameters resolved.
 
         `reserved` are the keys of the entry that are not the plugin's.
         """
         written = {"name": slot.value} if isinstance(slot.value, str) else slot.value
         entry = {"name": _PLACEHOLDER, "parameters": {}}
         if not isinstance(written, Mapping):
-            self.tell(slot.path, f"expected a name or {{name: ...}}, got {show(slot.value)}")
+            self.report(slot.path, f"expected a name or {{name: ...}}, got {show(slot.value)}")
             return entry
         entry |= {key: written[key] for key in reserved if key in written}
         name = written.get("name")
         if not isinstance(name, str):
             path = (*slot.path, "name")
-            said = f"expected text, got {show(name)}" if "name" in written else "missing"
-            self.tell(path, f"{said}; add `name: ...` with one of those that `fedsim list` shows")
+            problem = f"expected text, got {show(name)}" if "name" in written else "missing"
+            self.report(
+                path, f"{problem}; add `name: ...` with one of those that `fedsim list` shows"
+            )
             return {**entry, "name": _PLACEHOLDER}
         try:
             cls = plugin_class(slot.group, name)
         except PluginError as error:
-            self.tell(slot.path if slot.value is name else (*slot.path, "name"), str(error))
+            self.report(slot.path if slot.value is name else (*slot.path, "name"), str(error))
             return entry
         if "label" in reserved:
             entry.setdefault("label", name)
@@ -190,23 +192,27 @@ class _Resolver:
         return {**entry, "parameters": self.parameters(cls, parameters, slot.path, reserved)}
 
     def parameters(
-        self, cls: type[Plugin], written: Mapping[str, Any], at: KeyPath, reserved: tuple[str, ...]
+        self,
+        cls: type[Plugin],
+        written: Mapping[str, Any],
+        place: KeyPath,
+        reserved: tuple[str, ...],
     ) -> dict[str, Any]:
-        known = known_keys(cls)
+        keys_at = known_keys(cls)
         try:
             plugin: Plugin = _validated(_adapter(cls), written)
             return plugin.model_dump(mode="json")
         except ValidationError as error:
             for path, message in explain(
-                error, written, lambda p: (*known(p), *(() if p else reserved))
+                error, written, lambda p: (*keys_at(p), *(() if p else reserved))
             ):
-                self.tell((*at, *path), message)
+                self.report((*place, *path), message)
         except Exception as error:  # a third party's validator may raise anything
             cause = f"{type(error).__name__}: {error}"
-            self.tell(at, f"its plugin failed on it: {cause}; change it, or tell its author")
+            self.report(place, f"its plugin failed on it: {cause}; change it, or tell its author")
         return {}
 
-    def tell(self, path: KeyPath, message: str) -> None:
+    def report(self, path: KeyPath, message: str) -> None:
         self.problems.append(self.document.problem(path, message))
 
 

@@ -1,4 +1,4 @@
-"""JSON Schema of scenario files, for completion and checks in editors."""
+"""Derives the JSON Schema of scenario files, for completion and checks in editors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SWEEP = {
 
 
 def json_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of a scenario file, with the plugins installed here.
+    """Returns the JSON Schema (draft 2020-12) of a scenario file, with the installed plugins.
 
     Plugins that cannot be loaded are left out.
     """
@@ -24,12 +24,12 @@ def json_schema() -> dict[str, Any]:
     definitions: dict[str, Any] = whole["$defs"]
     entry = definitions.pop("AttackEntry")["properties"]
     definitions.pop("PluginRef")
-    own = {"label": entry["label"], "restarts": entry["restarts"]}
+    extra = {"label": entry["label"], "restarts": entry["restarts"]}
     properties = whole["properties"]
     definitions["Data"]["properties"]["source"] = _choice("fedsim.data", definitions)
     properties["learner"] = _choice("fedsim.learners", definitions)
     properties["model"] = _choice("fedsim.models", definitions)
-    properties["attacks"]["items"] = _choice("fedsim.attacks", definitions, own)
+    properties["attacks"]["items"] = _choice("fedsim.attacks", definitions, extra)
     stack = {"type": "array", "items": _choice("fedsim.defenses", definitions)}
     properties["defenses"] |= {
         "patternProperties": {SLUG_PATTERN: stack},
@@ -45,9 +45,9 @@ def json_schema() -> dict[str, Any]:
 
 
 def _choice(
-    group: str, definitions: dict[str, Any], own: dict[str, Any] | None = None
+    group: str, definitions: dict[str, Any], extra: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The forms in which a plugin of `group` can be named; `own` are keys the scenario adds."""
+    """Returns the forms that name a plugin of `group`; `extra` are keys the scenario adds."""
     bare: list[str] = []
     full: list[dict[str, Any]] = []
     for plugin in plugins.installed(group):
@@ -66,7 +66,7 @@ def _choice(
                 "type": "object",
                 "properties": {
                     "name": {"const": plugin.name},
-                    **(own or {}),
+                    **(extra or {}),
                     **schema.get("properties", {}),
                 },
                 "required": ["name", *required],

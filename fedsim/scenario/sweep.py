@@ -1,4 +1,4 @@
-"""The `sweep:` section: one file that stands for several scenarios."""
+"""Expands the `sweep:` section: one file that stands for several scenarios."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9_.+=,-]+")
 
 
 class Variant(NamedTuple):
-    """One scenario of a sweep."""
+    """Pairs one scenario of a sweep with its values of the swept keys."""
 
     assignment: dict[str, Any]
     """Swept key path -> the value it has here; empty if nothing is swept."""
@@ -38,7 +38,7 @@ class Variant(NamedTuple):
 
     @property
     def label(self) -> str:
-        """A stable name that is safe as a folder's: `training.local.steps=4`; empty for no sweep.
+        """Names the variant as a folder can be: `training.local.steps=4`; empty for no sweep.
 
         Where a value had to be shortened, a digest of the assignment keeps the label unique.
         """
@@ -59,7 +59,7 @@ class _Axis:
 
 
 def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
-    """The scenario file at `path` with `overrides` (`key=value`) in place, not yet validated.
+    """Opens the scenario file at `path` with `overrides` (`key=value`), without validating it.
 
     An override of a swept key pins it: the key is not swept any more.
 
@@ -74,7 +74,7 @@ def open_document(path: str | Path, overrides: Sequence[str] = ()) -> Document:
 
 
 def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
-    """Every scenario that `document` stands for; the last list of the sweep varies fastest.
+    """Returns every scenario that `document` stands for; the last list of the sweep varies fastest.
 
     Without a `sweep:` section there is one, with an empty assignment.
 
@@ -100,7 +100,7 @@ def expand(document: Document | Mapping[str, Any] | Scenario) -> list[Variant]:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
-    """The scenario in the file at `path`, with `overrides` (`key=value`), resolved.
+    """Loads and resolves the scenario in the file at `path`, with `overrides` (`key=value`).
 
     Raises:
         ScenarioError: something is wrong with it, or it sweeps: `expand` is for those.
@@ -122,7 +122,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Scenario:
 
 
 def locate(document: Document, error: FedsimError) -> ScenarioError:
-    """`error` with its place, if its message begins with a key path (`data.clients: ...`)."""
+    """Returns `error` with its place, if its message begins with a key path (`data.clients: `)."""
     if isinstance(error, ScenarioError):
         return error
     key, _, message = str(error).partition(": ")
@@ -140,14 +140,14 @@ def locate(document: Document, error: FedsimError) -> ScenarioError:
 
 
 def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
-    """The swept keys with their values, and what is wrong with them."""
+    """Returns the swept keys with their values, and what is wrong with them."""
     value = document.value
     sweep = value.get("sweep") if isinstance(value, Mapping) else None
     if sweep is None:
         return [], []
     if not isinstance(sweep, Mapping):
-        said = f"expected a mapping such as {{training.rounds: [1, 10]}}, got {show(sweep)}"
-        return [], [document.problem(("sweep",), said)]
+        problem = f"expected a mapping such as {{training.rounds: [1, 10]}}, got {show(sweep)}"
+        return [], [document.problem(("sweep",), problem)]
     axes: list[_Axis] = []
     problems: list[Problem] = []
     for key, values in sweep.items():
@@ -161,16 +161,16 @@ def _axes(document: Document) -> tuple[list[_Axis], list[Problem]]:
         axes.append(axis)
     count = math.prod(len(axis.values) for axis in axes)
     if count > MAX_VARIANTS:
-        said = (
+        problem = (
             f"stands for {number_of(count, 'scenario')}, and at most {MAX_VARIANTS:,} are allowed; "
             "sweep less"
         )
-        return [], [*problems, document.problem(("sweep",), said)]
+        return [], [*problems, document.problem(("sweep",), problem)]
     return axes, problems
 
 
 def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
-    """What is wrong with sweeping `key` over `values`; None if nothing is."""
+    """Returns what is wrong with sweeping `key` over `values`; None if nothing is."""
     try:
         path = parse(key)
     except ValueError as error:
@@ -194,7 +194,7 @@ def _fault(key: str, values: Any, before: Sequence[_Axis]) -> str | None:
 
 
 def _swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
-    """The swept keys that are key paths."""
+    """Yields the swept keys that are key paths."""
     sweep = document.value.get("sweep") if isinstance(document.value, Mapping) else None
     for key in sweep if isinstance(sweep, Mapping) else ():
         try:
@@ -204,7 +204,7 @@ def _swept(document: Document) -> Iterator[tuple[str, KeyPath]]:
 
 
 def _pinned(document: Document, overrides: Sequence[Override]) -> Document:
-    """The document without the swept keys that an override sets."""
+    """Returns the document without the swept keys that an override sets."""
     problems: list[Problem] = []
     for key, path in list(_swept(document)):
         for override in overrides:
@@ -213,10 +213,10 @@ def _pinned(document: Document, overrides: Sequence[Override]) -> Document:
                 break
             if override.path[: len(path)] == path:
                 mark = override.origin
-                said = (
+                problem = (
                     f"{key} is swept, so this would be lost; set {dotted(('sweep', key))} instead"
                 )
-                problems.append(Problem(said, override.path, mark.origin, mark.line))
+                problems.append(Problem(problem, override.path, mark.origin, mark.line))
     if problems:
         raise ScenarioError(problems)
     return document

@@ -1,4 +1,4 @@
-"""Scores: pure functions of a reconstruction and the truth. Nothing here needs Flower."""
+"""Scores reconstructions by pure functions of them and the truth. Nothing here needs Flower."""
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline

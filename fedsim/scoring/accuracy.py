@@ -1,4 +1,4 @@
-"""Accuracy on a test set, with what it takes to read it: chance, the set's size, an interval."""
+"""Measures accuracy on a test set beside chance, the set's size and an interval."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from fedsim.words import number_of
 
 _DIVERGED = 2.0
-"""Test loss over that of someone who names each class as often as the most frequent one occurs,
-from which on a model without skill has diverged."""
+"""A model without skill has diverged from this ratio of its test loss to the loss of always
+answering the class frequencies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Accuracy:
         return self.low <= self.chance
 
     def overlaps(self, other: Accuracy) -> bool:
-        """Whether test sets of this size do not tell the two apart."""
+        """Whether test sets of this size cannot tell the two accuracies apart."""
         return self.low <= other.high and other.low <= self.high
 
     def __str__(self) -> str:
-        """`91.2% of 80 test examples (83.0 to 95.7%; chance 25.0%)`."""
+        """Formats as `91.2% of 80 test examples (83.0 to 95.7%; chance 25.0%)`."""
         return (
             f"{self.share:.1%} of {number_of(self.examples, 'test example')} "
             f"({100 * self.low:.1f} to "
@@ -46,32 +46,32 @@ class Accuracy:
 
 
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
-    """With Wilson's interval (JASA 22, 1927) of `share` of so many `examples`, at least one.
+    """Returns `share` of `examples` (at least one) with Wilson's interval (JASA 22, 1927).
 
-    Of the mean over several runs on one test set, which is no more images for being used again.
+    `share` may be the mean over several runs on one test set; that set counts once.
     """
     from scipy.stats import binomtest
 
-    found = binomtest(round(share * examples), examples).proportion_ci(confidence, "wilson")
+    interval = binomtest(round(share * examples), examples).proportion_ci(confidence, "wilson")
     return Accuracy(
         share=share,
         examples=examples,
         chance=chance,
-        low=float(found.low),
-        high=float(found.high),
+        low=float(interval.low),
+        high=float(interval.high),
         confidence=confidence,
     )
 
 
 def learning_problem(accuracy: Accuracy, test_loss: float | None) -> str | None:
-    """Why a model with this `accuracy` says nothing of what a defense costs; None if it does.
+    """Returns why a model of this `accuracy` cannot show what a defense costs, or None.
 
     `test_loss` is None where it was not finite.
     """
     if not accuracy.is_chance:
         return None
-    guessed = -math.log(accuracy.chance)
-    if test_loss is None or (guessed > 0 and test_loss > _DIVERGED * guessed):
+    chance_loss = -math.log(accuracy.chance)
+    if test_loss is None or (chance_loss > 0 and test_loss > _DIVERGED * chance_loss):
         loss = "is not finite" if test_loss is None else f"{test_loss:.3g}"
         return f"training diverged: accuracy {accuracy}, test loss {loss}; lower the learning rate"
     return (

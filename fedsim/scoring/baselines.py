@@ -1,4 +1,4 @@
-"""Scores of the zero-information guess: of someone who saw no update and no release."""
+"""Scores the zero-information guess: the answer of someone who saw no update and no release."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def baseline(
     labels_alone: bool = False,
     lpips: LpipsMetric | Unavailable | None = None,
 ) -> dict[str, float | None]:
-    """Metrics of `guess`, matched to the truths as an attack's answer is.
+    """Returns the metrics of `guess`, matched to the truths as an attack's answer is.
 
     `labels_alone`: the attack that it is compared with answers nothing but labels.
 
@@ -34,11 +34,11 @@ def baseline(
 
 
 def feature_baseline(public: Tensor, truth: Tensor) -> dict[str, float]:
-    """Metrics of a guess of the features `truth` (N, d), by someone who has `public` ones (P, d).
+    """Returns the metrics of guessing the features `truth` (N, d) from `public` ones (P, d).
 
-    The guess of a span is the N directions that public features of unit length share most: of all
-    spans they leave the least of these outside, in mean square. The guess of each feature is the
-    public mean. A metric without a value for this truth is left out.
+    The guess of the span is the N directions that public features of unit length share most: they
+    leave least of those features outside, in mean square. The guess of each feature is the public
+    mean. A metric without a value for this truth is left out.
     """
     truth = truth.detach().cpu()
     units = F.normalize(public.double(), dim=1)
@@ -50,7 +50,7 @@ def feature_baseline(public: Tensor, truth: Tensor) -> dict[str, float]:
 
 
 def row_baseline(truth: RowTruth) -> dict[str, float | None]:
-    """Metrics of a guess by someone who knows the other rows but saw no release.
+    """Returns the metrics of a guess from the other rows, without the release.
 
     It answers the mean of the others (with none: the middle of every range), and tosses a coin on
     who took part.

@@ -9,11 +9,11 @@ from torch import Tensor
 from fedsim.scoring.outcome import ScoringError, Unavailable
 
 _DEPENDENT = 1e-12
-"""Singular value of unit vectors below which a direction is rounding."""
+"""A direction of unit vectors is rounding if its singular value is below this."""
 
 
 def check_features(features: Tensor, what: str) -> None:
-    """Refuse what is not a batch of features.
+    """Refuses what is not a batch of features.
 
     Raises:
         ScoringError: not (N, d), or not finite.
@@ -27,12 +27,12 @@ def check_features(features: Tensor, what: str) -> None:
 
 
 def feature_cosine(reconstruction: Tensor, truth: Tensor) -> Tensor:
-    """Cosine between each pair, (N,) in [-1, 1]; 0 where either is zero."""
+    """Returns the cosine between each pair, (N,) in [-1, 1]; 0 where either is zero."""
     return F.cosine_similarity(reconstruction.double(), truth.double(), dim=1, eps=1e-30)
 
 
 def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """||r - t|| / ||t|| of each pair, (N,): 0 is exact, 1 is what guessing zero achieves."""
+    """Returns ||r - t|| / ||t|| of each pair, (N,): 0 is exact, 1 is a guess of zero."""
     norm = torch.linalg.vector_norm(truth.double(), dim=1)
     if not bool(norm.all()):
         return Unavailable("a true feature vector is zero, so there is no relative error")
@@ -42,7 +42,7 @@ def feature_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable
 
 
 def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Share of each true feature outside the span of the reconstructed ones, (N,) in [0, 1].
+    """Returns how much of each true feature lies outside the reconstructed span, (N,) in [0, 1].
 
     The norm of the projection of the unit feature onto the orthogonal complement of the span of at
     most N reconstructed features, which have no order, sign or scale here. Source: Liu et al., Data
@@ -66,7 +66,7 @@ def subspace_error(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailabl
 
 
 def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Angles in degrees between the spans of the reconstructed and the true features, (N,).
+    """Returns the angles in degrees between reconstructed and true feature spans, (N,).
 
     Ascending, from 0 (a direction of both) to 90; a direction that the at most N reconstructed
     features lack counts as 90. Unlike `subspace_error` they weigh directions that true features
@@ -82,8 +82,8 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
             "the true features are linearly dependent, so they span fewer directions"
         )
     claimed = F.normalize(reconstruction[:count].double(), dim=1)
-    found = torch.full((count,), 90.0, dtype=torch.float64)
+    degrees = torch.full((count,), 90.0, dtype=torch.float64)
     if claimed.any():
         angles = torch.from_numpy(subspace_angles(wanted.T.numpy(), claimed.T.numpy()))
-        found[: len(angles)] = torch.rad2deg(angles).flip(0)
-    return found
+        degrees[: len(angles)] = torch.rad2deg(angles).flip(0)
+    return degrees

@@ -1,4 +1,4 @@
-"""The zero-information guess: what someone who saw no update at all would answer.
+"""Makes the zero-information guess: the answer of someone who saw no update at all.
 
 A batch of N images is guessed by N images, which are matched to the truths as an attack's are. The
 guesser has public images with labels, of the test split, which no client holds. It also knows what
@@ -34,24 +34,24 @@ from fedsim.types import Reconstruction
 
 _CHUNK = 256
 _LEAST = 10 ** (-PSNR_CAP / 10)
-"""Of a mean squared error that is told from none."""
+"""A mean squared error counts as at least this, the error at `PSNR_CAP`."""
 _STEPS = 20
-"""Of learning: as good as 60 on CIFAR-10, for batches of 1 to 16."""
+"""Number of learning steps: as good as 60 on CIFAR-10, for batches of 1 to 16."""
 _GATHERED = 10
-"""Of them the last, over which sums go on: so many more images make a mean."""
+"""Sums run over this many of the last steps, so that more images make a mean."""
 _DRAWN = 1000
-"""Public images in the batches of one step, about."""
+"""About so many public images are in the batches of one step."""
 _DRAWN_VALUES = 1 << 24
-"""Values in them, at most: 128 MiB."""
+"""The batches of one step hold at most so many values: 128 MiB."""
 _MOST_LEARNED = 512
-"""Images of a batch up to which guesses are learned: a matching costs the cube of that."""
+"""Guesses are learned for batches of at most so many images; matching costs the cube of that."""
 _POOL, _POOL_VALUES = 10_000, 1 << 26
-"""Public images kept, and pixels of them: 64 MiB in every worker."""
+"""At most so many public images, and pixels of them, are kept: 64 MiB in every worker."""
 _ENOUGH = 20
-"""Public images for each image of a guess. With fewer it falls behind that of many: on digits by
-0.2 to 0.4 dB with 20 of them, 0.3 to 0.8 with 10, 0.9 and more with 5."""
+"""A guess is good from so many public images for each of its own. With fewer it falls behind that
+of many: on digits by 0.2 to 0.4 dB with 20, by 0.3 to 0.8 with 10, by 0.9 and more with 5."""
 _WEIGHT = 1 << 28
-"""Of the image that is met best: 131,000 images of level 255 at that weight sum up to 2^53."""
+"""Weight of the best matched image: 131,000 images of level 255 at that weight sum up to 2^53."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,16 @@ class Guess:
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
     labels: Tensor
-    """(N,) int64: of the images; the granted ones, if labels are known."""
+    """(N,) int64: labels of the images; the granted ones, if labels are known."""
     labels_alone: Tensor
-    """(N,) int64: the guess of what is compared without images."""
+    """(N,) int64: the guess for attacks that answer labels without images."""
     public: int
-    """Public images that it was learned from."""
+    """Number of public images that the guess was learned from."""
     public_per_image: float
-    """Of them, for each image of the guess; with granted labels of the label that has fewest."""
+    """Public images for each image of the guess; with granted labels, of the label with fewest."""
 
     def answer(self, *, labels_alone: bool = False) -> Reconstruction:
-        """The guess as an attack would hand it in, which has no objective."""
+        """Returns the guess as an attack would hand it in; it has no objective."""
         return Reconstruction(
             images=None if labels_alone else self.images,
             labels=self.labels_alone if labels_alone else self.labels,
@@ -86,7 +86,7 @@ class Guesser:
     """Guesses batches from public images; the same batch size and labels give the same guess."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        """Of public `images` (P, C, H, W), uint8, with `labels` (P,) int64.
+        """Learns from public `images` (P, C, H, W), uint8, with `labels` (P,) int64.
 
         Raises:
             ScoringError: there is none.
@@ -95,20 +95,20 @@ class Guesser:
         """(C, H, W) pixels: what a truth counts as that an attack left without an image. A single
         image for all of them, which is no better than the guess that the attack is compared with.
         """
-        most = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
-        if len(images) > most:
+        max_images = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
+        if len(images) > max_images:
             stream = rng.generator(0, "guess", "pool")
-            kept = torch.randperm(len(images), generator=stream)[:most].sort().values
+            kept = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[kept], labels[kept]
         self._images, self._labels = images, labels
 
-    def public(self, most: int) -> Tensor:
-        """(P, C, H, W), uint8: at most so many of the public images, evenly among all of them."""
-        step = -(-len(self._images) // most)
+    def public(self, max_images: int) -> Tensor:
+        """Returns at most so many public images, evenly chosen: (P, C, H, W), uint8."""
+        step = -(-len(self._images) // max_images)
         return self._images[::step]
 
     def __call__(self, count: int, labels: Sequence[int] | None = None) -> Guess:
-        """The guess of a batch of `count` images, of which the `labels` are known if given.
+        """Returns the guess of `count` images, whose `labels` are known if given.
 
         Raises:
             ScoringError: as many labels as images are expected.
@@ -127,22 +127,22 @@ class Guesser:
         half = len(order) // 2
         chosen = "mean_image"
         if half:
-            own, other = (
+            first, second = (
                 _Pool(self._images[part], self._labels[part], granted, name)
                 for part, name in ((order[:half], "own"), (order[half:], "other"))
             )
             # Of equals the plainer one, which comes first.
             chosen = max(
-                own.families(count),
-                key=lambda family: other.psnr(own.made(family, count)),
+                first.families(count),
+                key=lambda family: second.psnr(first.guess(family, count)),
             )
-        levels = everything.made(chosen, count)
-        said = everything.labels_of(levels)
+        levels = everything.guess(chosen, count)
+        predicted = everything.labels_of(levels)
         alone = _likeliest(self._labels, count) if granted is None else torch.tensor(granted)
         return Guess(
             name=chosen,
             images=(levels / 255).float().view(count, *self._images.shape[1:]),
-            labels=said,
+            labels=predicted,
             labels_alone=alone,
             public=len(self._labels),
             public_per_image=self._per_image(count, granted),
@@ -169,7 +169,7 @@ def _guess(guesser: Guesser, count: int, granted: tuple[int, ...] | None) -> Gue
 
 @final
 class _Pool:
-    """Public images that guesses are made of, or tried on. Pixels are levels, from 0 to 255."""
+    """Holds public images that guesses are made of or tried on. Pixels are levels from 0 to 255."""
 
     def __init__(
         self, images: Tensor, labels: Tensor, granted: tuple[int, ...] | None, name: str
@@ -181,14 +181,14 @@ class _Pool:
         self._granted, self._name = granted, name
 
     def families(self, count: int) -> list[str]:
-        """Names of the guesses that there are of `count` images, the plainest first."""
+        """Names the guesses that can be made of `count` images, the plainest first."""
         plain, learned = ["mean_image", "mean_by_brightness"], "learned_means"
         if self._granted is not None:
             plain, learned = [*plain, "class_means"], "learned_class_means"
         return [*plain, learned] if count <= _MOST_LEARNED else plain
 
-    def made(self, family: str, count: int) -> Tensor:
-        """The guess of that name: (N, D) levels, float64."""
+    def guess(self, family: str, count: int) -> Tensor:
+        """Returns the guess of that name: (N, D) levels, float64."""
         if family == "mean_image":
             return _means(self._images, 1).expand(count, -1)
         if family == "mean_by_brightness":
@@ -197,12 +197,12 @@ class _Pool:
             mean = _means(self._images, 1)
             return (mean + levels - mean.mean().round()).clamp(0, 255)
         if family == "class_means":
-            return self._of_classes()
-        start = self._of_classes() if "class" in family else _means(self._images, count)
+            return self._class_means()
+        start = self._class_means() if "class" in family else _means(self._images, count)
         return self._learned(start) if "learned" in family else start
 
     def psnr(self, levels: Tensor) -> float:
-        """Mean PSNR of the guess `levels` on batches of this pool, dB."""
+        """Returns the mean PSNR of the guess `levels` on batches of this pool, dB."""
         drawn = self._drawn(len(levels), rng.generator(0, "guess", self._name, "tried"))
         errors, _ = self._matched(levels, drawn, self._images[drawn].double())
         scale = 255.0**2 * levels.shape[1]
@@ -210,37 +210,37 @@ class _Pool:
         return round(float((-10 * (errors / scale).log10()).mean()), 6)
 
     def labels_of(self, levels: Tensor) -> Tensor:
-        """(N,): the label of each image of the guess: the granted ones, or the likeliest."""
+        """Returns the label of each image of the guess, (N,): the granted or likeliest one."""
         drawn = self._drawn(len(levels), rng.generator(0, "guess", self._name, "labels"))
         _, matches = self._matched(levels, drawn, self._images[drawn].double())
         classes = int(self._labels.max()) + 1
-        said = torch.zeros(len(levels), classes, dtype=torch.int64)
+        votes = torch.zeros(len(levels), classes, dtype=torch.int64)
         ones = torch.ones(len(drawn), dtype=torch.int64)
-        said.index_put_((matches, self._labels[drawn]), ones, accumulate=True)
+        votes.index_put_((matches, self._labels[drawn]), ones, accumulate=True)
         if self._granted is None:
-            return said.argmax(1)
+            return votes.argmax(1)
         slots = torch.tensor(self._granted)
-        known = slots.clamp(max=classes - 1)
-        counts = said[:, known] * (slots < classes)
+        columns = slots.clamp(max=classes - 1)
+        counts = votes[:, columns] * (slots < classes)
         places = assign(-counts.double())
         return slots[places]
 
-    def _of_classes(self) -> Tensor:
-        """Means by class and, of a class that occurs several times, by brightness."""
+    def _class_means(self) -> Tensor:
+        """Returns means by class and, where a class occurs several times, by brightness."""
         assert self._granted is not None
         parts = []
         for label in sorted(set(self._granted)):
-            own = self._images[self._of(label)]
-            parts.append(_means(own, self._granted.count(label)))
+            images = self._images[self._indices(label)]
+            parts.append(_means(images, self._granted.count(label)))
         return torch.cat(parts)
 
-    def _of(self, label: int) -> Tensor:
-        """Indices of that label, or of all images if it has none here."""
-        own = (self._labels == label).nonzero().flatten()
-        return own if len(own) else torch.arange(len(self._labels))
+    def _indices(self, label: int) -> Tensor:
+        """Returns the indices of that label, or of all images if it has none here."""
+        indices = (self._labels == label).nonzero().flatten()
+        return indices if len(indices) else torch.arange(len(self._labels))
 
     def _learned(self, levels: Tensor) -> Tensor:
-        """The guess that `levels` becomes by `_STEPS` steps."""
+        """Improves the guess `levels` by `_STEPS` steps."""
         stream = rng.generator(0, "guess", self._name, "learned")
         least = math.ceil(_LEAST * 255**2 * levels.shape[1])
         sums, totals = torch.zeros_like(levels), levels.new_zeros(len(levels), 1)
@@ -258,52 +258,52 @@ class _Pool:
         return levels
 
     def _matched(self, levels: Tensor, drawn: Tensor, pixels: Tensor) -> tuple[Tensor, Tensor]:
-        """Squared errors (M,) of the batches `drawn`, of these `pixels`, and their matches (M,)."""
+        """Matches batches to the guess; returns squared errors (M,) and matches (M,)."""
         count = len(levels)
         squares = self._squares[drawn][:, None] + levels.square().sum(1)
         errors = (squares - 2 * pixels @ levels.T).view(-1, count, count)
         if count == 1:
             matches = torch.zeros(len(errors), 1, dtype=torch.int64)
         else:
-            matches = torch.tensor([assign(each) for each in errors])
+            matches = torch.tensor([assign(batch_errors) for batch_errors in errors])
         least = math.ceil(_LEAST * 255**2 * levels.shape[1])
-        met = errors.gather(2, matches[..., None]).flatten().clamp_min(least)
-        return met, matches.flatten()
+        matched = errors.gather(2, matches[..., None]).flatten().clamp_min(least)
+        return matched, matches.flatten()
 
     def _drawn(self, count: int, stream: torch.Generator) -> Tensor:
-        """Indices (M,) of images in batches of `count`; of granted labels, with those."""
+        """Draws indices (M,) of images in batches of `count`, with the granted labels if any."""
         batches = max(1, min(_DRAWN, _DRAWN_VALUES // self._images.shape[1]) // count)
         if self._granted is None:
             return _repeated(torch.arange(len(self._labels)), batches * count, stream)
         drawn = torch.empty(batches, count, dtype=torch.int64)
         for label in sorted(set(self._granted)):
-            places = [i for i, own in enumerate(self._granted) if own == label]
-            of = _repeated(self._of(label), batches * len(places), stream)
-            drawn[:, places] = of.view(batches, len(places))
+            places = [i for i, value in enumerate(self._granted) if value == label]
+            indices = _repeated(self._indices(label), batches * len(places), stream)
+            drawn[:, places] = indices.view(batches, len(places))
         return drawn.flatten()
 
 
 def _repeated(indices: Tensor, count: int, stream: torch.Generator) -> Tensor:
-    """`count` of `indices` in random order, all of them before any comes again."""
+    """Returns `count` of `indices` in random order, each once before any occurs again."""
     turns = -(-count // len(indices))
     parts = [indices[torch.randperm(len(indices), generator=stream)] for _ in range(turns)]
     return torch.cat(parts)[:count]
 
 
 def _means(images: Tensor, count: int) -> Tensor:
-    """(count, D) levels: means of as many classes of brightness of `images` (P, D), of one size."""
+    """Returns (count, D) levels: means of equal classes of brightness of `images` (P, D)."""
     order = images.sum(1, dtype=torch.int64).argsort(stable=True)
-    found = []
+    means = []
     for place in range(count):
         start = place * len(order) // count
         end = max(start + 1, (place + 1) * len(order) // count)
         total = images[order[start:end]].sum(0, dtype=torch.int64)
-        found.append((total.double() / (end - start)).round())
-    return torch.stack(found)
+        means.append((total.double() / (end - start)).round())
+    return torch.stack(means)
 
 
 def _likeliest(labels: Tensor, count: int) -> Tensor:
-    """(count,): the multiset of labels of largest expected overlap with `count` drawn ones.
+    """Returns the multiset of `count` labels with the largest expected overlap, (count,).
 
     One more of a label hits if it occurs at least so often: the likeliest is added, time and again.
     """
@@ -320,7 +320,7 @@ def _likeliest(labels: Tensor, count: int) -> Tensor:
 
 
 def mean_image(images: Tensor) -> Tensor:
-    """Pixel-wise mean of (N, C, H, W) images, uint8 or pixels in [0, 1]: float32 pixels in [0, 1].
+    """Returns the mean of (N, C, H, W) images, uint8 or pixels: float32 pixels in [0, 1].
 
     Raises:
         ScoringError: there is no image.
@@ -335,7 +335,7 @@ def mean_image(images: Tensor) -> Tensor:
 
 
 def guess_problem(public: int, public_per_image: float) -> str | None:
-    """Why a guess that was learned from so many images (see `Guess`) is poor; None if it is not."""
+    """Returns why a guess from so many images (see `Guess`) is poor; None if it is not."""
     if public_per_image >= _ENOUGH:
         return None
     return (

@@ -1,4 +1,4 @@
-"""How many of a batch's labels were recovered."""
+"""Compares inferred labels with a batch's true ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fedsim.scoring.outcome import ScoringError
 
 
 def check_labels(labels: Tensor, what: str) -> None:
-    """Refuse what is not a batch of labels.
+    """Refuses what is not a batch of labels.
 
     Raises:
         ScoringError: not (N,), or not integers.
@@ -21,22 +21,22 @@ def check_labels(labels: Tensor, what: str) -> None:
 
 
 def label_overlap(reconstruction: Tensor, truth: Tensor) -> float:
-    """Size of the multiset intersection over N, in [0, 1]: for labels that come without images.
+    """Returns the multiset intersection's size over N, in [0, 1], for labels without images.
 
     The order of labels in a batch is not observable, only how often each occurs. Of more labels
     than truths the first N count.
     """
     claimed = reconstruction[: len(truth)].tolist()
-    found = 0
+    matches = 0
     for label in truth.tolist():
         if label in claimed:
             claimed.remove(label)
-            found += 1
-    return found / len(truth)
+            matches += 1
+    return matches / len(truth)
 
 
 def right_label(claimed: Tensor, truth: Tensor) -> Tensor:
-    """1 where the label of each pair (N,) is right, else 0; (N,) float64.
+    """Returns 1 where the label of each pair (N,) is right, else 0; (N,) float64.
 
     For labels that come with images (or features): a right label on the wrong image is wrong.
     """

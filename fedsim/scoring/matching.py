@@ -1,4 +1,4 @@
-"""Which reconstruction is meant to be which true image: one bijection per batch.
+"""Decides which reconstruction is meant to be which true image: one bijection per batch.
 
 A gradient is a mean over its batch, so no attack can know the order of the images. Each truth is
 therefore paired with one reconstruction of its own by the assignment of least total cost (H. W.
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 MISSING = -1
-"""In an assignment: this truth has no reconstruction."""
+"""Marks a truth without a reconstruction in an assignment."""
 
 
 def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
-    """Assign reconstructions to truths so that the total mean squared error is least.
+    """Assigns reconstructions to truths so that the total mean squared error is least.
 
     `reconstruction` is (M, ...), `truth` is (N, ...), the same shape but for the first axis. The
     result has N entries: `assignment[i]` is the reconstruction that is scored against truth i.
@@ -35,7 +35,7 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
 
 
 def assign(cost: Tensor) -> list[int]:
-    """The assignment of least total `cost` (N, M): for each row its column, or `MISSING`."""
+    """Returns the assignment of least total `cost` (N, M); a row has its column, or `MISSING`."""
     from scipy.optimize import linear_sum_assignment
 
     rows, columns = linear_sum_assignment(cost.numpy())
@@ -46,5 +46,5 @@ def assign(cost: Tensor) -> list[int]:
 
 
 def align(values: Tensor, assignment: list[int], fill: Tensor) -> Tensor:
-    """`values` (M, ...) in the order of the truths (N, ...), `fill` (...) where one is missing."""
+    """Orders `values` (M, ...) as the truths (N, ...), with `fill` (...) where one is missing."""
     return torch.stack([fill if k == MISSING else values[k] for k in assignment])

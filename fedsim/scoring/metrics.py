@@ -17,8 +17,8 @@ from fedsim.scoring.outcome import Unavailable
 from fedsim.scoring.perceptual import LpipsMetric, perceptual_distance
 
 Compared = Literal["images", "features", "labels", "labels_alone", "rows", "classes", "membership"]
-"""What a metric compares with the truth. `labels` are those of matched images or features,
-`labels_alone` come without; `classes` are what rows end with."""
+"""What a metric compares with the truth. `labels` belong to matched images or features,
+`labels_alone` come without any; `classes` are the last entries of a row."""
 
 Value = Tensor | float | Unavailable
 """One value for each truth (N,), one for all of them, or why there is none."""
@@ -43,28 +43,28 @@ class Metric:
     """A metric, as everything that computes, compares or shows its values has to know it."""
 
     name: str
-    """Of its field in results.jsonl."""
+    """Name of its field in results.jsonl."""
     of: Mapping[Compared, Callable[[Pair], Value]]
-    """How it is computed, for each thing that it compares; empty: the attack itself says it."""
+    """How it is computed, for each part that it compares; empty if the attack itself states it."""
     unit: Literal["dB", "degrees", "range", "share", "relative", "none"]
-    """`range`: of pixels or entries in [0, 1]. `relative`: of the truth's own length."""
+    """`range`: pixels or entries scaled to [0, 1]. `relative`: in units of the truth's length."""
     larger_leaks: bool
     """Whether a larger value is a larger leak."""
     uninformed: float | None = None
-    """Value of an answer that knows nothing, whatever the data: features of zero, a coin. None if
-    that depends on the data; then the guess is scored."""
+    """Value of an answer without any knowledge, for all data: features of zero, a coin. None if it
+    depends on the data; then the guess is scored."""
     heading: str | None = None
-    """Of its column in a leaderboard; None: JSON and CSV alone have it."""
+    """Heading of its column in a leaderboard; None if only JSON and CSV show it."""
     meaning: str = ""
-    """What the column holds, for people."""
+    """Explains the column to people."""
     shown_as: Literal["mean", "interval", "percent"] = "mean"
     digits: int = 2
-    """Decimals."""
+    """Number of decimals."""
     narrow: Literal["kept", "late", "early"] = "early"
     """When a table that is too wide leaves it out: never, late, or early."""
 
     def gain(self, value: float, over: float) -> float:
-        """By how much `value` is a larger leak than `over`; negative if it is a smaller one."""
+        """Returns by how much more `value` leaks than `over`; negative if it leaks less."""
         return value - over if self.larger_leaks else over - value
 
 
@@ -73,14 +73,14 @@ def _ordered(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Va
 
 
 def _spanned(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Value]:
-    """Of all vectors that the attack returned, whatever they were matched to."""
+    """Compares all vectors that the attack returned, whatever they were matched to."""
     return lambda pair: function(
         pair.claimed if pair.unordered is None else pair.unordered, pair.truth
     )
 
 
 def _as_pixels(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], Value]:
-    """Of rows, with entries taken from [-1, 1] to [0, 1], so that a decibel means the same."""
+    """Scales entries of rows from [-1, 1] to [0, 1], so that a decibel means the same."""
     return lambda pair: function((pair.claimed + 1) / 2, (pair.truth + 1) / 2)
 
 
@@ -217,12 +217,12 @@ _TABLE = (
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _TABLE}
-"""By name, in the order of a row's fields."""
+"""The metrics by name, in the order of a row's fields."""
 
 COMPARABLE: tuple[str, ...] = tuple(metric.name for metric in _TABLE if metric.of)
-"""Names of those that mean the same of every attack."""
+"""Names of the metrics that mean the same for every attack."""
 
 
 def compare(what: Compared, pair: Pair) -> dict[str, Value]:
-    """The value of each metric of `what`, by name."""
+    """Returns the value of each metric of `what`, by name."""
     return {metric.name: metric.of[what](pair) for metric in _TABLE if what in metric.of}

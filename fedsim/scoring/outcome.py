@@ -1,4 +1,4 @@
-"""What a metric says when it cannot give a number."""
+"""Defines what a metric returns instead of a number."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from fedsim.types import FedsimError
 
 
 class ScoringError(FedsimError):
-    """A reconstruction cannot be scored: the trial failed, and its row carries this reason."""
+    """A reconstruction cannot be scored: the trial fails, and its row states this reason."""
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """A metric that has no value here, and why."""
+    """States why a metric has no value here."""
 
     reason: str

@@ -1,4 +1,4 @@
-"""LPIPS with a pretrained backbone, or a reason why there is none.
+"""Computes LPIPS with a pretrained backbone, or says why it cannot.
 
 Zhang et al., "The Unreasonable Effectiveness of Deep Features as a Perceptual Metric", CVPR 2018.
 The `lpips` package brings its linear weights and would have the backbone downloaded. Here the
@@ -25,7 +25,7 @@ from fedsim.system import memory, paths
 Backbone = Literal["alex", "vgg", "squeeze"]
 
 MINIMUM_SIDE = 32
-"""Pixels. Below it the deepest layers of some backbones would have no output."""
+"""Smaller images are enlarged to so many pixels, below which some backbones have no output."""
 
 _PUBLISHED: dict[Backbone, str] = {
     "alex": "alexnet-owt-7be5be79.pth",
@@ -46,7 +46,7 @@ class LpipsMetric:
     model: nn.Module = field(repr=False)
 
     def __call__(self, reconstruction: Tensor, truth: Tensor) -> Tensor:
-        """(N, C, H, W) pixels, C = 1 or 3 -> (N,) float64.
+        """Compares (N, C, H, W) pixels, C = 1 or 3; returns (N,) float64.
 
         Gray images are repeated to three channels, pixels scaled to [-1, 1] as the metric expects,
         and images with a side below `MINIMUM_SIDE` enlarged bilinearly until it has that length.
@@ -59,7 +59,7 @@ class LpipsMetric:
         return torch.cat(values).double()
 
     def describe(self, height: int, width: int) -> str:
-        """Backbone, weights and image size, for the row: LPIPS values compare only at the same."""
+        """Words backbone, weights and image size; LPIPS values compare only if these agree."""
         published = self.weights_sha256.startswith(_digest_in_name(self.backbone))
         origin = "torchvision's ImageNet weights" if published else "weights from a file"
         sizes = f"{height}x{width}"
@@ -74,7 +74,7 @@ class LpipsMetric:
 def load_lpips(
     backbone: Backbone = "alex", weights_path: str | Path | None = None
 ) -> LpipsMetric | Unavailable:
-    """LPIPS on `backbone`, with the weights at `weights_path` or else in torchvision's cache.
+    """Loads LPIPS on `backbone`, from `weights_path` or else from torchvision's cache.
 
     `weights_path` is a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1, as
     `.safetensors` or as the `.pth` file that torchvision publishes (read as plain tensors).
@@ -111,7 +111,7 @@ def load_lpips(
 def perceptual_distance(
     claimed: Tensor, truth: Tensor, lpips: LpipsMetric | Unavailable | None
 ) -> Tensor | Unavailable:
-    """LPIPS of each pair of pixels (N, C, H, W), (N,); `lpips` is None if nobody asked for it."""
+    """Returns LPIPS of each pair of pixels (N, C, H, W), (N,), unless `lpips` is None."""
     if lpips is None:
         return Unavailable("LPIPS was not asked for")
     if isinstance(lpips, Unavailable):

@@ -1,4 +1,4 @@
-"""Metrics of recovered rows of a table, and of membership in it.
+"""Scores recovered rows of a table, and membership in it.
 
 Entries are in [-1, 1], each column's declared range. A target is asked for by itself, so that rows
 are compared in their order and never matched.
@@ -18,11 +18,11 @@ TOLERANCE = 0.05
 """A row is recovered if every entry is within this share of its column's range."""
 
 FALSE_POSITIVES = 0.05
-"""Of those that took no part, the share that may be accused where true positives are counted."""
+"""True positives are counted where at most this share of non-members is accused."""
 
 
 def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
-    """Squared distance of each pair of rows (N, d) over the true row's squared length, (N,)."""
+    """Returns the squared distance of each pair (N, d) over the true squared length, (N,)."""
     length = truth.square().sum(1)
     if not bool(length.all()):
         return Unavailable("a true row is zero, so there is no relative error")
@@ -30,23 +30,23 @@ def row_error(claimed: Tensor, truth: Tensor) -> Tensor | Unavailable:
 
 
 def row_cosine(claimed: Tensor, truth: Tensor) -> Tensor:
-    """Cosine between each pair of rows (N, d), (N,) in [-1, 1]; 0 where either is zero."""
+    """Returns the cosine of each pair of rows (N, d), (N,) in [-1, 1]; 0 if one is zero."""
     return F.cosine_similarity(claimed, truth, dim=1, eps=1e-30)
 
 
 def recovered(claimed: Tensor, truth: Tensor) -> Tensor:
-    """1 where every entry of a row (N, d) is within `TOLERANCE` of its range, else 0; (N,)."""
+    """Returns 1 where every entry of a row (N, d) is within `TOLERANCE`, else 0; (N,)."""
     return ((claimed - truth).abs().amax(1) <= 2 * TOLERANCE).double()
 
 
 def right_class(claimed: Tensor, truth: Tensor) -> Tensor:
-    """1 where the largest of a row's class entries (N, classes) is the true one's, else 0; (N,)."""
+    """Returns 1 where the largest class entry (N, classes) is the true one's, else 0; (N,)."""
     return (claimed.argmax(1) == truth.argmax(1)).double()
 
 
 def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
-    """Probability that a member's score (N,) is above a non-member's; ties count half."""
-    if _alike(members):
+    """Returns the probability that a member's score (N,) beats a non-member's; ties count half."""
+    if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
     inside, outside = scores[members].double(), scores[~members].double()
     ordered = outside.sort().values
@@ -58,12 +58,12 @@ def membership_auc(scores: Tensor, members: Tensor) -> float | Unavailable:
 def membership_tpr(
     scores: Tensor, members: Tensor, false_positives: float = FALSE_POSITIVES
 ) -> float | Unavailable:
-    """Share of members above the lowest threshold with no more than so many false positives.
+    """Returns the share of members above the lowest threshold with few false positives.
 
-    Expected of a non-member that is not among those the threshold is chosen by: above the k-th
-    highest of n are k / (n + 1) of others.
+    The false positive rate is that expected of a non-member outside the sample that sets the
+    threshold: above the k-th highest of n scores lie k / (n + 1) of others.
     """
-    if _alike(members):
+    if _is_one_sided(members):
         return Unavailable("all candidates took part, or none did")
     outside = scores[~members].double().sort(descending=True).values
     rank = math.floor(false_positives * (len(outside) + 1) + 1e-9)
@@ -75,5 +75,5 @@ def membership_tpr(
     return float((scores[members].double() > outside[rank - 1]).double().mean())
 
 
-def _alike(members: Tensor) -> bool:
+def _is_one_sided(members: Tensor) -> bool:
     return bool(members.all()) or not bool(members.any())

@@ -1,4 +1,4 @@
-"""A reconstruction against the truth: every metric, on one assignment."""
+"""Scores a reconstruction against the truth: every metric, on one assignment."""
 
 from __future__ import annotations
 
@@ -21,38 +21,37 @@ from fedsim.scoring.perceptual import LpipsMetric
 from fedsim.types import GroundTruth, Reconstruction, RowTruth
 
 _SLACK = 1e-6
-"""Rounding of a row's entries beyond [-1, 1]."""
+"""Rounding may take a row's entries this far beyond [-1, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How near a reconstruction came, by the names of the table of metrics."""
+    """States how close a reconstruction came, by the names of the table of metrics."""
 
     means: Mapping[str, float]
-    """Metric -> mean over the batch; not there if it does not apply."""
+    """Metric -> mean over the batch; a metric that does not apply is missing."""
     per_image: dict[str, list[float]]
-    """Metric -> one value per true image or row that is scored, in the order of the truth;
-    principal angles ascending."""
+    """Metric -> one value per scored true image or row, in the order of the truth; principal angles
+    ascending."""
     assignment: list[int]
-    """Which reconstruction was scored against each truth; -1: none. Empty for labels alone, and of
+    """Which reconstruction was scored against each truth; -1: none. Empty for labels alone and for
     rows, which are never matched."""
     missing: int
-    """True images without a reconstruction that no guess stood in for: no metric of images is of
-    them."""
+    """Number of true images without a reconstruction or a guess in its place; image metrics leave
+    them out."""
     notes: dict[str, str]
-    """Metric -> why there is none, or how it was computed where values compare only like with
-    like."""
+    """Metric -> why it has no value, or how it was computed where only like values compare."""
 
     def __getitem__(self, name: str) -> float | None:
-        """Mean of the metric `name`; None if it does not apply."""
+        """Returns the mean of the metric `name`; None if it does not apply."""
         return self.metrics()[name]
 
     def metrics(self) -> dict[str, float | None]:
-        """The means by name, as a results row holds them: None of what does not apply."""
+        """Returns the means by name, as a results row holds them; None where one does not apply."""
         return {name: self.means.get(name) for name in METRICS}
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as plain JSON values."""
+        """Returns all fields as plain JSON values."""
         fields = asdict(self)
         del fields["means"]
         return self.metrics() | fields
@@ -65,7 +64,7 @@ def score(
     lpips: LpipsMetric | Unavailable | None = None,
     guess: Tensor | None = None,
 ) -> Scores:
-    """Score `reconstruction` against `truth`.
+    """Scores `reconstruction` against `truth`.
 
     One assignment serves all metrics: it is made by the mean squared error of the images, or of the
     directions of the features where there are no images. Labels that come with images or features
@@ -85,10 +84,11 @@ def score(
     if reconstruction.images is not None:
         wanted = truth.images.detach().cpu()
         if guess is None:
-            met = [place for place, k in enumerate(assignment) if k != MISSING]
-            missing = len(assignment) - len(met)
-            claimed = reconstruction.images.detach().cpu()[[assignment[place] for place in met]]
-            wanted = wanted[met]
+            matched = [place for place, k in enumerate(assignment) if k != MISSING]
+            missing = len(assignment) - len(matched)
+            chosen = [assignment[place] for place in matched]
+            claimed = reconstruction.images.detach().cpu()[chosen]
+            wanted = wanted[matched]
         else:
             claimed = matched_images(reconstruction.images, assignment, guess)
         values |= compare("images", Pair(claimed=claimed, truth=wanted, lpips=lpips))
@@ -107,7 +107,7 @@ def score(
 
 
 def score_rows(reconstruction: Reconstruction, truth: RowTruth) -> Scores:
-    """Score recovered rows (one per member) or memberships (one per candidate).
+    """Scores recovered rows (one per member) or memberships (one per candidate).
 
     The constant feature is no data and is not scored. Where a row ends with an entry for each
     class, the largest is its label.
@@ -143,7 +143,7 @@ def _scores(
     assignment: list[int] | None = None,
     missing: int = 0,
 ) -> Scores:
-    """Means of what has a value, and the reason of each that has none.
+    """Collects means of the metrics that have a value, and the reasons of those that have none.
 
     Args:
         reconstruction: says the attack's own loss.
@@ -152,14 +152,14 @@ def _scores(
         assignment: see `Scores`.
         missing: see `Scores`.
     """
-    each = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     means = {name: value for name, value in values.items() if isinstance(value, float)}
     if math.isfinite(reconstruction.loss):
         means["attack_loss"] = reconstruction.loss
     reasons = {name: v.reason for name, v in values.items() if isinstance(v, Unavailable)}
     return Scores(
-        means={**means, **{name: float(value.mean()) for name, value in each.items()}},
-        per_image={name: value.tolist() for name, value in each.items()},
+        means={**means, **{name: float(value.mean()) for name, value in tensors.items()}},
+        per_image={name: value.tolist() for name, value in tensors.items()},
         assignment=assignment or [],
         missing=missing,
         notes={**reasons, **(notes or {})},
@@ -167,7 +167,7 @@ def _scores(
 
 
 def matched_images(images: Tensor, assignment: list[int], guess: Tensor) -> Tensor:
-    """Reconstructed `images` in the order of the truths, exactly as they are scored: (N, C, H, W).
+    """Orders reconstructed `images` as the truths, exactly as they are scored: (N, C, H, W).
 
     `guess` as in `score`.
     """

@@ -1,4 +1,4 @@
-"""What a sample of scores says: spread, extremes, and intervals of a mean and of a share."""
+"""Summarizes a sample of scores: spread, extremes, and intervals of a mean and of a share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 LEAST = 3
-"""Values of which an interval is stated."""
+"""An interval is stated from so many values on."""
 
 _ROUNDING = 1e-9
-"""Of the largest magnitude: what equal values may differ by."""
+"""Values are equal if they differ by no more than this share of the largest magnitude."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A sample in figures. `std` needs two values; the interval three that are not all equal."""
+    """Summarizes a sample. `std` needs two values; the interval three that are not all equal."""
 
     n: int
     mean: float
@@ -34,15 +34,15 @@ class Summary:
     """
     confidence: float
     compared: int = 1
-    """Samples of which this one was chosen, which the interval allows for."""
+    """Number of samples among which this one was chosen; the interval allows for that."""
 
     @property
     def certain(self) -> float:
-        """The lower end of the interval; the mean where there is none."""
+        """The lower end of the interval; the mean if there is none."""
         return self.mean if self.low is None else self.low
 
     def best_of(self, compared: int) -> Summary:
-        """The same, chosen among so many samples: with Bonferroni's interval.
+        """Returns the same, chosen among so many samples: with Bonferroni's interval.
 
         Each of them misses its mean with probability (1 - confidence) / compared, so that all of
         them hold together at `confidence`, whichever is chosen.
@@ -55,7 +55,7 @@ class Summary:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """How many of `n` independent trials had a property, with the exact interval of its chance."""
+    """States how many of `n` independent trials had a property, with an exact interval."""
 
     count: int
     n: int
@@ -65,17 +65,17 @@ class Share:
     confidence: float
 
     def best_of(self, compared: int) -> Share:
-        """The same, chosen among so many shares: with Bonferroni's interval."""
+        """Returns the same, chosen among so many shares: with Bonferroni's interval."""
         wide = share(self.count, self.n, confidence=1 - (1 - self.confidence) / compared)
         return replace(wide, confidence=self.confidence)
 
     def __str__(self) -> str:
-        """`1 of 10 (0 to 45%)`."""
+        """Formats as `1 of 10 (0 to 45%)`."""
         return f"{self.count} of {self.n} ({100 * self.low:.0f} to {self.high:.0%})"
 
 
 def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tuple[float, float]:
-    """Student's confidence interval of the mean (Biometrika 6, 1908): mean ± t s / sqrt(n).
+    """Returns Student's confidence interval of the mean (Biometrika 6, 1908): mean ± t s / sqrt(n).
 
     It holds for independent values of a normal distribution, for any number of them. Of two it is
     so wide (t = 12.7 at 95%) that `summarize` states none.
@@ -99,17 +99,17 @@ def _half_width(std: float, n: int, confidence: float) -> float:
 
 
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
-    """`count` of `n` >= 1 trials, with Clopper and Pearson's interval (Biometrika 26, 1934)."""
+    """Returns `count` of `n` >= 1 trials with the interval of Clopper and Pearson (1934)."""
     from scipy.stats import binomtest
 
-    found = binomtest(count, n).proportion_ci(confidence, "exact")
+    interval = binomtest(count, n).proportion_ci(confidence, "exact")
     return Share(
-        count=count, n=n, low=float(found.low), high=float(found.high), confidence=confidence
+        count=count, n=n, low=float(interval.low), high=float(interval.high), confidence=confidence
     )
 
 
 def summarize(values: Sequence[float], *, confidence: float = 0.95) -> Summary | None:
-    """Summary of `values`; None of an empty sample."""
+    """Summarizes `values`; returns None for an empty sample."""
     if not values:
         return None
     sample = np.asarray(values, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Which device computes."""
+"""Chooses the device that computes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedsim.types import DEVICE_PATTERN, FedsimError
 
 
 def resolve_device(device: str) -> str:
-    """`auto` -> `cuda` where torch has it, else `cpu`.
+    """Returns `device`; `auto` becomes `cuda` where torch has it, else `cpu`.
 
     Raises:
         FedsimError: it is no name of a device, or a CUDA device is asked for and there is none.

@@ -25,12 +25,12 @@ from typing import NoReturn
 STATUS = 130
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _GRACE_SECONDS = 20.0
-"""How long putting things in order may take."""
+"""A command may clean up for so long before it is ended."""
 _SHOW_CURSOR = "\x1b[?25h"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM or SIGHUP.
+    """Raised by Ctrl-C, SIGTERM or SIGHUP.
 
     Where a KeyboardInterrupt itself leaves code that was given as text (as dataclasses make their
     methods), CPython remembers it as unhandled, and at the exit dies of SIGINT although it was
@@ -39,13 +39,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class _State:
-    """What has become of this process's command."""
+    """Tracks whether this process's command was interrupted."""
 
     received = False
-    """Whether it was told to end."""
+    """Whether a signal has told it to end."""
     ended = False
     """Whether its work is over, for whatever reason."""
-    said = False
+    reported = False
     """Whether it has said how to go on."""
 
 
@@ -53,23 +53,23 @@ _state = _State()
 
 
 def how_to_go_on() -> str:
-    """What to type to do the rest of the command that this process runs."""
+    """Words the command that does the rest of the work of this process."""
     words = sys.argv[1:]
-    again = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
+    text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
     if words[:1] == ["run"]:
-        return f"continue with: {again} --resume"
-    return f"run it again: {again}"
+        return f"continue with: {text} --resume"
+    return f"run it again: {text}"
 
 
 def say(write: Callable[[str], object]) -> None:
-    """Let `write` tell people that the command was interrupted, and how to go on."""
+    """Lets `write` tell people that the command was interrupted, and how to go on."""
     write(f"interrupted; {how_to_go_on()}")
-    _state.said = True  # after it: twice is better than never
+    _state.reported = True  # after it: twice is better than never
 
 
 @contextmanager
 def command() -> Iterator[None]:
-    """The whole of a command: interrupted anywhere, it exits with status 130 and says how to go on.
+    """Runs a whole command: interrupted anywhere, it exits with status 130 and says how to go on.
 
     A signal that is ignored when the process starts (`nohup`, a script's background job) stays so.
     """
@@ -81,7 +81,7 @@ def command() -> Iterator[None]:
         if not _state.received:
             raise
         _state.ended = True
-        if not _state.said:
+        if not _state.reported:
             say(lambda text: print(text, file=sys.stderr, flush=True))
         raise SystemExit(STATUS) from None
     finally:
@@ -90,17 +90,17 @@ def command() -> Iterator[None]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Put interrupts off until the block is over; processes started within it never get any.
+    """Delays interrupts until the block is over; processes started within it never get any.
 
     So none is started by halves, and they leave it to this process to end them.
     """
-    late: list[int] = []
+    pending: list[int] = []
     handlers = {}
     if threading.current_thread() is threading.main_thread():
         for number in SIGNALS:
             if callable(handler := signal.getsignal(number)):
                 handlers[number] = handler
-                signal.signal(number, lambda number, _: late.append(number))
+                signal.signal(number, lambda number, _: pending.append(number))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -108,20 +108,21 @@ def held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for interrupt, handler in handlers.items():
             signal.signal(interrupt, handler)
-    for first in late[:1]:
+    for first in pending[:1]:
         handlers[signal.Signals(first)](first, None)
 
 
 def _install() -> None:
-    heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    told, tell = os.pipe()
-    os.set_blocking(tell, False)
+    """Handles the signals that are not ignored, and starts the thread that watches them."""
+    handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
     # Python writes each signal's number there at once, even while the main thread computes.
-    signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-    for number in heeded:
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in handled:
         signal.signal(number, _interrupt)
-    threading.Thread(target=_watch, args=(told,), name="interrupts", daemon=True).start()
-    atexit.register(_ignore, heeded)
+    threading.Thread(target=_watch, args=(reader,), name="interrupts", daemon=True).start()
+    atexit.register(_ignore, handled)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -130,24 +131,27 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
 
-def _watch(told: int) -> NoReturn:
-    """End the process when it was told to twice, or does not end by itself."""
-    _next(told)
-    late = _state.ended and not _state.received
-    if not late:
-        select.select([told], [], [], _GRACE_SECONDS)
-    if not _state.said:
+def _watch(reader: int) -> NoReturn:
+    """Ends the process at a second signal, or when it does not end by itself."""
+    _next(reader)
+    is_late = _state.ended and not _state.received
+    if not is_late:
+        select.select([reader], [], [], _GRACE_SECONDS)
+    if not _state.reported:
         say(lambda text: os.write(2, f"{_SHOW_CURSOR if os.isatty(2) else ''}{text}\n".encode()))
     os._exit(STATUS)
 
 
-def _next(told: int) -> None:
-    """Wait for the next of the signals that count: others have handlers of their own."""
-    while os.read(told, 1)[0] not in SIGNALS:
+def _next(reader: int) -> None:
+    """Waits for the next of the handled signals: others have handlers of their own."""
+    while os.read(reader, 1)[0] not in SIGNALS:
         pass
 
 
 def _ignore(numbers: list[signal.Signals]) -> None:
-    """The status is decided; the interpreter would put the default, death by the signal, back."""
+    """Ignores signals at the exit, so that the status stands.
+
+    The interpreter would otherwise restore the default, death by the signal.
+    """
     for number in numbers:
         signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""One run at a time in a folder.
+"""Allows one run at a time in a folder.
 
 The system holds the lock and lets go of it when the process ends, however that is.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from fedsim.types import FedsimError
 
 NAME = ".lock"
-"""Of the file in a run's folder that is locked. It goes when the run ends; a kill leaves it."""
+"""Name of the locked file in a run's folder. It goes when the run ends; a kill leaves it."""
 
 _HELD = (errno.EAGAIN, errno.EACCES)
 _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -25,7 +25,7 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes, and other runs of this one, out of `folder`, which is made if need be.
+    """Locks `folder` against other runs, also of this process; makes it if need be.
 
     Raises:
         FedsimError: another run is in it.
@@ -41,7 +41,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _lock(path: Path) -> int:
-    """The handle of the locked file at `path`."""
+    """Locks the file at `path`, and returns its handle."""
     while True:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)

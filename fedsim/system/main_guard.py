@@ -1,4 +1,4 @@
-"""Worker processes import the script that runs again: whether it would then start another run."""
+"""Checks that a script is safe to import by the worker processes that it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.types import FedsimError
 
 
 def check() -> None:
-    """Refuse a script that calls for worker processes outside `if __name__ == "__main__":`.
+    """Refuses a script that calls for worker processes outside `if __name__ == "__main__":`.
 
     Raises:
         FedsimError: each worker would run the script from its start, and die in it; with the line.

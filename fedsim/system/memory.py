@@ -1,4 +1,4 @@
-"""This process's memory: kept between iterations, and its peak."""
+"""Manages this process's memory: what it keeps between iterations, its limit and its peak."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fedsim.types import FedsimError
 # From glibc's <malloc.h>.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_MMAP_THRESHOLD = 2**25
-"""What glibc accepts on 64-bit machines."""
+"""The largest threshold that glibc accepts on 64-bit machines."""
 
 
 @cache
 def keep_freed() -> bool:
-    """Let the allocator keep what tensors free, for the next of them; whether it could be told to.
+    """Lets the allocator keep freed memory for the next tensors; returns whether it will.
 
     By default glibc returns freed megabytes to the system at once, and every iteration of an attack
     pays for fresh pages of the same tensors: a fifth of its time on ConvNet. The peak stays, but
@@ -35,52 +35,53 @@ def keep_freed() -> bool:
 
 @cache
 def limit() -> int:
-    """Bytes that this process may use: the machine's, or what its control group or ulimit allows.
+    """Returns the bytes that this process may use, by the machine, its control group or ulimit.
 
     Swap does not count. Where nothing is known it is 64 GiB.
     """
     try:
-        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     except (OSError, ValueError):
-        found = [_UNKNOWN]
-    found += _of_control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
-    found += [
+        limits = [_DEFAULT_LIMIT]
+    limits += _control_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    limits += [
         soft
         for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
         if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
     ]
-    return min(found)
+    return min(limits)
 
 
-def check(needed: float, of: str, remedy: str, device: torch.device | None = None) -> None:
-    """Refuse what does not fit the memory of the process, or of the accelerator `device`.
+def check(needed: float, content: str, remedy: str, device: torch.device | None = None) -> None:
+    """Refuses what does not fit the memory of the process, or of the accelerator `device`.
 
     Args:
         needed: bytes, as estimated.
-        of: what takes them, with the key of the scenario in front.
+        content: what takes them, with the key of the scenario in front.
         remedy: what to change.
         device: where it is to lie; by default in the process's memory.
 
     Raises:
         FedsimError: it does not fit.
     """
-    have = limit()
+    available = limit()
     if device is not None and device.type == "cuda":
-        have = torch.cuda.get_device_properties(device).total_memory
-    if needed > have:
+        available = torch.cuda.get_device_properties(device).total_memory
+    if needed > available:
         raise FedsimError(
-            f"{of} take about {needed / _GIB:.1f} GiB, and there are {have / _GIB:.1f} GiB; "
+            f"{content} take about {needed / _GIB:.1f} GiB, and there are "
+            f"{available / _GIB:.1f} GiB; "
             f"{remedy}"
         )
 
 
-def _of_control_groups(listed: Path, root: Path) -> list[int]:
-    """The limits of the process's control groups and of all that they lie in, versions 1 and 2."""
+def _control_group_limits(listed: Path, root: Path) -> list[int]:
+    """Returns the limits of the process's control groups and their parents, versions 1 and 2."""
     try:
         lines = listed.read_text().splitlines()
     except OSError:
         return []
-    found = []
+    limits = []
     for line in lines:
         _, kinds, path = line.split(":", 2)
         if kinds and "memory" not in kinds.split(","):
@@ -89,20 +90,20 @@ def _of_control_groups(listed: Path, root: Path) -> list[int]:
         group = Path(path)
         for part in (group, *group.parents):
             try:
-                said = home.joinpath(*part.parts[1:], name).read_text().strip()
+                value = home.joinpath(*part.parts[1:], name).read_text().strip()
             except OSError:
                 continue
-            if said.isdecimal():
-                found.append(int(said))
-    return found
+            if value.isdecimal():
+                limits.append(int(value))
+    return limits
 
 
 _GIB = 1 << 30
-_UNKNOWN = 64 * _GIB
+_DEFAULT_LIMIT = 64 * _GIB
 
 
 def peak(device: torch.device) -> int:
-    """Most bytes in use so far: of the accelerator's memory, or of the process's."""
+    """Returns the most bytes in use so far, of the accelerator or else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

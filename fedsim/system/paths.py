@@ -1,4 +1,4 @@
-"""Paths as users write them, and the one way to the files that they name.
+"""Opens the files that users name, and checks the paths that they write to.
 
 Everything that a user can name is opened here, or by a library after `regular` has looked at it:
 a device would fill the memory, a pipe would wait for ever, and a file can be larger than what
@@ -18,11 +18,11 @@ from fedsim.types import FedsimError
 
 MIB, GIB = 1 << 20, 1 << 30
 TEXT = 256 * MIB
-"""Most bytes of a file of JSON that is read at once, and of a partition."""
+"""A JSON file that is read at once, or a partition, may have at most so many bytes."""
 LINES = 4 * GIB
-"""Most bytes of a file of lines, and of a table."""
+"""A file of lines, or a table, may have at most so many bytes."""
 ARCHIVE = 1 << 40
-"""Most bytes of a file whose parts are read one by one."""
+"""A file whose parts are read one by one may have at most so many bytes."""
 
 _KINDS = (
     (stat.S_ISFIFO, "a named pipe"),
@@ -34,7 +34,7 @@ _KINDS = (
 
 
 def from_home(path: str) -> Path:
-    """`path`, with the home directory for a leading `~` or `~user`.
+    """Returns `path`, with the home directory for a leading `~` or `~user`.
 
     Raises:
         FedsimError: there is no such user, or the home directory is not known.
@@ -48,63 +48,63 @@ def from_home(path: str) -> Path:
         ) from error
 
 
-def regular(path: Path, most: int) -> Path:
-    """`path` itself, which a library may now open by name.
+def regular(path: Path, max_bytes: int) -> Path:
+    """Checks that `path` is a regular file, and returns it; a library may now open it by name.
 
     Raises:
         FedsimError: it is no regular file, or has more than `most` bytes.
         OSError: it is missing, or may not be read.
     """
-    with opened(path, most):
+    with opened(path, max_bytes):
         return path
 
 
 @contextmanager
-def opened(path: Path, most: int) -> Iterator[BufferedReader]:
-    """The regular file at `path`, opened for reading.
+def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
+    """Opens the regular file at `path` for reading.
 
     Raises:
         FedsimError: as of `regular`.
         OSError: it is missing, or may not be read.
     """
     try:
-        _check(path, path.stat(), most)
+        _check(path, path.stat(), max_bytes)
         # What was looked at may be gone by now: opening a pipe must not wait for its other end.
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except ValueError as error:  # a NUL
         raise FedsimError(f"{str(path)!r} is no file name ({error}); check the path") from error
     with os.fdopen(handle, "rb") as file:
-        _check(path, os.fstat(handle), most)
+        _check(path, os.fstat(handle), max_bytes)
         yield file
 
 
-def content(path: Path, most: int) -> bytes:
-    """All bytes of the regular file at `path`.
+def content(path: Path, max_bytes: int) -> bytes:
+    """Returns all bytes of the regular file at `path`.
 
     Raises:
         FedsimError: as of `regular`.
         OSError: it is missing, or may not be read.
     """
-    with opened(path, most) as file:
-        found = file.read(most + 1)
-    if len(found) > most:  # it has grown meanwhile, or does not tell its size
-        raise _too_large(path, len(found), most)
-    return found
+    with opened(path, max_bytes) as file:
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:  # it has grown meanwhile, or does not tell its size
+        raise _too_large(path, len(data), max_bytes)
+    return data
 
 
-def text(path: Path, most: int, encoding: str = "utf-8") -> str:
-    """The text of the regular file at `path`.
+def text(path: Path, max_bytes: int, encoding: str = "utf-8") -> str:
+    """Returns the text of the regular file at `path`.
 
     Raises:
         FedsimError: as of `regular`.
         OSError: it is missing, or may not be read.
         UnicodeDecodeError: it has another encoding.
     """
-    return content(path, most).decode(encoding)
+    return content(path, max_bytes).decode(encoding)
 
 
 def writable_folder(path: Path, option: str) -> None:
-    """Refuse a folder to write to that is none, or that cannot be made.
+    """Refuses a folder to write to that is none, or that cannot be made.
 
     Raises:
         FedsimError: `path` or a part of it is a file, a link in a circle or to nowhere, or may not
@@ -137,7 +137,7 @@ def writable_folder(path: Path, option: str) -> None:
 
 
 def writable_file(path: Path, option: str) -> None:
-    """Refuse a file to write that is a folder, or whose folder cannot be written to.
+    """Refuses a file to write that is a folder, or whose folder cannot be written to.
 
     Raises:
         FedsimError: as of `writable_folder`.
@@ -147,17 +147,17 @@ def writable_file(path: Path, option: str) -> None:
         raise FedsimError(f"{option} {path}: is a folder; name a file in it")
 
 
-def _check(path: Path, found: os.stat_result, most: int) -> None:
-    for is_kind, said in _KINDS:
-        if is_kind(found.st_mode):
-            raise FedsimError(f"{path} is {said}, and a regular file is wanted; check the path")
-    if found.st_size > most:
-        raise _too_large(path, found.st_size, most)
+def _check(path: Path, status: os.stat_result, max_bytes: int) -> None:
+    for is_kind, kind in _KINDS:
+        if is_kind(status.st_mode):
+            raise FedsimError(f"{path} is {kind}, and a regular file is wanted; check the path")
+    if status.st_size > max_bytes:
+        raise _too_large(path, status.st_size, max_bytes)
 
 
-def _too_large(path: Path, size: int, most: int) -> FedsimError:
+def _too_large(path: Path, size: int, max_bytes: int) -> FedsimError:
     return FedsimError(
-        f"{path} has {_size(size)}, and at most {_size(most)} are read; make it smaller"
+        f"{path} has {_size(size)}, and at most {_size(max_bytes)} are read; make it smaller"
     )
 
 

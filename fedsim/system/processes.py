@@ -1,4 +1,4 @@
-"""Worker processes that end with their parent, however it ends.
+"""Runs worker processes that end with their parent, however it ends.
 
 Imports the standard library alone: a worker is bound to its parent before it imports what it works
 with, which takes seconds.
@@ -24,23 +24,23 @@ from typing import Any
 from fedsim.system import interrupts
 
 _PR_SET_PDEATHSIG = 1
-"""From Linux's <sys/prctl.h>."""
+"""Constant of Linux's <sys/prctl.h>."""
 
 
 @dataclass
-class _Given:
-    """What a worker got from its parent when it started."""
+class _Context:
+    """Holds what a worker got from its parent when it started."""
 
     news: Queue[Any]
     shared: bytes
 
 
-_given: _Given | None = None
+_context: _Context | None = None
 
 
 @contextmanager
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
-    """`workers` processes that have `shared`, and a queue of what they `tell`.
+    """Starts `workers` processes that have `shared`, and a queue of what they `tell`.
 
     Work is to be submitted within `interrupts.held`: submitting starts them. An exception in the
     block ends them at once, in the middle of their work, and so does the end of this process.
@@ -60,28 +60,28 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 
 
 def tell(message: Any) -> None:
-    """From a worker of a `pool`: put `message` into its queue."""
-    assert _given is not None
-    _given.news.put(message)
+    """Puts `message` into the queue of the `pool` that this worker belongs to."""
+    assert _context is not None
+    _context.news.put(message)
 
 
 def shared() -> Any:
-    """In a worker of a `pool`: a copy of what it was started with."""
-    assert _given is not None
-    return pickle.loads(_given.shared)  # noqa: S301 - this process's parent wrote it
+    """Returns a copy of what this worker's `pool` was started with."""
+    assert _context is not None
+    return pickle.loads(_context.shared)  # noqa: S301 - this process's parent wrote it
 
 
 def _start(end: Connection, news: Queue[Any], shared: bytes) -> None:
-    """The first thing that a worker does."""
-    global _given
-    _given = _Given(news, shared)
+    """Prepares a worker, before anything else runs in it."""
+    global _context
+    _context = _Context(news, shared)
     if sys.platform == "linux":  # even while a library computes and lets no thread of Python run
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_follow, args=(end,), daemon=True).start()
 
 
 def _follow(end: Connection) -> None:
-    """End this process when its parent closes the other end, which its death does, too."""
+    """Ends this process when its parent closes the other end, as its death does."""
     try:
         end.poll(None)
     finally:

@@ -1,4 +1,4 @@
-"""How many threads compute: a decision of the scenario, since it decides the last bits of a sum.
+"""Fixes how many threads compute: a decision of the scenario, as it decides the last bits of a sum.
 
 A sum that is split over threads is rounded elsewhere for each number of them. torch's own threads,
 those of its matrix library, and those of numpy's and scipy's count alike.
@@ -15,14 +15,14 @@ from threadpoolctl import threadpool_limits
 
 
 def fix(threads: int) -> None:
-    """Compute on `threads` threads in this process from now on."""
+    """Computes on `threads` threads in this process from now on."""
     threadpool_limits(threads)
     torch.set_num_threads(threads)
 
 
 @contextmanager
 def fixed(threads: int) -> Iterator[None]:
-    """Compute on `threads` threads within the block, and on as many as before after it."""
+    """Computes on `threads` threads within the block, and on as many as before after it."""
     before = torch.get_num_threads()
     with threadpool_limits(threads):
         torch.set_num_threads(threads)

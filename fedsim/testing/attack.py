@@ -33,37 +33,39 @@ from fedsim.testing.updates import copy, same
 from fedsim.types import Observation, Reconstruction, Tensors
 
 _SIZES = (1, 3)
+"""The suite runs on batches of these sizes."""
 _LIMIT = 10_000
+"""An attack that promises no total must stop within so many steps."""
 _SEED = 5
 _PUBLIC = 5
-"""Images that are granted as public."""
+"""Number of images that are granted as public."""
 
 over_sizes = pytest.mark.parametrize("size", _SIZES)
 over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
 
 
 class AnyAttackContract(PluginContract):
-    """What every `Attack` keeps to, whatever it reads."""
+    """Tests what every `Attack` keeps to, whatever it reads."""
 
     batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
-    """The method works on these of 1 and 3; by `AttackFailed` it refuses the other one."""
+    """The sizes among 1 and 3 that the method works on; by `AttackFailed` it refuses the other."""
 
     @abstractmethod
     def make(self) -> Attack[Any]:
-        """The attack under test, with few iterations."""
+        """Returns the attack under test, with few iterations."""
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """An honest observation of that size, with the least knowledge or with all there is."""
+        """Returns an honest observation of that size, with least or most knowledge."""
 
     @abstractmethod
-    def check(self, found: Reconstruction, observation: Observation) -> None:
-        """Assert that what was found is in shape and range."""
+    def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
+        """Asserts that the reconstruction is in shape and range."""
 
     @over_knowledge
     @over_sizes
     def test_what_is_returned_is_in_shape_and_range(self, size: int, most: bool) -> None:
-        """With the least knowledge that the attack declares to need, and with all there is."""
+        """Holds with the least knowledge that the attack needs, and with all there is."""
         observation, knowledge = self.case(size, most)
         if size not in self.batch_sizes:
             with pytest.raises(AttackFailed):
@@ -72,7 +74,7 @@ class AnyAttackContract(PluginContract):
             self.check(self._solve(observation, knowledge), observation)
 
     def test_same_seed_same_result(self) -> None:
-        """Bit for bit: the generator that is handed in is the only source of randomness."""
+        """The generator that is handed in is the only source of randomness, bit for bit."""
         for size in self.batch_sizes:
             observation, knowledge = self.case(size)
             first = self._solve(observation, knowledge)
@@ -83,7 +85,7 @@ class AnyAttackContract(PluginContract):
             assert first.iterations == second.iterations
 
     def test_inputs_are_not_changed(self) -> None:
-        """No tensor of the observation nor of the knowledge."""
+        """No tensor of the observation or of the knowledge changes."""
         for size in self.batch_sizes:
             observation, knowledge = self.case(size, most=True)
             before = copy(_tensors(observation)), copy(_tensors(knowledge))
@@ -92,7 +94,7 @@ class AnyAttackContract(PluginContract):
             assert same(_tensors(knowledge), before[1])
 
     def test_it_stops(self) -> None:
-        """Within what `total` promises; the iteration of the state counts up to it."""
+        """It stops within what `total` promises; the state's iteration counts up to it."""
         attack = self.make()
         observation, knowledge = self.case(self.batch_sizes[0])
         state = attack.init(observation, knowledge, rng.generator(_SEED, "attack", 0))
@@ -107,7 +109,7 @@ class AnyAttackContract(PluginContract):
         assert promised is None or state.iteration <= promised
 
     def test_global_random_streams_are_left_alone(self) -> None:
-        """Torch's and Python's: another attack of the same run would draw other numbers."""
+        """Torch's and Python's streams stay as they are, for other attacks of the run."""
         observation, knowledge = self.case(self.batch_sizes[0])
         before = torch.get_rng_state(), random.getstate()
         self._solve(observation, knowledge)
@@ -115,20 +117,20 @@ class AnyAttackContract(PluginContract):
         assert random.getstate() == before[1]
 
     def test_an_update_of_mere_noise_is_survived(self) -> None:
-        """As behind a strong defense: a result in shape and range, or a stated failure."""
+        """As behind a strong defense, it returns a sound result or states a failure."""
         observation, knowledge = self.case(self.batch_sizes[-1])
         stream = rng.generator(_SEED, "noise")
         noise = {n: torch.randn(t.shape, generator=stream) for n, t in observation.update.items()}
         observation = replace(observation, update=noise)
         try:
-            found = self._solve(observation, knowledge)
+            reconstruction = self._solve(observation, knowledge)
         except AttackFailed:
             return
-        self.check(found, observation)
+        self.check(reconstruction, observation)
 
     @pytest.mark.parametrize("value", [0.0, math.nan, math.inf])
     def test_an_unusable_update_is_a_stated_failure(self, value: float) -> None:
-        """Zero everywhere, or not finite in one entry."""
+        """An update of zeros, or with an entry that is not finite, is refused."""
         observation, knowledge = self.case(self.batch_sizes[0])
         update = copy(observation.update)
         for tensor in update.values():
@@ -143,14 +145,14 @@ class AnyAttackContract(PluginContract):
 
 
 class AttackContract(AnyAttackContract):
-    """What every `Attack` on images keeps to, on those of 1x16x16 pixels in 10 classes."""
+    """Tests what every `Attack` on images keeps to, on 1x16x16 pixels in 10 classes."""
 
     model: ClassVar[str] = "lenet"
     """A registered model that the method works on."""
     model_parameters: ClassVar[Mapping[str, Any]] = {}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """Batches of so many images."""
+        """Returns the update of a batch of so many images."""
         observation, truth = make_observation(
             *example_batch(size), model=self.model, model_parameters=self.model_parameters
         )
@@ -159,33 +161,35 @@ class AttackContract(AnyAttackContract):
         granted = Grant.most() if most else self.make().required()
         return hand_over(observation, truth, granted, Public(images=public))
 
-    def check(self, found: Reconstruction, observation: Observation) -> None:
-        """As many as there are of each, images in [0, 1], labels among the classes."""
+    def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
+        """Asserts as many as there are of each, images in [0, 1], labels among the classes."""
         count, model = observation.num_images, observation.model
-        assert _tensors(found), "nothing is recovered"
-        assert math.isfinite(found.loss)
-        assert found.iterations >= 0
-        for tensor in _tensors(found).values():
+        assert _tensors(reconstruction), "nothing is recovered"
+        assert math.isfinite(reconstruction.loss)
+        assert reconstruction.iterations >= 0
+        for tensor in _tensors(reconstruction).values():
             assert tensor.device == next(iter(observation.parameters.values())).device
             assert not tensor.requires_grad
-        if found.images is not None:
-            assert found.images.shape == (count, *model.input_shape)
-            assert found.images.dtype == torch.float32
-            assert bool(((found.images >= 0) & (found.images <= 1)).all())
-        if found.labels is not None:
-            assert found.labels.shape == (count,)
-            assert found.labels.dtype == torch.int64
-            assert bool(((found.labels >= 0) & (found.labels < model.num_classes)).all())
-        if found.features is not None:
-            assert found.features.ndim == 2
-            assert len(found.features) == count
-            assert bool(found.features.isfinite().all())
+        if reconstruction.images is not None:
+            assert reconstruction.images.shape == (count, *model.input_shape)
+            assert reconstruction.images.dtype == torch.float32
+            assert bool(((reconstruction.images >= 0) & (reconstruction.images <= 1)).all())
+        if reconstruction.labels is not None:
+            assert reconstruction.labels.shape == (count,)
+            assert reconstruction.labels.dtype == torch.int64
+            assert bool(
+                ((reconstruction.labels >= 0) & (reconstruction.labels < model.num_classes)).all()
+            )
+        if reconstruction.features is not None:
+            assert reconstruction.features.ndim == 2
+            assert len(reconstruction.features) == count
+            assert bool(reconstruction.features.isfinite().all())
 
 
 class RowAttackContract(AnyAttackContract):
-    """What every `Attack` on rows keeps to, on releases of about 20 rows of 4 columns.
+    """Tests what every `Attack` on rows keeps to, on releases of about 20 rows of 4 columns.
 
-    Its sizes are numbers of clients: of one, and the sum of three.
+    Its sizes are numbers of clients: one, and the sum of three.
     """
 
     learner: ClassVar[str] = "sketch"
@@ -193,7 +197,7 @@ class RowAttackContract(AnyAttackContract):
     learner_parameters: ClassVar[Mapping[str, Any]] = {"columns": 40}
 
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:
-        """The releases of so many clients, summed."""
+        """Returns the summed releases of so many clients."""
         observation, truth = make_release(
             *example_rows(20 * size),
             learner=self.learner,
@@ -206,30 +210,32 @@ class RowAttackContract(AnyAttackContract):
         target = int(truth.members.nonzero()[0])
         return observation, hand_over_row(truth, target, granted, attack.asked_of_candidates)
 
-    def check(self, found: Reconstruction, observation: Observation) -> None:
-        """One row in [-1, 1], or one score."""
-        assert found.rows is not None or found.membership is not None, "nothing is recovered"
-        assert math.isfinite(found.loss)
-        assert found.iterations >= 0
-        for tensor in _tensors(found).values():
+    def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
+        """Asserts one row in [-1, 1], or one score."""
+        assert reconstruction.rows is not None or reconstruction.membership is not None, (
+            "nothing is recovered"
+        )
+        assert math.isfinite(reconstruction.loss)
+        assert reconstruction.iterations >= 0
+        for tensor in _tensors(reconstruction).values():
             assert not tensor.requires_grad
-        if found.rows is not None:
-            assert found.rows.shape == (1, len(observation.release.names))
-            assert bool((found.rows.abs() <= 1).all())
-        if found.membership is not None:
-            assert found.membership.shape == (1,)
-            assert not bool(found.membership.isnan().any())
+        if reconstruction.rows is not None:
+            assert reconstruction.rows.shape == (1, len(observation.release.names))
+            assert bool((reconstruction.rows.abs() <= 1).all())
+        if reconstruction.membership is not None:
+            assert reconstruction.membership.shape == (1,)
+            assert not bool(reconstruction.membership.isnan().any())
 
 
 def _tensors(value: Observation | Knowledge | Reconstruction) -> Tensors:
-    """Every tensor in `value`, by the path to it."""
-    found: dict[str, torch.Tensor] = {}
+    """Returns every tensor in `value`, by the path to it."""
+    tensors: dict[str, torch.Tensor] = {}
     for field in fields(value):
         member = getattr(value, field.name)
         if isinstance(member, torch.Tensor):
-            found[field.name] = member
+            tensors[field.name] = member
         elif isinstance(member, Mapping):
-            found |= {f"{field.name}.{name}": tensor for name, tensor in member.items()}
+            tensors |= {f"{field.name}.{name}": tensor for name, tensor in member.items()}
         elif isinstance(member, tuple) and all(isinstance(t, torch.Tensor) for t in member):
-            found |= {f"{field.name}.{index}": tensor for index, tensor in enumerate(member)}
-    return found
+            tensors |= {f"{field.name}.{index}": tensor for index, tensor in enumerate(member)}
+    return tensors

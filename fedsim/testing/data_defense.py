@@ -26,33 +26,33 @@ DELTA = 1e-4
 
 
 class DataDefenseContract(PluginContract):
-    """What every `DataDefense` keeps to."""
+    """Tests what every `DataDefense` keeps to."""
 
     @abstractmethod
     def make(self) -> DataDefense:
-        """The defense under test."""
+        """Returns the defense under test."""
 
     @abstractmethod
     def release(self) -> Release:
-        """Something that it protects."""
+        """Returns a release that it protects."""
 
     def test_sigma_is_a_scale(self) -> None:
-        """In the units of the rows: rows twice as long need twice as much for the same claim."""
+        """Rows twice as long need twice as much sigma for the same claim."""
         defense, release = self.make(), self.release()
         longer = replace(release, row_norm=2 * release.row_norm)
         sigma = defense.sigma(release)
         assert math.isfinite(sigma)
         assert sigma >= 0
         assert defense.sigma(longer) == pytest.approx(2 * sigma, rel=1e-9)
-        here, there = self._mechanism(release), self._mechanism(longer)
-        assert here.epsilon(DELTA, 1) == pytest.approx(there.epsilon(DELTA, 1), rel=1e-6)
+        short, long = self._mechanism(release), self._mechanism(longer)
+        assert short.epsilon(DELTA, 1) == pytest.approx(long.epsilon(DELTA, 1), rel=1e-6)
 
     def test_same_arguments_same_result(self) -> None:
         """Nothing is drawn."""
         assert self.make().sigma(self.release()) == self.make().sigma(self.release())
 
     def test_more_is_never_more_private(self) -> None:
-        """Of releases, and of certainty."""
+        """Neither more releases nor more certainty give a smaller ε."""
         mechanism = self._mechanism(self.release())
         once = mechanism.epsilon(DELTA, 1)
         assert 0 <= once < math.inf
@@ -60,7 +60,7 @@ class DataDefenseContract(PluginContract):
         assert mechanism.epsilon(10 * DELTA, 1) <= once <= mechanism.epsilon(DELTA / 10, 1)
 
     def test_what_cannot_be_protected_is_refused(self) -> None:
-        """By the same error before any noise is drawn and where the claim is made."""
+        """The same error is raised before any noise is drawn and where the claim is made."""
         defense = self.make()
         refused = 0
         for kind in get_args(ReleaseKind):
@@ -74,7 +74,7 @@ class DataDefenseContract(PluginContract):
         assert refused < len(get_args(ReleaseKind))
 
     def _mechanism(self, release: Release) -> ExactMechanism:
-        held = self.make().guarantee(release)
-        mechanism = held.pooled or held.mechanism
+        guarantee = self.make().guarantee(release)
+        mechanism = guarantee.pooled or guarantee.mechanism
         assert isinstance(mechanism, ExactMechanism)
         return mechanism

@@ -1,4 +1,4 @@
-"""Contract suites of the kinds of defense that act on updates, for a plugin's author to inherit.
+"""Tests defenses that act on updates: the contract suite of `UpdateDefense`.
 
     class TestMyDefense(UpdateDefenseContract):
         def make(self) -> MyDefense:
@@ -12,18 +12,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from fedsim.contracts.defense import (
-    AggregationDefense,
-    Defense,
-    NoisyAggregation,
-    ServerRound,
-    TrainingDefense,
     UpdateDefense,
     global_norm,
     shapes,
@@ -31,33 +25,34 @@ from fedsim.contracts.defense import (
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.contracts.stack import chain
 from fedsim.testing.plugin import PluginContract
-from fedsim.testing.updates import UPDATES, copy, mixed, non_finite, same, stream, zeros
-from fedsim.types import UNKNOWN, FedsimError, LocalTraining, Tensors, Update
-
-BOUND = 2.0
-"""The L2 bound that the suites take as proven by the defenses before."""
+from fedsim.testing.updates import (
+    BOUND,
+    UPDATES,
+    copy,
+    example_training,
+    mixed,
+    non_finite,
+    same,
+    stream,
+    zeros,
+)
+from fedsim.types import UNKNOWN, FedsimError, Tensors
 
 over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
 
 
-class _DefenseContract(PluginContract):
-    @abstractmethod
-    def make(self) -> Defense:
-        """The defense under test."""
-
-
-class UpdateDefenseContract(_DefenseContract):
-    """What every `UpdateDefense` keeps to."""
+class UpdateDefenseContract(PluginContract):
+    """Tests what every `UpdateDefense` keeps to."""
 
     @abstractmethod
     def make(self) -> UpdateDefense:
-        """The defense under test."""
+        """Returns the defense under test."""
 
     @over_updates
     def test_names_shapes_and_types_are_kept(
         self, make_update: Callable[[], dict[str, Tensor]]
     ) -> None:
-        """Of the update, and of the state over two rounds."""
+        """Holds for the update, and for the state over two rounds."""
         defense, update, rng = self.make(), make_update(), stream()
         state = defense.init(update, BOUND)
         for _ in range(2):
@@ -72,7 +67,7 @@ class UpdateDefenseContract(_DefenseContract):
 
     @over_updates
     def test_arguments_are_not_changed(self, make_update: Callable[[], dict[str, Tensor]]) -> None:
-        """Neither the update nor the state, in a first and a second round."""
+        """Neither the update nor the state changes, in a first and a second round."""
         defense, update, rng = self.make(), make_update(), stream()
         state = defense.init(update, BOUND)
         for _ in range(2):
@@ -94,10 +89,10 @@ class UpdateDefenseContract(_DefenseContract):
         assert same(first_state, second_state)
 
     def test_integer_tensors_pass_by(self) -> None:
-        """In a chain, counters and masks arrive bit for bit."""
+        """Counters and masks pass a chain bit for bit."""
         update = {**mixed(), "counter": torch.tensor(7), "mask": torch.tensor([True, False])}
         stack = chain(_Silence(), self.make())
-        state = stack.init(update, _declared())
+        state = stack.init(update, example_training())
         defended, _ = stack.apply(update, state, stream())
         assert list(defended) == list(update)
         for name in ("counter", "mask"):
@@ -105,7 +100,7 @@ class UpdateDefenseContract(_DefenseContract):
             assert torch.equal(defended[name], update[name])
 
     def test_a_finite_update_stays_finite(self) -> None:
-        """Zero norms included."""
+        """Holds for zero norms, too."""
         defense, rng = self.make(), stream()
         for update in (mixed(), zeros()):
             defended, _ = defense.apply(update, defense.init(update, BOUND), rng)
@@ -172,7 +167,7 @@ class UpdateDefenseContract(_DefenseContract):
         )
 
     def test_the_declared_noise_is_added(self) -> None:
-        """Of a zero update its variance is left; without noise, nothing comes and goes."""
+        """A zero update comes out with that variance; without noise, results are equal."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         zero = {"a": torch.zeros(30_000), "b": torch.zeros(100, 100)}
@@ -185,38 +180,38 @@ class UpdateDefenseContract(_DefenseContract):
         if not effect.noise and not effect.rounded:
             update = mixed()
             state = defense.init(update, BOUND)
-            first, again = (defense.apply(update, state, stream(i))[0] for i in (1, 2))
-            assert same(first, again), "what differs by chance is noise: declare it"
+            first, second = (defense.apply(update, state, stream(i))[0] for i in (1, 2))
+            assert same(first, second), "what differs by chance is noise: declare it"
 
     def test_removed_entries_are_declared(self) -> None:
-        """And they are the smallest, if that is the rule."""
+        """The removed entries are the smallest, if that is the rule."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         if effect.noise or effect.mixed:
             return
-        given = {
+        update = {
             "a": torch.randn(300, generator=stream(1)),
             "b": torch.randn(20, generator=stream(2)),
         }
-        defended, _ = defense.apply(given, defense.init(given, BOUND), stream())
-        removed = {name: (tensor == 0) & (given[name] != 0) for name, tensor in defended.items()}
+        defended, _ = defense.apply(update, defense.init(update, BOUND), stream())
+        removed = {name: (tensor == 0) & (update[name] != 0) for name, tensor in defended.items()}
         if effect.removed is None:
             assert effect.rounded or not any(bool(mask.any()) for mask in removed.values())
         elif effect.removed != "others":
-            parts = [[name] for name in given]
-            for names in parts if effect.removed == "smallest_of_tensor" else [list(given)]:
-                gone = torch.cat([given[n][removed[n]].abs() for n in names])
-                kept = torch.cat([given[n][~removed[n]].abs() for n in names])
-                assert not len(gone) or not len(kept) or float(gone.max()) <= float(kept.min())
+            parts = [[name] for name in update]
+            for names in parts if effect.removed == "smallest_of_tensor" else [list(update)]:
+                zeroed = torch.cat([update[n][removed[n]].abs() for n in names])
+                kept = torch.cat([update[n][~removed[n]].abs() for n in names])
+                assert not len(zeroed) or not len(kept) or float(zeroed.max()) <= float(kept.min())
 
     def test_the_declared_scale_and_grid_are_all_that_changes(self) -> None:
-        """What is left of an update is it, a multiple of it, or on a grid of its tensor."""
+        """The result is the update, a multiple of it, or on a grid of its tensor."""
         defense = self.make()
         effect = defense.effect(Guarantee(sensitivity=BOUND))
         if effect.noise or effect.mixed:
             return
-        given = {"a": 50 * torch.randn(300, generator=stream(1)), "b": torch.full((3,), 7.0)}
-        defended, _ = defense.apply(given, defense.init(given, BOUND), stream())
+        update = {"a": 50 * torch.randn(300, generator=stream(1)), "b": torch.full((3,), 7.0)}
+        defended, _ = defense.apply(update, defense.init(update, BOUND), stream())
         if effect.bound is not None:
             assert float(global_norm(defended)) <= effect.bound * (1 + 1e-6)
         left = {name: tensor[tensor != 0] for name, tensor in defended.items()}
@@ -225,208 +220,10 @@ class UpdateDefenseContract(_DefenseContract):
                 steps = left[name].double() / left[name].double().abs().min()
                 assert float((steps - steps.round()).abs().max()) < 0.05, "no grid"
             return
-        ratios = torch.cat([left[n].double() / given[n][defended[n] != 0] for n in given])
+        ratios = torch.cat([left[n].double() / update[n][defended[n] != 0] for n in update])
         one = ratios.mean() if effect.scaled else torch.ones(())
         torch.testing.assert_close(ratios, one.to(ratios).expand_as(ratios), rtol=1e-5, atol=0)
         assert 0 < float(one) <= 1 + 1e-6
-
-
-class TrainingDefenseContract(_DefenseContract):
-    """What every `TrainingDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> TrainingDefense:
-        """The defense under test."""
-
-    def test_the_training_stays_possible(self) -> None:
-        """Counts and rates in range, whatever was declared."""
-        for declared in (_declared(), _declared(algorithm="fedavg", steps=3)):
-            training = self.make().training(declared)
-            assert training.steps >= 1
-            assert training.batch_size >= 1
-            assert training.lr > 0
-            assert 0 <= training.dropout < 1
-            assert training.algorithm == "fedavg" or training.steps == 1
-
-    def test_names_shapes_and_types_are_kept(self) -> None:
-        """The direction of a step is shaped like the parameters, and finite."""
-        parameters, images, labels = _example()
-        direction = self.make().gradient(_cross_entropy, _plain, 3)
-        found = direction(parameters, images, labels, stream())
-        assert shapes(found) == shapes(parameters)
-        assert {t.dtype for t in found.values()} == {t.dtype for t in parameters.values()}
-        assert all(bool(tensor.isfinite().all()) for tensor in found.values())
-
-    def test_arguments_are_not_changed(self) -> None:
-        """Neither parameters, nor images, nor labels."""
-        parameters, images, labels = _example()
-        before = copy(parameters), images.clone(), labels.clone()
-        self.make().gradient(_cross_entropy, _plain, 3)(parameters, images, labels, stream())
-        assert same(parameters, before[0])
-        assert torch.equal(images, before[1])
-        assert torch.equal(labels, before[2])
-
-    def test_same_stream_same_result(self) -> None:
-        """The stream that is handed in is the only source of randomness."""
-        first, again = (self.make().gradient(_cross_entropy, _plain, 3) for _ in range(2))
-        found = first(*_example(), stream())
-        torch.manual_seed(12345)
-        assert same(found, again(*_example(), stream()))
-
-    def test_the_effect_is_declared(self) -> None:
-        """And its noise is that of a step's direction."""
-        defense = self.make()
-        effect = defense.effect(defense.training(_declared()))
-        assert effect != UNKNOWN, "override `effect`: say what the defense does to an update"
-        assert {noise.on for noise in effect.noise} <= {"step"}, "what is noised is a step"
-        parameters = {"weight": torch.zeros(2, 15_000)}
-        images, labels = torch.randn(3, 1, 100, 150, generator=stream(0)), torch.tensor([0, 1, 0])
-        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _still, 3)
-        noise = still(parameters, images, labels, stream())["weight"].double()
-        declared = math.sqrt(sum(noise.variance for noise in effect.noise))
-        assert float(noise.std()) == pytest.approx(declared, rel=0.02)
-
-    def test_a_direction_that_changes_says_so(self) -> None:
-        """Without noise and factors of examples' own it is the one that was handed in."""
-        defense = self.make()
-        effect = defense.effect(defense.training(_declared()))
-        if effect.noise or effect.scaled_examples or not effect.exact:
-            return
-        parameters, images, labels = _example()
-        direction = defense.gradient(_cross_entropy, _plain, 3)
-        found = direction(parameters, images, labels, stream())
-        expected = _plain(parameters, images, labels, stream())
-        ratios = torch.cat([(found[n] / expected[n]).flatten() for n in expected])
-        one = ratios.mean() if effect.scaled else torch.ones_like(ratios[0])
-        torch.testing.assert_close(ratios, one.expand_as(ratios), rtol=1e-4, atol=0)
-
-    def test_a_claimed_mechanism_adds_its_noise(self) -> None:
-        """Noise, measured where the gradient is zero, over the farthest a single example reaches.
-
-        The same stream adds the same noise to both batches, so their difference is the example's.
-        """
-        defense = self.make()
-        mechanism = defense.guarantee(Guarantee(), defense.training(_declared())).mechanism
-        if not isinstance(mechanism, Mechanism) or mechanism.unit != "example":
-            return
-        parameters = {"weight": torch.zeros(2, 15_000)}
-        images = torch.randn(3, 1, 100, 150, generator=stream(0))
-        labels = torch.tensor([0, 1, 0])
-        still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _plain, 3)
-        noise = float(still(parameters, images, labels, stream())["weight"].double().std())
-        here = defense.gradient(_steep, _plain, 3)(parameters, images, labels, stream())["weight"]
-        example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
-        exchanged = torch.cat([example, images[1:]])
-        there = defense.gradient(_steep, _plain, 3)(parameters, exchanged, labels, stream())[
-            "weight"
-        ]
-        reach = float((here.double() - there.double()).norm())
-        sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
-        assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
-
-
-class AggregationDefenseContract(_DefenseContract):
-    """What every `AggregationDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> AggregationDefense:
-        """The defense under test."""
-
-    def test_one_update_alone_comes_out_as_it_is(self) -> None:
-        """Up to rounding."""
-        update = _updates()[0]
-        combined = self.make().combine([update])
-        _assert_close(combined.tensors, update.tensors)
-        _assert_close(combined.buffers, update.buffers)
-
-    def test_names_shapes_types_and_total(self) -> None:
-        """The combined update fits the model and counts every example."""
-        updates = _updates()
-        combined = self.make().combine(iter(updates))
-        for found, like in ((combined.tensors, "tensors"), (combined.buffers, "buffers")):
-            expected: Tensors = getattr(updates[0], like)
-            assert shapes(found) == shapes(expected)
-            assert {n: t.dtype for n, t in found.items()} == {
-                n: t.dtype for n, t in expected.items()
-            }
-        assert combined.num_examples == sum(update.num_examples for update in updates)
-
-    def test_the_order_of_clients_does_not_matter(self) -> None:
-        """Up to rounding."""
-        updates = _updates()
-        there = self.make().combine(updates)
-        back = self.make().combine(updates[::-1])
-        _assert_close(there.tensors, back.tensors)
-        _assert_close(there.buffers, back.buffers)
-
-    def test_small_updates_are_not_lost(self) -> None:
-        """Nor is one bit of chance added: masks are integers, and floats would round here.
-
-        Float masks that cancel leave an error of their own size times 1e-7, which drowns an update
-        of 1e-6 and differs from one call to the next.
-        """
-        small = [
-            replace(
-                update,
-                tensors={name: 1e-6 * tensor for name, tensor in update.tensors.items()},
-                buffers={name: 1e-6 * tensor for name, tensor in update.buffers.items()},
-            )
-            for update in _updates()
-        ]
-        combined = self.make().combine(small)
-        again = self.make().combine(small)
-        assert same(combined.tensors, again.tensors)
-        assert same(combined.buffers, again.buffers)
-        large = self.make().combine(_updates())
-        for found, expected in (
-            (combined.tensors, large.tensors),
-            (combined.buffers, large.buffers),
-        ):
-            for name, tensor in found.items():
-                torch.testing.assert_close(1e6 * tensor, expected[name], rtol=1e-4, atol=1e-4)
-
-    def test_arguments_are_not_changed(self) -> None:
-        """Nor do they share memory with what comes out."""
-        updates = _updates()
-        before = [(copy(update.tensors), copy(update.buffers)) for update in updates]
-        combined = self.make().combine(updates)
-        for tensor in (*combined.tensors.values(), *combined.buffers.values()):
-            tensor.zero_()
-        for update, (tensors, buffers) in zip(updates, before, strict=True):
-            assert same(update.tensors, tensors)
-            assert same(update.buffers, buffers)
-
-    def test_the_effect_is_declared(self) -> None:
-        """And its noise is that of the sum, which a server adds."""
-        defense = self.make()
-        effect = defense.effect(Guarantee(sensitivity=BOUND))
-        assert effect != UNKNOWN, "override `effect`: say what is added to the combination"
-        assert {noise.on for noise in effect.noise} <= {"sum"}, "what is noised is the sum"
-        if not isinstance(defense, NoisyAggregation):
-            assert not effect.noise, "a plain combination adds nothing"
-            return
-        zero = Update(tensors={"weight": torch.zeros(40_000)}, num_examples=1)
-        variances = [noise.variance for noise in effect.noise]
-        round = ServerRound(clients=5, sensitivity=BOUND, stream=stream(), before=None)
-        shown = defense.add_noise(zero, round).tensors["weight"].double()
-        assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
-
-    def test_no_update_is_an_error(self) -> None:
-        """A round in which every client failed combines to nothing."""
-        with pytest.raises(FedsimError):
-            self.make().combine([])
-
-    def test_nothing_is_proven_from_nothing(self) -> None:
-        """Without noise anywhere, or without a bound, there is no mechanism."""
-        try:
-            assert self.make().guarantee(Guarantee()).mechanism is None
-        except FedsimError as refused:
-            assert "bound" in str(refused), "only a missing bound may be refused"
-
-
-def _declared(**changes: object) -> LocalTraining:
-    fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
-    return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 class _Silence(UpdateDefense):
@@ -442,55 +239,3 @@ class _Silence(UpdateDefense):
 
     def guarantee(self, before: Guarantee) -> Guarantee:
         return before.bounded(BOUND)
-
-
-def _example() -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    draw = stream(0)
-    parameters = {
-        "weight": torch.randn(5, 4, generator=draw),
-        "bias": torch.randn(5, generator=draw),
-    }
-    return parameters, torch.randn(3, 1, 2, 2, generator=draw), torch.tensor([0, 3, 3])
-
-
-def _cross_entropy(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-    logits = images.flatten(1) @ parameters["weight"].T + parameters["bias"]
-    return torch.nn.functional.cross_entropy(logits, labels)
-
-
-def _steep(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-    scores = (images.flatten(1) * parameters["weight"][labels]).sum(1)
-    return 1e6 * scores.mean()
-
-
-def _still(parameters: Tensors, *_: object) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(value) for name, value in parameters.items()}
-
-
-def _plain(
-    parameters: Tensors, images: Tensor, labels: Tensor, _: torch.Generator
-) -> dict[str, Tensor]:
-    at = {name: value.clone().requires_grad_() for name, value in parameters.items()}
-    grads = torch.autograd.grad(_cross_entropy(at, images, labels), list(at.values()))
-    return dict(zip(at, grads, strict=True))
-
-
-def _updates() -> list[Update]:
-    def one(seed: int, num_examples: int) -> Update:
-        draw = stream(seed)
-        return Update(
-            tensors={
-                "weight": torch.randn(3, 2, generator=draw),
-                "double": torch.randn(4, generator=draw, dtype=torch.float64),
-                "scalar": torch.randn((), generator=draw),
-                "empty": torch.zeros(0, 2),
-            },
-            num_examples=num_examples,
-            buffers={"running_mean": torch.randn(3, generator=draw)},
-        )
-
-    return [one(1, 5), one(2, 1), one(3, 40)]
-
-
-def _assert_close(a: Tensors, b: Tensors) -> None:
-    torch.testing.assert_close(dict(a), dict(b), rtol=1e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Honest observations with their truth, without a federation: known answers for attacks."""
+"""Makes honest observations with their truth, without a federation: known answers for attacks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_observation(
     num_clients: int = 1,
     seed: int = 0,
 ) -> tuple[Observation, GroundTruth]:
-    """What a server sees of clients who train a fresh model on `images`, and the truth.
+    """Returns what a server sees of clients who train a fresh model on `images`, and the truth.
 
     The clients run the learner of a real run. `images` (N, C, H, W) are pixels in [0, 1] and
     `labels` (N,) int64: those of the first client's first step, then of its second, and so on.
@@ -122,28 +122,28 @@ def combined(
     release: Release | None,
     seed: int,
 ) -> Update:
-    """What the server sees of all `updates` in its first round; without aggregation, the first."""
+    """Returns what the server sees of all `updates` in its first round."""
     aggregation = stack.aggregation
     if aggregation is None:
         return updates[0]
-    together = aggregation.combine(updates)
+    aggregate = aggregation.combine(updates)
     if not isinstance(aggregation, NoisyAggregation):
-        return together
+        return aggregate
     *_, before, _ = stack.guarantees(declared, release)
     stream = rng.generator(seed, "defense", "server")
     count, bound = len(updates), before.sensitivity
     return aggregation.add_noise(
-        together, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
+        aggregate, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
     )
 
 
 def reference(plugin: Mapping[str, Any]) -> PluginRef:
-    """An entry of a scenario, `name` and parameters, as it holds it once it is read."""
+    """Returns a scenario's entry, `name` and parameters, in the form that a scenario holds."""
     parameters = {key: value for key, value in plugin.items() if key != "name"}
     return PluginRef(name=plugin["name"], parameters=parameters)
 
 
 def example_batch(count: int, shape: tuple[int, int, int] = (1, 16, 16)) -> tuple[Tensor, Tensor]:
-    """`count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, 2, ..."""
+    """Returns `count` images (count, C, H, W), pixels uniform in [0, 1], and labels 3, 6, 9, ..."""
     images = torch.rand(count, *shape, generator=rng.generator(0, "example"))
     return images, (3 * torch.arange(1, count + 1)) % 10

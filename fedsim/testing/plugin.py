@@ -1,4 +1,4 @@
-"""What every plugin keeps to, whatever its kind."""
+"""Tests what every plugin keeps to, whatever its kind."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from fedsim.contracts.plugins import Plugin
 
 
 class PluginContract(ABC):
-    """The part of every contract suite that is about parameters and the source."""
+    """Tests the parameters and the source of any plugin."""
 
     @abstractmethod
     def make(self) -> Plugin:
-        """The plugin under test."""
+        """Returns the plugin under test."""
 
     def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:
-        """What a record holds makes the same plugin again; a typo does not pass."""
+        """A record's parameters make the same plugin again; a typo is refused."""
         plugin = self.make()
         resolved = plugin.model_dump(mode="json")
         assert type(plugin).model_validate(resolved) == plugin
@@ -26,6 +26,6 @@ class PluginContract(ABC):
             type(plugin).model_validate({**resolved, "no_such_parameter": 1})
 
     def test_the_source_is_cited(self) -> None:
-        """`paper` and the docstring's first line are what a user is shown."""
+        """Users are shown `paper` and the docstring's first line."""
         assert self.make().paper
         assert (type(self.make()).__doc__ or "").strip()

@@ -1,4 +1,4 @@
-"""Honest releases of closed-form learners with their truth, without a federation."""
+"""Makes honest releases of closed-form learners with their truth, without a federation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def make_release(
     row_norm: float | None = None,
     seed: int = 0,
 ) -> tuple[Observation, RowTruth]:
-    """What a server sees of clients who release from the `members` among `rows`, and the truth.
+    """Returns what a server sees of a release from the `members` among `rows`, and the truth.
 
     The clients run the learner of a real run. `rows` (N, d + 1) are features and target in [-1, 1],
     no longer than `row_norm` (default: sqrt(d + 1)): those of the first client, then of the second,
@@ -72,7 +72,7 @@ def make_release(
         private_statistics=(),
     )
     scenario = _scenario(learner, parameters, num_clients)
-    return _observed(scenario, stack, table, (rows, table.train_labels), members, defense, seed)
+    return _observe(scenario, stack, table, (rows, table.train_labels), members, defense, seed)
 
 
 def make_kernel_release(
@@ -85,7 +85,7 @@ def make_kernel_release(
     num_clients: int = 1,
     seed: int = 0,
 ) -> tuple[Observation, RowTruth]:
-    """What a server sees of clients who release a kernel regression of images, and the truth.
+    """Returns what a server sees of a kernel regression of images, and the truth.
 
     As `make_release`, by learner ntk: `images` (N, C, H, W) uint8 and their classes `labels` (N,)
     int64, of as many classes as the largest says. With several clients and no aggregation defense
@@ -111,7 +111,7 @@ def make_kernel_release(
     learner = build_learner(PluginRef(name="ntk", parameters=dict(parameters or {})))
     scenario = _scenario("ntk", learner.model_dump(mode="json"), num_clients)
     held = (as_pixels(images), labels)
-    return _observed(scenario, stack, dataset, held, members, defense, seed)
+    return _observe(scenario, stack, dataset, held, members, defense, seed)
 
 
 def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) -> Scenario:
@@ -123,16 +123,16 @@ def _scenario(learner: str, parameters: Mapping[str, Any] | None, clients: int) 
     )
 
 
-def _observed(
+def _observe(
     scenario: Scenario,
     stack: Stack,
     dataset: Dataset | Table,
-    held: tuple[Tensor, Tensor],
+    data: tuple[Tensor, Tensor],
     members: Tensor,
     defense: Sequence[Mapping[str, Any]],
     seed: int,
 ) -> tuple[Observation, RowTruth]:
-    """The release of the `members` among what the clients hold together, equally divided."""
+    """Returns the release of the `members` among the clients' data, which is equally divided."""
     problem = problem_of(scenario, stack, dataset.without_training(), len(members), _CPU)
     refs = [reference(member) for member in defense]
     computation = build_learner(scenario.learner).start(problem)
@@ -142,11 +142,11 @@ def _observed(
     if stack.aggregation is None:
         parts = parts[:1]
     updates = []
-    for client, own in enumerate(parts):
-        kept = own[members[own]]
+    for client, indices in enumerate(parts):
+        kept = indices[members[indices]]
         stream = rng.generator(seed, "defense", client)
         request = Request(
-            batches=[(held[0][kept], held[1][kept])],
+            batches=[(data[0][kept], data[1][kept])],
             parameters=before,
             buffers=buffers,
             training=declared,
@@ -157,13 +157,13 @@ def _observed(
         state = stack.init(released, declared, computation.release)
         defended, _ = stack.apply(released, state, stream)
         updates.append(Update(tensors=defended, num_examples=1))
-    seen = combined(stack, updates, declared, computation.release, seed)
+    update = combined(stack, updates, declared, computation.release, seed)
     spec = computation.describe()
     assert spec is not None
     client = -1 if stack.aggregation else 0
     observation = Observation(
         id=observation_id("example", 1, client, "training"),
-        update=seen.tensors,
+        update=update.tensors,
         buffers_update={},
         parameters=before,
         buffers=buffers,
@@ -178,18 +178,21 @@ def _observed(
         trial=0,
         seed=0,
     )
-    of = torch.cat(parts)
-    truth = computation.candidates(held[0][of], held[1][of])
+    order = torch.cat(parts)
+    truth = computation.candidates(data[0][order], data[1][order])
     assert truth is not None
-    clients = torch.cat([torch.full((len(own),), i) for i, own in enumerate(parts)])
+    clients = torch.cat([torch.full((len(part),), i) for i, part in enumerate(parts)])
     return observation, replace(
-        truth, rows=truth.rows.clone(), members=members[of].clone(), clients=clients
+        truth, rows=truth.rows.clone(), members=members[order].clone(), clients=clients
     )
 
 
 def example_rows(count: int, columns: int = 4) -> tuple[Tensor, Tensor]:
-    """`count` rows (count, columns) float64, uniform in [-1, 1] but for a constant feature 1 before
-    the target; and which of them take part, (count,) bool: two of three."""
+    """Returns rows (count, columns) float64, and which of them take part, (count,) bool.
+
+    Entries are uniform in [-1, 1] but for a constant feature 1 before the target. Two of three rows
+    take part.
+    """
     stream = rng.generator(0, "example rows")
     rows = torch.rand(count, columns, generator=stream, dtype=torch.float64) * 2 - 1
     rows[:, -2] = 1

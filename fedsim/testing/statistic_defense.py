@@ -36,26 +36,26 @@ _DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
 
 
 class StatisticDefenseContract(PluginContract):
-    """What every `StatisticDefense` keeps to."""
+    """Tests what every `StatisticDefense` keeps to."""
 
     @abstractmethod
     def make(self) -> StatisticDefense:
-        """The defense under test."""
+        """Returns the defense under test."""
 
     def test_shape_type_and_kind_are_kept(self) -> None:
-        """A kernel matrix stays symmetric and positive semidefinite; nothing is not finite."""
+        """A kernel matrix stays symmetric and positive semidefinite; every entry stays finite."""
         value = self._value()
-        found = self.make().apply(value, RELEASE, stream())
-        assert found.shape == value.shape
-        assert found.dtype == value.dtype
-        assert bool(found.isfinite().all())
+        statistic = self.make().apply(value, RELEASE, stream())
+        assert statistic.shape == value.shape
+        assert statistic.dtype == value.dtype
+        assert bool(statistic.isfinite().all())
         if self.make().statistic == "kernel":
-            torch.testing.assert_close(found, found.T)
-            least = float(torch.linalg.eigvalsh((found + found.T) / 2)[0])
-            assert least > -1e-9 * (1 + float(found.abs().max()))
+            torch.testing.assert_close(statistic, statistic.T)
+            smallest = float(torch.linalg.eigvalsh((statistic + statistic.T) / 2)[0])
+            assert smallest > -1e-9 * (1 + float(statistic.abs().max()))
 
     def test_arguments_are_not_changed(self) -> None:
-        """The client computes with them again."""
+        """The client computes with the arguments again."""
         value = self._value()
         before = value.clone()
         self.make().apply(value, RELEASE, stream())
@@ -70,7 +70,7 @@ class StatisticDefenseContract(PluginContract):
         assert not torch.equal(first, self.make().apply(value, RELEASE, stream(2)))
 
     def test_the_curve_is_one_of_privacy(self) -> None:
-        """Probabilities that fall with ε, and of which ε is the inverse."""
+        """Its values are probabilities that fall with ε, and ε is their inverse."""
         mechanism = self.make().guarantee(RELEASE)
         epsilons = np.linspace(0.0, 4.0, 33)
         deltas = np.exp(mechanism.log_delta(epsilons))
@@ -80,14 +80,14 @@ class StatisticDefenseContract(PluginContract):
         assert float(np.exp(mechanism.log_delta(np.array([epsilon])))[0]) <= DELTA * (1 + 1e-9)
 
     def test_more_is_never_more_private(self) -> None:
-        """Of releases, and of certainty."""
+        """Neither more releases nor more certainty give a smaller ε."""
         one = (self.make().guarantee(RELEASE),)
         once = of_mechanisms(one, DELTA)
         assert 0 <= once <= of_mechanisms(one * 2, DELTA)
         assert of_mechanisms(one, 10 * DELTA) <= once <= of_mechanisms(one, DELTA / 2)
 
     def test_it_stands_only_where_there_is_such_a_statistic(self) -> None:
-        """Behind no update, beside none of its kind, and with a learner that uses the statistic."""
+        """It is refused for updates, beside one of its kind, and without the statistic."""
         stack = chain(self.make())
         stack.guarantees(_DECLARED, RELEASE)
         for release in (None, replace(RELEASE, statistics=())):

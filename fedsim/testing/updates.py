@@ -1,4 +1,4 @@
-"""Updates that a defense has to cope with, and how to compare them bit for bit."""
+"""Makes updates and trainings that a defense has to cope with, and compares updates bit for bit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,25 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fedsim.types import Tensors
+from fedsim.types import LocalTraining, Tensors
+
+BOUND = 2.0
+"""The suites take this L2 bound as proven by the defenses before."""
+
+
+def example_training(**changes: object) -> LocalTraining:
+    """Returns a declared training of one step on three images, with `changes`."""
+    fields: dict[str, object] = {"algorithm": "fedsgd", "steps": 1, "batch_size": 3, "lr": 0.1}
+    return LocalTraining(**{**fields, **changes})  # type: ignore[arg-type]
 
 
 def stream(seed: int = 1) -> torch.Generator:
-    """A fresh generator; the same seed is the same stream."""
+    """Returns a fresh generator; the same seed is the same stream."""
     return torch.Generator().manual_seed(seed)
 
 
 def mixed(scale: float = 1.0) -> dict[str, Tensor]:
-    """An update with every floating-point type, a 0-d, an empty and a repeated entry."""
+    """Returns an update with every floating-point type, a 0-d, an empty and a repeated entry."""
     draw = stream(0)
     return {
         "single": scale * torch.randn(4, 3, generator=draw),
@@ -31,20 +40,20 @@ def mixed(scale: float = 1.0) -> dict[str, Tensor]:
 
 
 def near(vectors: Tensor, by: float) -> Tensor:
-    """(N, d) `vectors`, each moved in a random direction, `by` times its length."""
-    away = torch.randn(vectors.shape, generator=stream())
-    lengths = vectors.norm(dim=1, keepdim=True) / away.norm(dim=1, keepdim=True)
-    moved: Tensor = vectors + by * lengths * away
-    return moved
+    """Moves each of the (N, d) `vectors` in a random direction, `by` times its length."""
+    directions = torch.randn(vectors.shape, generator=stream())
+    lengths = vectors.norm(dim=1, keepdim=True) / directions.norm(dim=1, keepdim=True)
+    perturbed: Tensor = vectors + by * lengths * directions
+    return perturbed
 
 
 def zeros() -> dict[str, Tensor]:
-    """The update of a client that has learned nothing."""
+    """Returns the update of a client that has learned nothing."""
     return {name: torch.zeros_like(tensor) for name, tensor in mixed().items()}
 
 
 def non_finite(value: float) -> dict[str, Tensor]:
-    """An update with one entry of `value`."""
+    """Returns an update with one entry of `value`."""
     update = mixed()
     update["single"][1, 1] = value
     return update
@@ -62,7 +71,7 @@ UPDATES: Mapping[str, Callable[[], dict[str, Tensor]]] = {
 
 
 def same(a: Tensors, b: Tensors) -> bool:
-    """Equal names, shapes, types and bits (NaN equals NaN)."""
+    """Whether names, shapes, types and bits are equal (NaN equals NaN)."""
     return a.keys() == b.keys() and all(
         a[name].dtype == b[name].dtype
         and a[name].shape == b[name].shape
@@ -73,5 +82,5 @@ def same(a: Tensors, b: Tensors) -> bool:
 
 
 def copy(tensors: Tensors) -> dict[str, Tensor]:
-    """Clones of all tensors."""
+    """Clones all tensors."""
     return {name: tensor.clone() for name, tensor in tensors.items()}

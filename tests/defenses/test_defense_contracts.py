@@ -5,9 +5,10 @@ from __future__ import annotations
 from fedsim.contracts.defense import Defense
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.plugins import names
-from fedsim.testing import DataDefenseContract, StatisticDefenseContract
-from fedsim.testing.defense import (
+from fedsim.testing import (
     AggregationDefenseContract,
+    DataDefenseContract,
+    StatisticDefenseContract,
     TrainingDefenseContract,
     UpdateDefenseContract,
 )

@@ -14,7 +14,8 @@ from synthetic_run import STACKS, write_run
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
 from fedsim.report.overview import _chosen, _recovered, _strongest
-from fedsim.results.reading import ControlOf, load_runs
+from fedsim.results.lines import ControlOf
+from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
 
 

@@ -16,9 +16,9 @@ from fedsim.report.plots import (
     Point,
     feature_errors,
     leakage_utility,
-    series_color,
     training_curves,
 )
+from fedsim.report.svg import series_color
 
 
 def parse(svg: str) -> ElementTree.Element:

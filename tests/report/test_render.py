@@ -16,7 +16,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.contracts.grant import Grant
 from fedsim.report import LeaderboardRow, ReportError, leaderboard_rows, render
 from fedsim.report.figures import describe_stack
-from fedsim.report.render import _CLAIM, _COLUMNS
+from fedsim.report.table import _CLAIM, _COLUMNS
 from fedsim.results.settings import differences
 
 

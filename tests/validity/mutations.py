@@ -48,7 +48,7 @@ MUTATIONS = (
     Mutation(
         name="a lost trial makes exact pictures unseen",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old='    return "partial" if (certain > 0 and several) or row.exposed else "unseen"\n',
         new='    return "partial" if certain > 0 and several else "unseen"\n',
         tests=(BOARD,),
@@ -113,8 +113,8 @@ MUTATIONS = (
         name="a model built before it is counted",
         item=15,
         file="fedsim/models/size.py",
-        old="        memory.check(_COPIES * size.state, of,",
-        new="        memory.check(0, of,",
+        old="        memory.check(_COPIES * size.state, content,",
+        new="        memory.check(0, content,",
         tests=(BAD_INPUT,),
     ),
     Mutation(
@@ -252,8 +252,8 @@ MUTATIONS = (
         name="one image guessed for all of a batch",
         item=7,
         file="fedsim/scoring/guess.py",
-        old="        levels = everything.made(chosen, count)\n",
-        new='        levels = everything.made("mean_image", count)\n',
+        old="        levels = everything.guess(chosen, count)\n",
+        new='        levels = everything.guess("mean_image", count)\n',
         tests=(GUESS, VICTIMS),
     ),
     Mutation(
@@ -334,8 +334,8 @@ MUTATIONS = (
         name="n counts runs",
         item=11,
         file="fedsim/report/leaderboard.py",
-        old="    first, apart = rows[0], units(rows)\n",
-        new="    first, apart = rows[0], [[i] for i in range(len(rows))]\n",
+        old="    first, trials = rows[0], units(rows)\n",
+        new="    first, trials = rows[0], [[i] for i in range(len(rows))]\n",
         tests=(VICTIMS,),
     ),
     Mutation(
@@ -423,7 +423,7 @@ MUTATIONS = (
     Mutation(
         name="a failed attack marked strongest",
         item=13,
-        file="fedsim/report/leaderboard.py",
+        file="fedsim/report/row.py",
         old="        return (float(self.n_ok > 0), float(not self.blind), *self.strength)\n",
         new="        return (float(not self.blind), *self.strength)\n",
         tests=(BOARD,),
@@ -664,10 +664,10 @@ MUTATIONS = (
         name="failed trials dropped from the mean",
         item=8,
         file="fedsim/report/leaderboard.py",
-        old="    values = [_of(row.metrics, name) if row.ok else _guessed(row, "
+        old="    values = [value_of(row.metrics, name) if row.ok else _guessed(row, "
         "name) for row in rows]\n",
         new="    rows = [row for row in rows if row.ok]\n"
-        "    values = [_of(row.metrics, name) for row in rows]\n",
+        "    values = [value_of(row.metrics, name) for row in rows]\n",
         tests=("tests/validity/test_leaderboard.py",),
     ),
     Mutation(
@@ -716,7 +716,7 @@ MUTATIONS = (
     Mutation(
         name="planted heads ranked among honest ones",
         item=9,
-        file="fedsim/report/leaderboard.py",
+        file="fedsim/report/row.py",
         old="        return (self.scenario, self.variant, self.dataset, self.model, self.server)\n",
         new='        return (self.scenario, self.variant, self.dataset, self.model, "honest")\n',
         tests=(BOARD,),
@@ -732,7 +732,7 @@ MUTATIONS = (
     Mutation(
         name="rows of a malicious server without its mark",
         item=9,
-        file="fedsim/report/render.py",
+        file="fedsim/report/table.py",
         old='    return [] if row.server == "honest" else [f"({row.server})"]\n',
         new="    return []\n",
         tests=(BOARD,),
@@ -756,7 +756,7 @@ MUTATIONS = (
     Mutation(
         name="features of any update as a leak",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="row.guessed_span and not blind else",
         new="row.guessed_span else",
         tests=(BOARD,),
@@ -773,7 +773,7 @@ MUTATIONS = (
         name="a lost update that hides the other trials",
         item=16,
         file="fedsim/report/paired.py",
-        old="            found.append(0.0)\n",
+        old="            differences.append(0.0)\n",
         new="            return None\n",
         tests=(BOARD,),
     ),
@@ -796,7 +796,7 @@ MUTATIONS = (
     Mutation(
         name="some leakage by one trial",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="    several = gain.n >= LEAST\n",
         new="    several = True\n",
         tests=(BOARD,),
@@ -813,8 +813,8 @@ MUTATIONS = (
         name="a share with an interval that misses what is rare",
         item=16,
         file="fedsim/scoring/statistics.py",
-        old='    found = binomtest(count, n).proportion_ci(confidence, "exact")\n',
-        new='    found = binomtest(count, n).proportion_ci(confidence, "wilson")\n',
+        old='    interval = binomtest(count, n).proportion_ci(confidence, "exact")\n',
+        new='    interval = binomtest(count, n).proportion_ci(confidence, "wilson")\n',
         tests=("tests/scoring/test_statistics.py",),
     ),
     Mutation(
@@ -845,7 +845,7 @@ MUTATIONS = (
     Mutation(
         name="a prior ranked above what sees",
         item=16,
-        file="fedsim/report/leaderboard.py",
+        file="fedsim/report/row.py",
         old="        return (float(self.n_ok > 0), float(not self.blind), *self.strength)\n",
         new="        return (float(self.n_ok > 0), *self.strength)\n",
         tests=(BOARD,),
@@ -886,14 +886,14 @@ MUTATIONS = (
         name="a single trial without a word on its control",
         item=16,
         file="fedsim/report/leaderboard.py",
-        old="    if not ok or any(_other(row) for row in ok):\n",
+        old="    if not ok or any(row.other_update for row in ok):\n",
         new="    if True:\n",
         tests=(BOARD,),
     ),
     Mutation(
         name="labels of any update as a leak",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="    return row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN\n",
         new="    return False\n",
         tests=(BOARD,),
@@ -901,7 +901,7 @@ MUTATIONS = (
     Mutation(
         name="memberships of any release as a leak",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="    return over is not None and over.mean < _MEMBERSHIP_GAIN\n",
         new="    return False\n",
         tests=(BOARD,),
@@ -917,7 +917,7 @@ MUTATIONS = (
     Mutation(
         name="a verdict that forgets among how many it chose",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="    return max(1, sum(row.n_ok > 0 and measure(row) is not None for row in rows))\n",
         new="    return 1\n",
         tests=(BOARD,),
@@ -925,7 +925,7 @@ MUTATIONS = (
     Mutation(
         name="the best of many by one trial",
         item=16,
-        file="fedsim/report/verdict.py",
+        file="fedsim/report/level.py",
         old="    if certain >= REQUIRED_GAIN and (several or gain.compared == 1):\n",
         new="    if certain >= REQUIRED_GAIN:\n",
         tests=(BOARD,),
@@ -941,7 +941,7 @@ MUTATIONS = (
     Mutation(
         name="features held against no guess",
         item=16,
-        file="fedsim/report/leaderboard.py",
+        file="fedsim/report/row.py",
         old='        guessed = self.baseline["subspace_error"]\n',
         new="        guessed = None\n",
         tests=(BOARD,),
@@ -966,7 +966,7 @@ MUTATIONS = (
         name="a prior in the picture of what leaks",
         item=16,
         file="fedsim/report/overview.py",
-        old="key=lambda own: (_sees(own), _mean_psnr(own))",
+        old="key=lambda rows: (_is_informed(rows), _mean_psnr(rows))",
         new="key=_mean_psnr",
         tests=("tests/report/test_overview.py",),
     ),

@@ -17,7 +17,8 @@ from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.grant import Knowledge
 from fedsim.recording.files import load_truth, read_tensors
-from fedsim.report.leaderboard import LeaderboardRow, leaderboard_rows
+from fedsim.report.leaderboard import leaderboard_rows
+from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows
 from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser

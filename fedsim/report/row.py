@@ -1,0 +1,213 @@
+"""A line of the leaderboard, and how its attack ranks among those on the same defense."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from fedsim.contracts.grant import Grant
+from fedsim.results.lines import Subject
+from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
+from fedsim.types import Server
+
+Comparison = tuple[str, str, str, str, Server]
+"""(scenario, variant, data source, model, server): rows of one may be ranked, of two never."""
+
+REQUIRED_GAIN = 3.0
+"""A trial leaks if it gains at least so many dB over the zero-information guess and over another
+update."""
+
+EXPOSED_GAIN = 10.0
+"""No attack gains so many dB over guessing and over another update by chance. One such trial is a
+leak, even if the interval of all trials reaches below 0."""
+
+_ROUNDING = 1e-9
+"""A guess's span error counts as at least this, so that shares of it stay finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderboardRow:
+    """One attack on one defense, over all its trials."""
+
+    cell: str
+    """`ResultRow.cell` of its trials."""
+    scenario: str
+    variant: str
+    folders: tuple[str, ...]
+    """Folders of the runs that the trials are from."""
+    dataset: str
+    model: str
+    """Name of the model, or of the learner if it trains no model."""
+    subject: Subject
+    """What the attack is after."""
+    defense: str
+    stack: str
+    undefended: bool
+    attack: str
+    vantage: str
+    server: Server
+    """What the server has done to the model."""
+    knowledge: Grant
+    batch_size: int
+    round: int
+    n: int
+    """Number of trials."""
+    n_ok: int
+    images: int | None
+    """Number of different images, or rows of a table, that were attacked; None if the rows do not
+    say."""
+    independent: int
+    """Number of independent trials: those that share an image count once. Every summary and
+    interval is over these."""
+    failures: dict[str, int]
+    """Reason -> number of trials that failed for it."""
+    metrics: dict[str, Summary | None]
+    worst: dict[str, float | None]
+    """The most that leaked in one trial, or of one image where the rows have values per image."""
+    baseline: dict[str, float | None]
+    """Mean of the zero-information guess."""
+    gain: Summary | None
+    """PSNR above the zero-information guess, dB."""
+    label_gain: Summary | None
+    """Label accuracy above guessing the majority label."""
+    membership_gain: Summary | None
+    """Area under the membership curve above 0.5, a coin's."""
+    other_update: Summary | None
+    """PSNR against this truth of what the same attack reconstructs from another update."""
+    over_other: Summary | None
+    """PSNR above `other_update`, dB: the part of the gain that is due to this update."""
+    own_gain: Summary | None
+    """The lesser of `gain` and `over_other`, trial by trial, dB."""
+    leaking: Share | None
+    """Share of trials with an `own_gain` of `REQUIRED_GAIN` or more."""
+    span_over_other: Summary | None
+    """By how much the span error is below that of features reconstructed from another update."""
+    label_over_other: Summary | None
+    """By how much label accuracy is above that of labels inferred from another update."""
+    membership_over_other: Summary | None
+    """By how much the area under the membership curve is above that of scores of another update."""
+    no_control: str | None
+    """Why the attack was not run on another update; None if it was, or if every trial failed."""
+    guess_public: int | None
+    """Number of public images that the guess was learned from; None if it learned from none, or the
+    rows do not say."""
+    guess_public_per_image: float | None
+    """Number of public images for each image of the guess."""
+    train_loss: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    accuracy: Accuracy | None
+    """Test accuracy with chance, the test set's size and an interval; None if the runs do not
+    say."""
+    diverged: int
+    """Number of trials on recordings whose local training diverges."""
+    epsilon: float | None
+    """inf: nothing is guaranteed. None: it was not accounted."""
+    delta: float | None
+    accountant: str | None
+    unit: str | None
+    relation: str | None
+    privacy_reason: str | None
+    privacy_covers: str | None
+    """Which releases the claim covers, in words."""
+    audited_epsilon: float | None
+    tensor_rate: float | None
+    """Mean of the error that theory predicts, up to a constant; None for most attacks."""
+    membership_auc_limit: float | None
+    """The largest area that the privacy claim allows; None if it does not bound membership."""
+    membership_tpr_limit: float | None
+    seconds: float | None
+    """Mean seconds of a trial."""
+    strongest: bool = False
+    """Whether the attack worked, is not `blind`, and gains most on this defense of all such
+    attacks."""
+
+    @property
+    def comparison(self) -> Comparison:
+        """Identifies the comparison; only rows of one comparison are ranked together."""
+        return (self.scenario, self.variant, self.dataset, self.model, self.server)
+
+    @property
+    def standing(self) -> tuple[float, ...]:
+        """Sort key of attacks: `strength`, behind whether a trial worked and is not `blind`."""
+        return (float(self.n_ok > 0), float(not self.blind), *self.strength)
+
+    @property
+    def ranked_by(self) -> str:
+        """Name of the metric that decides the attack's rank: the first that it has a value of."""
+        if self.gain:
+            return "psnr"
+        if self.metrics["subspace_error"]:
+            return "subspace_error"
+        return "label_accuracy" if self.label_gain else "membership_auc"
+
+    @property
+    def blind(self) -> bool:
+        """Whether the attack does no better on this update than on another one.
+
+        It then may read nothing off this update. Judged by the lower end of the interval of the
+        metric that ranks it. A trial that no attack gains by chance proves that the attack reads
+        the update.
+        """
+        over = self._over_other(self.ranked_by)
+        return over is not None and over.certain <= 0 and not self.exposed
+
+    def _over_other(self, name: str) -> Summary | None:
+        return {
+            "psnr": self.over_other,
+            "subspace_error": self.span_over_other,
+            "label_accuracy": self.label_over_other,
+            "membership_auc": self.membership_over_other,
+        }[name]
+
+    def limit(self, name: str) -> float | None:
+        """Returns the most of metric `name` that the privacy claim allows, if it bounds it."""
+        limits = {
+            "membership_auc": self.membership_auc_limit,
+            "membership_tpr": self.membership_tpr_limit,
+        }
+        return limits.get(name) if self.metrics[name] else None
+
+    @property
+    def exposed(self) -> bool:
+        """Whether one trial certainly leaked, whatever the other trials did."""
+        return self.own_gain is not None and self.own_gain.max >= EXPOSED_GAIN
+
+    @property
+    def guessed_span(self) -> float:
+        """Mean span error of the guess of features, in (0, 1]; 1 if no guess was made."""
+        guessed = self.baseline["subspace_error"]
+        return 1.0 if guessed is None else max(guessed, _ROUNDING)
+
+    @property
+    def guess_problem(self) -> str | None:
+        """Why the guess is poor that gains refer to; None if it is good, or not described."""
+        if self.guess_public is None or self.guess_public_per_image is None:
+            return None
+        return guess_problem(self.guess_public, self.guess_public_per_image)
+
+    @property
+    def warnings(self) -> list[str]:
+        """Lists what a reader must know before believing a figure of this line."""
+        problems = (self.learning_problem, self.guess_problem, self.no_control)
+        return [problem for problem in problems if problem]
+
+    @property
+    def learning_problem(self) -> str | None:
+        """Why the model cannot show what the defense costs; None if it can."""
+        return learning_problem(self.accuracy, self.test_loss) if self.accuracy else None
+
+    @property
+    def strength(self) -> tuple[float, float, float, float]:
+        """Values that rank attacks, the first deciding.
+
+        Gain in dB, share of the features' span that was recovered, label accuracy above guessing,
+        and membership AUC above a coin's; -inf for what an attack does not recover.
+        """
+        span = self.metrics["subspace_error"]
+        return (
+            self.gain.mean if self.gain else -math.inf,
+            1 - span.mean if span else -math.inf,
+            self.label_gain.mean if self.label_gain else -math.inf,
+            self.membership_gain.mean if self.membership_gain else -math.inf,
+        )

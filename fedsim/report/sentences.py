@@ -1,0 +1,257 @@
+"""Words a verdict: what the attacks achieved, what the model is worth, and what to beware of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from fedsim.report.figures import (
+    NO_DIFFERENTIAL_PRIVACY,
+    format_bound,
+    format_delta,
+    format_epsilon,
+    format_signed,
+    format_summary,
+)
+from fedsim.report.level import (
+    Level,
+    ignores_labels,
+    ignores_members,
+)
+from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
+from fedsim.scoring import LEAST, Share, Summary
+from fedsim.words import number_of
+
+_WEAK_EPSILON = 10.0
+"""From this ε on a finite guarantee promises next to nothing."""
+
+
+def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
+    """Words the best attack on membership, beside what the privacy claim allows."""
+    tried = [row for row in rows if row.metrics["membership_auc"]]
+    if not tried:
+        return None
+    best = max(tried, key=lambda row: (not ignores_members(row), row.strength[-1]))
+    area = format_summary(best.metrics["membership_auc"], 2)
+    text = (
+        f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack}, batch size "
+        f"{best.batch_size}"
+    )
+    if best.no_control:
+        text += f" ({best.no_control})"
+    elif ignores_members(best):
+        text += ", and no better than with another release"
+    if best.membership_auc_limit is not None:
+        text += f"; the privacy claim allows at most {best.membership_auc_limit:.2f}"
+    return text
+
+
+def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -> str:
+    """Words in how many trials the attack of `row` gained something, where the mean hides it."""
+    if leaking is None or level not in ("unseen", "partial", "labels", "membership"):
+        return ""
+    over = "guessing and over another update" if row.over_other else "guessing"
+    return (
+        f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack} gained "
+        f"{REQUIRED_GAIN:g} dB or more over {over}; {leaking.confidence:.0%} interval of that "
+        f"chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
+    )
+
+
+def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> str:
+    """Words what the strongest attack achieves."""
+    if level == "invalid":
+        return "The positive control did not pass, so what these attacks achieve here says nothing."
+    if level == "failed":
+        return (
+            "Every attack failed against this defense, which is no protection measured: "
+            f"{'; '.join(row.failures)}."
+        )
+    where = f"at batch size {row.batch_size}, round {row.round}"
+    if row.no_control:
+        where += f" ({row.no_control})"
+    if gain is None or row.gain is None:
+        span = row.metrics["subspace_error"]
+        if span is None:
+            return f"No attack on {row.subject} was run against this defense."
+        best = f", in the best trial {span.min:.3f}" if span.min < span.mean / 2 else ""
+        text = (
+            f"{row.attack} leaves a span error of {span.mean:.3f} of the features {where}{best} "
+            f"(0: all of their span is recovered; {row.guessed_span:.3g}: what guessing leaves)"
+        )
+        other = row.span_over_other
+        if other is None or other.certain > 0:
+            return f"{text}."
+        return f"{text}, and as little of them with another update: it may know them beforehand."
+    if level in ("unseen", "labels", "membership"):
+        no_proof = "This is what these attacks could not do, not a proof that none can."
+        finding = "did not reliably beat guessing" if row.gain.mean > 0 else "did not beat guessing"
+        if row.blind:
+            if row.gain.certain > 0:
+                over = row.over_other.mean if row.over_other else 0.0
+                extent = "as much so" if over < _INVISIBLE else "not reliably more than"
+                finding = f"beats guessing, but {extent} with another client’s update"
+            return (
+                "No attack does reliably better on this update than on another: "
+                f"{row.attack} {finding}, {where}. {no_proof}"
+            )
+        return (
+            f"The strongest attack, {row.attack}, {finding}: {_gain(gain, signed=True)} "
+            f"{where}. {no_proof}"
+        )
+    worst = row.worst["psnr"]
+    if level == "partial" and row.own_gain and min(gain.certain, row.own_gain.certain) <= 0:
+        return (
+            f"{row.attack} reconstructs {row.subject} in some trials, the best by "
+            f"{row.own_gain.max:.1f} dB, and not reliably: {_gain(gain, signed=True)} {where}."
+        )
+    tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
+    return (
+        f"{row.attack} reconstructs {row.subject} better than guessing by {_gain(gain)} "
+        f"{where}.{tail}"
+    )
+
+
+_INVISIBLE = 0.05
+"""A difference below so many dB is invisible at one decimal."""
+
+
+def _gain(gain: Summary, signed: bool = False) -> str:
+    def number(value: float) -> str:
+        return format_signed(value) if signed else f"{value:.1f}"
+
+    if gain.low is None or gain.high is None:
+        return f"{number(gain.mean)} dB"
+    interval = f"{gain.confidence:.0%} interval {number(gain.low)} to {number(gain.high)}"
+    allowed = f", allowing for the best of {gain.compared}" if gain.compared > 1 else ""
+    return f"{number(gain.mean)} dB ({interval}{allowed})"
+
+
+def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
+    """Words the attack that recovered most labels beyond guessing."""
+    candidates = [
+        (
+            not ignores_labels(row),
+            row.label_gain.mean if row.label_gain else summary.mean,
+            summary.mean,
+            row,
+        )
+        for row in rows
+        if row.n_ok
+        and row.knowledge.labels != "known"
+        and (summary := row.metrics["label_accuracy"])
+    ]
+    if not candidates:
+        return None
+    informed, _, share, best = max(candidates, key=lambda entry: entry[:3])
+    guessed = best.baseline["label_accuracy"]
+    guess = "" if guessed is None else f" (guessing: {guessed:.0%})"
+    text = f"{share:.0%} of labels recovered{guess} by {best.attack}, batch size {best.batch_size}"
+    if best.no_control:
+        text += f" ({best.no_control})"
+    elif not informed:
+        text += ", and no more than with another client’s update"
+    return text
+
+
+def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) -> str:
+    """Words the model's accuracy, and its distance from the undefended one."""
+    if row.test_accuracy is None and row.subject == "rows" and row.test_loss is not None:
+        return f"test loss {row.test_loss:.3g}"
+    if row.test_accuracy is None:
+        return "test accuracy not measured"
+    text = f"accuracy {row.accuracy}" if row.accuracy else f"{row.test_accuracy:.1%} test accuracy"
+    if row.undefended or undefended is None or undefended.test_accuracy is None:
+        return text
+    points = 100 * (row.test_accuracy - undefended.test_accuracy)
+    if abs(points) < 0.05:
+        return f"{text}, the same as without defense"
+    text += f", {abs(points):.1f} points {'above' if points > 0 else 'below'} no defense"
+    if row.accuracy and undefended.accuracy and row.accuracy.overlaps(undefended.accuracy):
+        text += f", which {number_of(row.accuracy.examples, 'test example')} cannot tell apart"
+    return text
+
+
+def privacy_claim(row: LeaderboardRow) -> str:
+    """Words the stack's guarantee, with its unit, and what the audit found."""
+    if row.epsilon is None:
+        return "privacy not accounted"
+    if math.isinf(row.epsilon):
+        reason = f": {row.privacy_reason}" if row.privacy_reason else ""
+        return f"no guarantee (ε = ∞{reason})"
+    text = f"ε = {format_epsilon(row.epsilon)}"
+    if row.delta is not None:
+        text += f" at δ = {format_delta(row.delta)}"
+    if row.unit:
+        text += f" per {row.unit}"
+    details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
+    if row.relation in NO_DIFFERENTIAL_PRIVACY:
+        details.append("no differential privacy")
+    if row.privacy_covers:
+        details.append(row.privacy_covers)
+    qualifiers = ", ".join(f"{detail}" for detail in details if detail)
+    text += f" ({qualifiers})" if qualifiers else ""
+    if row.audited_epsilon is not None:
+        text += f"; an audit found at least ε = {format_bound(row.audited_epsilon)}"
+    return text
+
+
+def cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[str]:
+    """Lists what a reader must know before trusting the verdict on `strongest`."""
+    learning = strongest.learning_problem
+    problems = [f"{learning[0].upper()}{learning[1:]}."] if learning else []
+    if strongest.n == 1:
+        problems.append("One trial only: no interval can be given.")
+    elif strongest.independent == strongest.n < LEAST:
+        problems.append(
+            f"{number_of(strongest.n, 'trial')} only: no interval is given of fewer than {LEAST}."
+        )
+    elif strongest.gain and strongest.gain.n >= LEAST and strongest.gain.low is None:
+        problems.append(
+            f"All of {number_of(strongest.gain.n, 'trial')} gained the same: no interval is given "
+            "of equal values, which says nothing of what is rare."
+        )
+    if strongest.independent < strongest.n:
+        problems.append(
+            f"Of {number_of(strongest.n, 'trial')} some share images: they count as "
+            f"{number_of(strongest.independent, 'independent trial')}, and no interval is given "
+            f"of fewer than {LEAST}."
+        )
+    failed = sum(row.n - row.n_ok for row in rows)
+    if failed:
+        total = sum(row.n for row in rows)
+        problems.append(
+            f"{failed} of {number_of(total, 'attack run')} failed; each counts as guessing."
+        )
+    if strongest.diverged:
+        problems.append(
+            f"In {strongest.diverged} of {number_of(strongest.n, 'recording')} local training "
+            "more than doubles the loss of its own images: it diverges, and what it leaks says "
+            "little of training that works. Lower the learning rate, or plant smaller weights."
+        )
+    if strongest.guess_problem:
+        problems.append(f"{strongest.guess_problem[0].upper()}{strongest.guess_problem[1:]}.")
+    made = "pictures" if strongest.subject == "images" else "rows"
+    if strongest.no_control:
+        problems.append(
+            f"{strongest.no_control[0].upper()}{strongest.no_control[1:]}; what the attack knew "
+            "beforehand is not told from what it read off the update."
+        )
+    if strongest.gain is not None and strongest.gain.mean > 0:
+        other = strongest.over_other
+        if other is not None and other.certain <= 0:
+            problems.append(
+                f"Against another client’s update the same attack scores as well "
+                f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."
+            )
+    if strongest.epsilon is not None and _WEAK_EPSILON <= strongest.epsilon < math.inf:
+        problems.append(
+            f"An ε of {format_epsilon(strongest.epsilon)} promises next to nothing: the odds of "
+            "any conclusion may change by a factor of exp(ε)."
+        )
+    audited = strongest.audited_epsilon
+    if audited is not None and strongest.epsilon is not None and audited > strongest.epsilon:
+        problems.append(
+            "The audit refutes the privacy claim: its lower bound is above the claimed ε."
+        )
+    return problems

@@ -1,0 +1,282 @@
+"""Describes the lines of results.jsonl, rounds.jsonl and audit.jsonl, as they are read again."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from fedsim.contracts.grant import Grant
+from fedsim.scoring import METRICS
+from fedsim.types import Server, server_of
+
+_DIVERGED = 2.0
+"""Local training diverges if it multiplies the loss by more than this."""
+
+
+Subject = Literal["images", "rows"]
+
+
+class RowPart(BaseModel):
+    # Rows of a later version may hold more; what is read here is checked.
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Metrics(RowPart):
+    """Scores of one reconstruction, by the names of the table of metrics."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, float | None]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        return {k: v for k, v in fields.items() if k in METRICS or k in cls.model_fields}
+
+    def __getitem__(self, name: str) -> float | None:
+        """Returns the value of the metric `name`; None if it does not apply."""
+        return self.__pydantic_extra__.get(name)
+
+
+class DefenseOf(RowPart):
+    """A stack's label, and its members with their parameters."""
+
+    name: str
+    stack: list[dict[str, Any]]
+
+
+class AttackOf(RowPart):
+    """An attack, and the label that the scenario gave it."""
+
+    name: str
+    label: str
+    restarts: int = 1
+    parameters: dict[str, Any] = {}
+
+
+class ModelOf(RowPart):
+    """The victim's architecture."""
+
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class KnowledgeOf(Grant):
+    """States what the attacker was granted; a row of a later version may hold more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class BaselineOf(Metrics):
+    """Scores of the zero-information guess, and what it was learned from."""
+
+    public: int | None = None
+    """Number of public images; None for a guess that uses none, and if the row does not say."""
+    public_per_image: float | None = None
+
+
+class ControlOf(RowPart):
+    """The same attack's reconstruction of another update, scored against this truth."""
+
+    other_update: Metrics | None = None
+
+
+class UtilityOf(RowPart):
+    """What the defense left of the model."""
+
+    train_loss: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    test_examples: int | None = None
+    test_chance: float | None = None
+    """Share of the test set's most frequent class."""
+    local_losses: tuple[float | Literal["inf"], float | Literal["inf"]] | None = None
+    """Loss on the recorded images, before local training and after it."""
+
+    @property
+    def diverged(self) -> bool:
+        """Whether local training more than doubled the loss of its own images."""
+        if self.local_losses is None:
+            return False
+        before, after = (float(loss) for loss in self.local_losses)
+        return after > _DIVERGED * before
+
+
+class PrivacyOf(RowPart):
+    """The claim of the whole stack, and what an audit found. None: not accounted."""
+
+    epsilon: float | Literal["inf"] | None = None
+    delta: float | None = None
+    accountant: str | None = None
+    unit: str | None = None
+    relation: str | None = None
+    """Which data sets count as neighbours."""
+    reason: str | None = None
+    covers: str | None = None
+    """Which releases it covers, in words."""
+    audited_epsilon: float | None = None
+    run: PrivacyOf | None = None
+    """The claim for all releases of the run, if this one is for a single release."""
+
+
+class CostOf(RowPart):
+    """What the attack took."""
+
+    seconds: float | None = None
+    iterations: int | None = None
+
+
+class TheoryOf(RowPart):
+    """What theory predicts of the attack."""
+
+    tensor_rate: float | None = None
+    """How the attack's error grows, up to a constant; None if theory predicts nothing."""
+    membership_auc: float | None = None
+    """The largest area that the privacy claim allows; None if it does not bound membership."""
+    membership_tpr: float | None = None
+
+
+class ResultRow(RowPart):
+    """A line of `results.jsonl`: one attack on one observed update."""
+
+    scenario: str
+    variant: dict[str, Any] = {}
+    dataset: str
+    model: ModelOf | None = None
+    """None for a learner that trains no model."""
+    learner: str = "sgd"
+    release: dict[str, Any] | None = None
+    """The kind of a closed-form release and the learner's parameters; None for updates of a
+    model."""
+    training: dict[str, Any] = {}
+    defense: DefenseOf
+    attack: AttackOf
+    vantage: str
+    server: Server = "honest"
+    """What the server has done to the model; derived from the model's parameters if the row does
+    not say."""
+    knowledge: KnowledgeOf
+    batch_size: int
+    round: int
+    client: int
+    trial: int
+    releases: int = 1
+    """Number of releases of the same batch whose mean was attacked."""
+    seed: int
+    observation: str | None = None
+    """Id of the attacked recording."""
+    status: Literal["ok", "failed"]
+    reason: str | None = None
+    metrics: Metrics | None = None
+    victims: list[str] | None = None
+    """A digest of each true image, or row of a table that took part."""
+    baseline: BaselineOf | None = None
+    control: ControlOf | None = None
+    theory: TheoryOf | None = None
+    utility: UtilityOf | None = None
+    privacy: PrivacyOf | None = None
+    cost: CostOf | None = None
+    per_image: dict[str, list[float]] | None = None
+    folder: Path = Path()
+    """Folder of the run that it was read from."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_server(cls, row: Any) -> Any:
+        if not isinstance(row, dict) or "server" in row:
+            return row
+        parameters = nested(row, "model", "parameters")
+        server = server_of(parameters) if isinstance(parameters, dict) else "honest"
+        return {**row, "server": server}
+
+    @property
+    def ok(self) -> bool:
+        """Whether the attack returned something that could be scored."""
+        return self.status == "ok"
+
+    @property
+    def other_update(self) -> Metrics | None:
+        """Scores of the same attack on another update, against this truth; None without any."""
+        return self.control.other_update if self.control else None
+
+    @property
+    def subject(self) -> Subject:
+        """What the attack is after."""
+        return "images" if self.release is None else "rows"
+
+    @property
+    def computed(self) -> str:
+        """The model that was trained, or the learner that trains none."""
+        return self.model.name if self.model else self.learner
+
+    @property
+    def epsilon(self) -> float | None:
+        """ε of all releases of the run, as a number; None if it was not accounted."""
+        claimed = self.claimed.epsilon if self.claimed else None
+        return math.inf if claimed == "inf" else claimed
+
+    @property
+    def claimed(self) -> PrivacyOf | None:
+        """Claim for all releases of the run; None if it was not accounted."""
+        return (self.privacy.run or self.privacy) if self.privacy else None
+
+    @property
+    def cell(self) -> str:
+        """Identifies the leaderboard line that this trial belongs to."""
+        fields = {"scenario", "variant", "dataset", "model", "learner", "training", "defense"}
+        fields |= {"release"} if self.release else set()
+        fields |= {"attack", "vantage", "server", "knowledge", "batch_size", "round", "releases"}
+        return canonical(self.model_dump(include=fields))
+
+    @property
+    def identity(self) -> str:
+        """Identifies this measurement among those of its scenario's seed."""
+        fields = {"client", "trial", "seed"}
+        return self.cell + canonical(self.model_dump(include=fields))
+
+
+class RoundRow(RowPart):
+    """A line of `rounds.jsonl`: one round of one stack's training."""
+
+    defense: str
+    round: int
+    participants: list[int] = []
+    train_loss: float | None = None
+    test_loss: float | None = None
+    test_accuracy: float | None = None
+    test_examples: int | None = None
+    test_chance: float | None = None
+    epsilon: float | Literal["inf"] | None = None
+    privacy: PrivacyOf | None = None
+    sigma: float | None = None
+    failures: dict[str, int] = {}
+    """Reason -> how many updates were left out of the round."""
+    details: list[str] = []
+    zero_updates: int = 0
+    probe_failures: int = 0
+
+
+class AuditRow(RowPart):
+    """A line of `audit.jsonl`: what canaries showed of one stack's claim."""
+
+    defense: str
+    method: str
+    audited_epsilon: float
+    holds: bool
+
+
+def nested(mapping: Any, *path: str) -> Any:
+    """Returns `mapping[path[0]][path[1]]…`; None where a key is missing."""
+    for key in path:
+        mapping = mapping.get(key) if isinstance(mapping, dict) else None
+    return mapping
+
+
+def canonical(value: object) -> str:
+    """Returns JSON with sorted keys: equal for equal values."""
+    return json.dumps(value, sort_keys=True, default=str)
