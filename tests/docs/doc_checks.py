@@ -85,6 +85,14 @@ DEVELOPING = {
 """What `.ci/run` does in words of its own."""
 REFUTED = {"privacy audit random_projection leverage=0.1 r=20 sabotage=0.8 --delta 1e-3 --json"}
 """Audits of a lie, whose exit status is 1."""
+WRITES = {"benchmarks/train_generator.py"}
+"""Scripts that are told what to write."""
+MAKERS = {
+    "runs/photos-generator.safetensors": (
+        "python benchmarks/train_generator.py photos runs/photos-generator.safetensors"
+    )
+}
+"""What is read below `runs/` and is no run's, and the command that makes it."""
 EXECUTED = {"privacy", "list", "schema", "validate"}
 """Parts of `fedsim` that take seconds at most, and are executed wherever they are shown."""
 PRINTED = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -119,12 +127,16 @@ class Workplace:
         patch.setenv("COLUMNS", "120")
         plugins._entry_points.cache_clear()
 
-    def scenario(self, name: str) -> Scenario:
-        """The scenario of a name, shipped or of the page."""
+    def file(self, name: str) -> Path:
+        """The file of the scenario of a name, shipped or of the page."""
         for path in [*self.folder.glob("*.yaml"), *(ROOT / "scenarios").rglob("*.yaml")]:
             if yaml.safe_load(path.read_text(encoding="utf-8"))["name"] == name:
-                return expand(open_document(path))[0].scenario
+                return path
         raise AssertionError(f"runs/{name}: no scenario has that name")
+
+    def scenario(self, name: str) -> Scenario:
+        """The scenario of that file."""
+        return expand(open_document(self.file(name)))[0].scenario
 
 
 def _mapping(block: Block) -> dict[str, Any]:
@@ -216,12 +228,8 @@ def check_python(block: Block, place: Workplace) -> None:
 
 
 def is_slow(block: Block) -> bool:
-    """Whether it takes minutes."""
-    if block.language == "python":
-        return "fedsim.run(" in block.text
-    if block.language not in ("sh", "console", "inline"):
-        return False
-    return any(is_slow_command(each.text) for each in commands(block))
+    """Whether a block of Python trains a federation."""
+    return "fedsim.run(" in block.text
 
 
 def is_slow_command(text: str) -> bool:
@@ -418,10 +426,42 @@ def check_recording(path: Path, place: Workplace) -> None:
     assert batch in (observe.batch_sizes or ()) and trial < observe.trials, path
 
 
-def execute(text: str, output: str | None, folder: Path, limit: float) -> None:
+def prepare(text: str, place: Workplace, limit: float) -> bool:
+    """Make what a command, or the scenario that it runs, reads below `runs/`.
+
+    A run is made of its undefended stack, its attacks left out. Returns whether all was done, each
+    within `limit` seconds.
+    """
+    words = shlex.split(text)
+    if words[:2] == ["fedsim", "run"]:
+        text += "\n" + (place.folder / words[2]).read_text(encoding="utf-8")
+    elif words[1] in WRITES:
+        return True
+    return all(
+        (place.folder / path).exists() or make(path, place, limit)
+        for path in sorted(set(re.findall(r"(?<![\w/])runs/[\w./-]*\w", text)))
+    )
+
+
+def make(path: str, place: Workplace, limit: float) -> bool:
+    """Make a file of `MAKERS`, or the run in whose folder `path` lies."""
+    command = MAKERS.get(path)
+    if command is None:
+        scenario = place.file(path.split("/")[1])
+        command = f"fedsim run {scenario} --set 'defenses={{none: []}}'"
+        loaded = place.scenario(path.split("/")[1])
+        if loaded.attacks:
+            command += " --set 'attacks=[label_inference]'"
+        if loaded.data.source.name == "image_folder":
+            command += " --set data.source.path=cifar10-images.zip"
+    return prepare(command, place, limit) and execute(command, None, place.folder, limit)
+
+
+def execute(text: str, output: str | None, folder: Path, limit: float) -> bool:
     """Run a command as it is written, for `limit` seconds at most, and see it end well.
 
-    One that is at work after that time, without an error, is ended: it began as written.
+    One that is at work after that time, without an error, is ended: it began as written. Returns
+    whether it was done.
     """
     words = shlex.split(text)
     program = {"fedsim": [sys.executable, "-m", "fedsim"], "python": [sys.executable]}[words[0]]
@@ -440,7 +480,8 @@ def execute(text: str, output: str | None, folder: Path, limit: float) -> None:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=60)
-        return
+        return False
     assert process.returncode == 0, f"{text}: {said}"
     if output is not None:
         check_output(output, printed)
+    return True

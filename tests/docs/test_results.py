@@ -94,6 +94,15 @@ def test_local_steps_are_those_of_the_file() -> None:
             same(cell, one(rows("table3-local-small"), defense=stack, attack=label), "psnr")
 
 
+def test_the_imprint_module_is_that_of_its_file() -> None:
+    stacks = ["none", "clip", "prune-0.5", "noise", "prune-0.9"]
+    shown = table("defense | B = 8 | B = 32")
+    assert len(shown) == 6 and shown[-1][1:] == ["fails", "fails"]
+    for stack, (_, *cells) in zip(stacks, shown, strict=False):
+        for batch, cell in zip(("8", "32"), cells, strict=True):
+            same(cell, one(rows("imprint"), defense=stack, batch_size=batch), "psnr")
+
+
 def test_the_quickstart_is_that_of_its_file() -> None:
     shown = [row for row in table("defense | strongest attack") if row[2]]
     assert len(shown) == 3
