@@ -199,6 +199,12 @@ def test_links_lead_somewhere(page: str) -> None:
             assert fragment in anchors(path.read_text(encoding="utf-8")), f"{page}: {target}"
 
 
+def test_the_index_leads_to_every_page() -> None:
+    listed = {target.partition("#")[0] for target in links(read("docs/README.md"))}
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert listed >= pages - {"README.md"}
+
+
 FILES = re.compile(r"[\w./-]+\.(py|yaml|md)\b")
 MADE = {"README.md", "scenario.yaml", "first-layer.yaml", "my_attacks/__init__.py"}
 """Files that a user or a run makes."""
