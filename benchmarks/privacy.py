@@ -80,7 +80,7 @@ def speed(repeats: int) -> list[dict[str, Any]]:
 
 def accuracy(points: int) -> list[dict[str, Any]]:
     """The largest errors of the closed forms against their high-precision references."""
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "privacy"))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
     import mpmath as mp
     import ndis_reference as reference
 

@@ -60,7 +60,7 @@ def log_delta(
         FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
-    0.000001
+    1e-06
     """
     lost = outside(distance, scale, bound, dimension)
     t = distance / scale

@@ -1,0 +1,56 @@
+"""Print a finished run as the CSV files of this folder have it.
+
+    fedsim run scenarios/reconstruction/table2-small.yaml
+    python docs/results/make_csv.py runs/table2-small > docs/results/table2-small.csv
+
+That is `fedsim leaderboard DIR --format csv` without the columns that are empty in every row and
+the folder, its numbers rounded to six digits. Of a run that attacks nothing it is what each stack's
+last round costs, a line for each run in the folders.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedsim.report import attacks_nothing, leaderboard_rows, load_runs, render
+
+UTILITY = ("defense", "round", "epsilon", "test_loss", "test_accuracy", "test_examples")
+
+
+def main(folders: list[Path]) -> None:
+    """Print it."""
+    rows = list(utility(folders) if attacks_nothing(load_runs(folders)) else leaderboard(folders))
+    used = [name for name in rows[0] if name != "folders" and any(row[name] for row in rows)]
+    writer = csv.DictWriter(sys.stdout, used, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({name: rounded(text) for name, text in row.items()} for row in rows)
+
+
+def leaderboard(folders: list[Path]) -> Iterator[dict[str, str]]:
+    """The lines of the leaderboard."""
+    yield from csv.DictReader(io.StringIO(render(leaderboard_rows(folders), "csv")))
+
+
+def utility(folders: list[Path]) -> Iterator[dict[str, str]]:
+    """The last round of each stack in each run."""
+    for run in load_runs(folders):
+        last = {row.defense: row for row in run.rounds}
+        for row in last.values():
+            figures = {name: str(getattr(row, name)) for name in UTILITY}
+            yield {"seed": str(run.setting("seed")), **figures}
+
+
+def rounded(text: str) -> str:
+    """A number of many digits with six of them; whatever else as it is."""
+    try:
+        return f"{float(text):.6g}" if "." in text or "e" in text else text
+    except ValueError:
+        return text
+
+
+if __name__ == "__main__":
+    main([Path(folder) for folder in sys.argv[1:]])
