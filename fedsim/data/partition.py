@@ -1,4 +1,4 @@
-"""How the training set is divided among clients, by Flower's own partitioners."""
+"""Divides the training set among clients, by Flower's own partitioners."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _OFFLINE = {
 def partition(
     dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, least: int = 1
 ) -> list[Tensor]:
-    """The training indices of each client: sorted, disjoint, together all of them.
+    """Returns the training indices of each client: sorted, disjoint, together all of them.
 
     `iid`: parts of equal size (to within one) in random order. `dirichlet`: each class is divided
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
@@ -135,7 +135,7 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
 
 
 def _whole_shards(count: int, clients: int, per_client: int) -> int:
-    """`per_client`, if clients x per_client shards of equal size use every image."""
+    """Returns `per_client`, if clients x per_client shards of equal size use every image."""
     if count % (clients * per_client) == 0:
         return per_client
     fitting = [n for n in range(1, count // clients + 1) if count % (clients * n) == 0]
@@ -161,7 +161,7 @@ def _by_owner(owners: Tensor, clients: int) -> list[Tensor]:
 
 
 def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int) -> list[Tensor]:
-    """Let `partitioner` divide the rows, whose images and labels are given."""
+    """Lets `partitioner` divide the rows, whose images and labels are given."""
     from datasets import Dataset as Arrow
 
     partitioner.dataset = Arrow.from_dict({"row": rows.tolist(), "label": labels.tolist()})
@@ -173,7 +173,7 @@ def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int)
 
 @contextlib.contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """No telemetry, no look-up on a hub, no progress bars, no warning for each failed draw."""
+    """Silences Flower: no telemetry, no look-up on a hub, no progress bars or warnings."""
     before = {name: os.environ.get(name) for name in _OFFLINE}
     os.environ.update(_OFFLINE)
     try:
@@ -194,18 +194,18 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
             f"{dataset.name} does not say whose its examples are: use another partition, or a "
             "source that knows (image_folder with `client_folders: true`, table with `client`)"
         )
-    found = len(set(dataset.client_of.tolist()))
-    if found != clients:
+    owners = len(set(dataset.client_of.tolist()))
+    if owners != clients:
         raise FedsimError(
-            f"{dataset.name} has {number_of(found, 'natural client')}, the scenario asks for "
+            f"{dataset.name} has {number_of(owners, 'natural client')}, the scenario asks for "
             f"{clients}: set "
-            f"data.clients to {found}"
+            f"data.clients to {owners}"
         )
     return dataset.client_of
 
 
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
-    """(count,) client of each training image, from a CSV or JSON file."""
+    """Reads the client of each training image, (count,), from a CSV or JSON file."""
     try:
         written = paths.text(path, paths.TEXT, encoding="utf-8-sig")
         owner_of = _parse(written, path.suffix.lower() == ".json")
@@ -234,11 +234,11 @@ def _read_owners(path: Path, count: int, clients: int) -> Tensor:
 
 
 def _parse(text: str, is_json: bool) -> list[tuple[int, int]]:
-    """(index, client) pairs, in the file's order."""
+    """Returns (index, client) pairs, in the file's order."""
     if not is_json:
         rows = csv.DictReader(io.StringIO(text), strict=True)
         return [(int(row["index"]), int(row["client"])) for row in rows]
-    listed = json.loads(text)
-    if not isinstance(listed, list) or not all(type(client) is int for client in listed):
+    owners = json.loads(text)
+    if not isinstance(owners, list) or not all(type(client) is int for client in owners):
         raise TypeError("expected a list of whole numbers")
-    return list(enumerate(listed))
+    return list(enumerate(owners))
