@@ -169,8 +169,7 @@ class ReleaseSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Describes noise of one variance around zero that a defense adds to every entry,
-    independently."""
+    """Describes noise of one variance around zero, added to every entry independently."""
 
     variance: float
     """Variance of an entry, > 0, in units of what it is `on`."""

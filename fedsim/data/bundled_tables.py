@@ -76,15 +76,15 @@ class BreastCancer(TableSource):
         from sklearn.datasets import load_breast_cancer
 
         data = load_breast_cancer()
-        wanted = [
+        indices = [
             i
             for i, column in enumerate(_CELLS)
             if self.features is None or column.name in self.features
         ]
         return self.table(
             "breast_cancer",
-            torch.from_numpy(data.data).double()[:, wanted],
-            tuple(_CELLS[i] for i in wanted),
+            torch.from_numpy(data.data).double()[:, indices],
+            tuple(_CELLS[i] for i in indices),
             torch.from_numpy(data.target).double() * 2 - 1,
             "diagnosis",
             ("malignant", "benign"),

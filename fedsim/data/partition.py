@@ -35,7 +35,7 @@ _OFFLINE = {
 
 
 def partition(
-    dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, least: int = 1
+    dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, min_images: int = 1
 ) -> list[Tensor]:
     """Returns the training indices of each client: sorted, disjoint, together all of them.
 
@@ -50,17 +50,17 @@ def partition(
         config: which of the above, with its parameter.
         clients: how many parts.
         seed: same seed, same parts.
-        least: the fewest images a client may end up with.
+        min_images: the fewest images a client may end up with.
 
     Raises:
         FedsimError: no such division exists or was found, with the remedy.
     """
     count = len(dataset.train_labels)
     _check_parameters(config)
-    if clients * least > count:
+    if clients * min_images > count:
         raise FedsimError(
-            f"{number_of(clients, 'client')} of at least {number_of(least, 'image')} need "
-            f"{number_of(clients * least, 'training image')}, "
+            f"{number_of(clients, 'client')} of at least {number_of(min_images, 'image')} need "
+            f"{number_of(clients * min_images, 'training image')}, "
             f"{dataset.name} has {count}: lower data.clients or use a larger source"
         )
     if config.path is not None:
@@ -68,13 +68,13 @@ def partition(
     elif config.name == "natural":
         parts = _by_owner(_natural_owners(dataset, clients), clients)
     else:
-        parts = _drawn(dataset.train_labels, config, clients, seed, least)
+        parts = _drawn(dataset.train_labels, config, clients, seed, min_images)
     smallest = min(range(clients), key=lambda client: len(parts[client]))
-    if len(parts[smallest]) < least:
+    if len(parts[smallest]) < min_images:
         raise FedsimError(
             f"partition {config.name} leaves client {smallest} with "
             f"{number_of(len(parts[smallest]), 'image')}, "
-            f"fewer than {least}: lower data.clients or choose another partition"
+            f"fewer than {min_images}: lower data.clients or choose another partition"
         )
     return parts
 
@@ -82,16 +82,18 @@ def partition(
 def _check_parameters(config: Partition) -> None:
     needed = _PARAMETERS.get(config.name)
     for name in _PARAMETERS.values():
-        given = getattr(config, name) is not None
-        if name == needed and not given:
+        is_given = getattr(config, name) is not None
+        if name == needed and not is_given:
             raise FedsimError(f"partition {config.name} needs {name}: set data.partition.{name}")
-        if name != needed and given:
+        if name != needed and is_given:
             raise FedsimError(
                 f"partition {config.name} has no {name}: remove data.partition.{name}"
             )
 
 
-def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: int) -> list[Tensor]:
+def _drawn(
+    labels: Tensor, config: Partition, clients: int, seed: int, min_images: int
+) -> list[Tensor]:
     # Rows are shuffled first: the sources are in class order, and Flower's IidPartitioner cuts
     # contiguous parts.
     rows = torch.randperm(len(labels), generator=rng.generator(seed, "rows"))
@@ -119,7 +121,7 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
             num_partitions=clients,
             partition_by="label",
             alpha=float(config.alpha or 0),
-            min_partition_size=least,
+            min_partition_size=min_images,
             shuffle=False,
             seed=draw_seed,
         )
@@ -128,7 +130,7 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
         except ValueError as error:
             raise FedsimError(
                 f"ten draws from Dir({config.alpha}) all left some of "
-                f"{number_of(clients, 'client')} with fewer than {least} of "
+                f"{number_of(clients, 'client')} with fewer than {min_images} of "
                 f"{number_of(len(labels), 'image')}: raise data.partition.alpha or lower "
                 "data.clients"
             ) from error

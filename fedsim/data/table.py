@@ -108,8 +108,8 @@ class TableFile(TableSource):
     def _parsed(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
-        wanted = [column.name for column in (*self.features, self.target)]
-        for name in wanted if self.client is None else [*wanted, self.client]:
+        names = [column.name for column in (*self.features, self.target)]
+        for name in names if self.client is None else [*names, self.client]:
             if header.count(name) != 1:
                 raise FedsimError(
                     f"{self.path}, line 1: {header.count(name) or 'no'} column is called {name!r} "

@@ -170,8 +170,10 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
 
 def _from_here(folder: str) -> str:
     """Returns the path of `folder` from the working directory, if it lies below that."""
-    path, here = Path(folder), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    path, working_directory = Path(folder), Path.cwd()
+    return str(
+        path.relative_to(working_directory) if path.is_relative_to(working_directory) else path
+    )
 
 
 def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:

@@ -61,5 +61,5 @@ def row_baseline(truth: RowTruth) -> dict[str, float | None]:
         guess = (members.sum(0) - members) / max(1, len(members) - 1)
         answer = Reconstruction(rows=guess, loss=math.nan, iterations=0)
         metrics |= score_rows(answer, truth).metrics()
-    coin = {name: m.uninformed for name, m in METRICS.items() if "membership" in m.of}
+    coin = {name: m.uninformed for name, m in METRICS.items() if "membership" in m.functions}
     return metrics | coin

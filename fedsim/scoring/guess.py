@@ -33,21 +33,21 @@ from fedsim.scoring.outcome import ScoringError
 from fedsim.types import Reconstruction
 
 _CHUNK = 256
-_LEAST = 10 ** (-PSNR_CAP / 10)
+_MIN_MSE = 10 ** (-PSNR_CAP / 10)
 """A mean squared error counts as at least this, the error at `PSNR_CAP`."""
 _STEPS = 20
 """Number of learning steps: as good as 60 on CIFAR-10, for batches of 1 to 16."""
-_GATHERED = 10
+_SUMMED_STEPS = 10
 """Sums run over this many of the last steps, so that more images make a mean."""
-_DRAWN = 1000
+_IMAGES_PER_STEP = 1000
 """About so many public images are in the batches of one step."""
-_DRAWN_VALUES = 1 << 24
+_VALUES_PER_STEP = 1 << 24
 """The batches of one step hold at most so many values: 128 MiB."""
-_MOST_LEARNED = 512
+_MAX_LEARNED = 512
 """Guesses are learned for batches of at most so many images; matching costs the cube of that."""
 _POOL, _POOL_VALUES = 10_000, 1 << 26
 """At most so many public images, and pixels of them, are kept: 64 MiB in every worker."""
-_ENOUGH = 20
+_NEEDED = 20
 """A guess is good from so many public images for each of its own. With fewer it falls behind that
 of many: on digits by 0.2 to 0.4 dB with 20, by 0.3 to 0.8 with 10, by 0.9 and more with 5."""
 _WEIGHT = 1 << 28
@@ -98,8 +98,8 @@ class Guesser:
         max_images = min(_POOL, max(2, _POOL_VALUES // images[0].numel()))
         if len(images) > max_images:
             stream = rng.generator(0, "guess", "pool")
-            kept = torch.randperm(len(images), generator=stream)[:max_images].sort().values
-            images, labels = images[kept], labels[kept]
+            indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
+            images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
 
     def public(self, max_images: int) -> Tensor:
@@ -185,7 +185,7 @@ class _Pool:
         plain, learned = ["mean_image", "mean_by_brightness"], "learned_means"
         if self._granted is not None:
             plain, learned = [*plain, "class_means"], "learned_class_means"
-        return [*plain, learned] if count <= _MOST_LEARNED else plain
+        return [*plain, learned] if count <= _MAX_LEARNED else plain
 
     def guess(self, family: str, count: int) -> Tensor:
         """Returns the guess of that name: (N, D) levels, float64."""
@@ -242,15 +242,15 @@ class _Pool:
     def _learned(self, levels: Tensor) -> Tensor:
         """Improves the guess `levels` by `_STEPS` steps."""
         stream = rng.generator(0, "guess", self._name, "learned")
-        least = math.ceil(_LEAST * 255**2 * levels.shape[1])
+        min_error = math.ceil(_MIN_MSE * 255**2 * levels.shape[1])
         sums, totals = torch.zeros_like(levels), levels.new_zeros(len(levels), 1)
         for step in range(_STEPS):
             drawn = self._drawn(len(levels), stream)
             pixels = self._images[drawn].double()
             errors, matches = self._matched(levels, drawn, pixels)
             by_guess = torch.zeros(len(levels), len(drawn), dtype=torch.float64)
-            by_guess[matches, torch.arange(len(drawn))] = (_WEIGHT * least / errors).ceil()
-            if step <= _STEPS - _GATHERED:
+            by_guess[matches, torch.arange(len(drawn))] = (_WEIGHT * min_error / errors).ceil()
+            if step <= _STEPS - _SUMMED_STEPS:
                 sums, totals = torch.zeros_like(sums), torch.zeros_like(totals)
             sums += by_guess @ pixels
             totals += by_guess.sum(1, keepdim=True)
@@ -266,13 +266,13 @@ class _Pool:
             matches = torch.zeros(len(errors), 1, dtype=torch.int64)
         else:
             matches = torch.tensor([assign(batch_errors) for batch_errors in errors])
-        least = math.ceil(_LEAST * 255**2 * levels.shape[1])
-        matched = errors.gather(2, matches[..., None]).flatten().clamp_min(least)
+        min_error = math.ceil(_MIN_MSE * 255**2 * levels.shape[1])
+        matched = errors.gather(2, matches[..., None]).flatten().clamp_min(min_error)
         return matched, matches.flatten()
 
     def _drawn(self, count: int, stream: torch.Generator) -> Tensor:
         """Draws indices (M,) of images in batches of `count`, with the granted labels if any."""
-        batches = max(1, min(_DRAWN, _DRAWN_VALUES // self._images.shape[1]) // count)
+        batches = max(1, min(_IMAGES_PER_STEP, _VALUES_PER_STEP // self._images.shape[1]) // count)
         if self._granted is None:
             return _repeated(torch.arange(len(self._labels)), batches * count, stream)
         drawn = torch.empty(batches, count, dtype=torch.int64)
@@ -336,11 +336,11 @@ def mean_image(images: Tensor) -> Tensor:
 
 def guess_problem(public: int, public_per_image: float) -> str | None:
     """Returns why a guess from so many images (see `Guess`) is poor; None if it is not."""
-    if public_per_image >= _ENOUGH:
+    if public_per_image >= _NEEDED:
         return None
     return (
         f"the zero-information guess was learned from {public} public image{'s' * (public != 1)}, "
-        f"{public_per_image:.3g} for each image that it answers, where {_ENOUGH} are needed: one "
+        f"{public_per_image:.3g} for each image that it answers, where {_NEEDED} are needed: one "
         "can guess better than that, and gains over it look larger than what leaks; use a data "
         "source with more test images, or a smaller batch size"
     )
