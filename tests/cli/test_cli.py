@@ -62,8 +62,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recording(run: Path, stack: str = "none") -> Path:
-    (found,) = (run / "observations" / stack).rglob("client-*.json")
-    return found
+    (path,) = (run / "observations" / stack).rglob("client-*.json")
+    return path
 
 
 def test_help_needs_nothing_heavy() -> None:

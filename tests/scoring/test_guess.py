@@ -143,16 +143,16 @@ def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
 
 def test_it_does_not_depend_on_threads() -> None:
     pool, labels = smooth(300, 5), torch.arange(300) % 3
-    before, found = torch.get_num_threads(), []
+    before, guesses = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             guesser = Guesser(pool, labels)
             # Past the call that sets them itself.
-            found.append([guesser._learn(5, None).images, guesser._learn(4, (0, 1, 1, 2)).images])
+            guesses.append([guesser._learn(5, None).images, guesser._learn(4, (0, 1, 1, 2)).images])
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*guesses, strict=True):
         assert torch.equal(one, other)
 
 

@@ -61,11 +61,11 @@ def pairs(what: Compared) -> tuple[Pair, Pair, Pair | None]:
 
 
 def value(metric: Metric, what: Compared, pair: Pair) -> float:
-    found = metric.functions[what](pair)
-    if isinstance(found, torch.Tensor):
-        return float(found.mean())
-    assert isinstance(found, float), found
-    return found
+    value = metric.functions[what](pair)
+    if isinstance(value, torch.Tensor):
+        return float(value.mean())
+    assert isinstance(value, float), value
+    return value
 
 
 CASES = [(metric, what) for metric in METRICS.values() for what in metric.functions]

@@ -54,20 +54,20 @@ def openings() -> Iterator[tuple[str, str, str]]:
 
 
 def test_nothing_opens_files_beside_the_one_way() -> None:
-    found = [
+    calls = [
         f"{file}: {called}"
         for file, called, source in openings()
         if file not in ALLOWED
         and not ((called in LIBRARIES or called.endswith("load")) and "regular(" in source)
     ]
-    assert not found, "open files by fedsim.system.paths"
+    assert not calls, "open files by fedsim.system.paths"
 
 
 def test_the_search_finds_what_it_is_for() -> None:
-    found = {(file, called) for file, called, _ in openings()}
-    assert ("fedsim/recording/files.py", "safe_open") in found
-    assert ("fedsim/data/tree.py", "ZipFile") in found
-    assert {file for file, _ in found} >= set(ALLOWED)
+    calls = {(file, called) for file, called, _ in openings()}
+    assert ("fedsim/recording/files.py", "safe_open") in calls
+    assert ("fedsim/data/tree.py", "ZipFile") in calls
+    assert {file for file, _ in calls} >= set(ALLOWED)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "sparse", "nul"])

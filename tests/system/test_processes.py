@@ -51,15 +51,15 @@ def until(happened: Callable[[], object], process: subprocess.Popen[str] | None 
 
 def children(pid: int) -> set[int]:
     """Processes that `pid` started and that run."""
-    found = set()
+    pids = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text().rpartition(") ")[2].split()[:2]
         except OSError:
             continue
         if int(parent) == pid and state != "Z":
-            found.add(int(entry.parent.name))
-    return found
+            pids.add(int(entry.parent.name))
+    return pids
 
 
 def runs(pid: int) -> bool:
