@@ -13,10 +13,8 @@ Level = Literal[
     "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "failed", "invalid"
 ]
 
-
 _LABEL_GAIN = 0.1
 """Labels leak from this share above guessing, and above what another update gives."""
-
 
 _MEMBERSHIP_GAIN = 0.05
 """Membership leaks from this area under the curve above a coin's and above another update's."""

@@ -12,22 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 COLORS = 8
 """The page has so many colors for series, `--c0` (undefended) to `--c7`."""
 
-
 INK, MUTED, RULE, PAPER = "#010101", "#010102", "#010103", "#010104"
-
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 
-
 _VARIABLES |= {f"#0201{i:02x}": f"--c{i}" for i in range(COLORS)}
 
-
 _FONT = "DejaVu Sans"
-
 
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 

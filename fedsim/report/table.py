@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Cell = Callable[[LeaderboardRow], str]
 
-
 _CLAIM = "ε (δ, unit, neighbours)"
 
 
@@ -45,9 +44,7 @@ def _metric_cell(metric: Metric) -> Cell:
 
 _METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
 
-
 _PSNR, *_OTHERS = [(heading, _metric_cell(metric)) for metric, heading in _METRICS]
-
 
 _COLUMNS: list[tuple[str, Cell]] = [
     # Heading and cell; a column without any value is left out.
@@ -76,7 +73,6 @@ _OPTIONAL = (
 )
 """Columns that a narrow table lacks, the most important first; JSON and CSV hold all."""
 
-
 _LEGEND: dict[str, str] = {
     # Column -> what it holds.
     "images": "different ones in all trials",
@@ -92,7 +88,6 @@ _LEGEND: dict[str, str] = {
     _CLAIM: "guaranteed of all releases of the run, ∞ where nothing is",
     "sec": "seconds of a trial",
 }
-
 
 _LEGEND_OF_ROWS = {
     "images": "different rows in all trials",

@@ -276,7 +276,7 @@ MUTATIONS = (
     Mutation(
         name="few public images are learned by heart",
         item=7,
-        file="fedsim/scoring/guess.py",
+        file="fedsim/scoring/guess_pool.py",
         old="        return [*plain, learned] if count <= _MAX_LEARNED else plain\n",
         new="        return [learned]\n",
         tests=(GUESS,),
