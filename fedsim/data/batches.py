@@ -34,7 +34,11 @@ def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
     """Returns those of `indices` whose bin has its turn in `step` (from 0); maybe none.
 
-    `rng` assigns the bins: each step takes a fresh generator of the same seed, so that they stay.
+    Args:
+        indices: the examples to draw from.
+        bins: how many bins they are assigned to.
+        step: of the client, counted from 0 over all rounds.
+        rng: a fresh generator of the same seed in each step, so that the assignment stays.
     """
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
 

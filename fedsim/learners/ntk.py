@@ -29,15 +29,26 @@ leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data."""
+    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data.
+
+    Args:
+        neurons: m.
+        dimension: d.
+        scale: σ.
+        generator: stream that draws them.
+    """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """Returns (a, b) kernel values of x (a, d) and z (b, d).
 
-    Discrete with `weights` (Definition 3.5), which carry the scale σ themselves; without, the
-    continuous kernel σ² (x'z)² (Definition 3.6).
+    Args:
+        x: (a, d).
+        z: (b, d).
+        weights: of the discrete kernel (Definition 3.5), which carry σ themselves; None for the
+            continuous kernel σ² (x'z)² (Definition 3.6).
+        scale: σ of the continuous kernel.
     """
     product = x @ z.T
     if weights is None:
@@ -82,7 +93,15 @@ def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """Returns (a, c) values K(x, X) α, of which the largest is the class."""
+    """Returns (a, c) values K(x, X) α, of which the largest is the class.
+
+    Args:
+        x: (a, d) features to predict.
+        train: X (n, d).
+        alpha: α (n, c).
+        weights: see `kernel`.
+        scale: see `kernel`.
+    """
     return kernel(x, train, weights, scale=scale) @ alpha
 
 
@@ -93,6 +112,12 @@ def quadratic_form(
 
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
     predictions is the prediction of their mean Q.
+
+    Args:
+        train: X (n, d).
+        alpha: α (n, c).
+        weights: see `kernel`.
+        scale: see `kernel`.
     """
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
     if weights is None:
@@ -160,7 +185,14 @@ def paper_samples(epsilon: float, delta: float, distance: float) -> int:
 
 
 def paper_condition(epsilon: float, delta: float, samples: int, distance: float) -> bool:
-    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3)."""
+    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3).
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        samples: k.
+        distance: M.
+    """
     radius = paper_radius(epsilon, delta, samples)
     return 0 < epsilon < 1 and radius < 1 and distance <= radius
 

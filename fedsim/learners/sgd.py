@@ -222,8 +222,15 @@ def train(
 ) -> Trained:
     """Trains as `training` says (already with the stack's training defenses) on `batches`.
 
-    Each batch is (normalized images (B, C, H, W), labels (B,)), one per step. Where B varies, sums
-    are divided by `training.batch_size`.
+    Args:
+        model: computes the loss.
+        parameters: the global weights to start from.
+        buffers: the global buffers; they stay as they are.
+        batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,
+            sums are divided by `training.batch_size`.
+        training: as changed by the stack's training defenses.
+        stack: whose training defenses make the direction of a step.
+        generator: of the defenses' and dropout's draws.
     """
     updated = {name: value.clone() for name, value in buffers.items()}
     loss = loss_function(model, updated, training)

@@ -123,6 +123,7 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
+    """Returns the leaderboard as text, a table per comparison, then what columns mean."""
     from rich.console import Console
     from rich.text import Text
 

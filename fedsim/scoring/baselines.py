@@ -25,7 +25,11 @@ def baseline(
 ) -> dict[str, float | None]:
     """Returns the metrics of `guess`, matched to the truths as an attack's answer is.
 
-    `labels_alone`: the attack that it is compared with answers nothing but labels.
+    Args:
+        guess: of the batch.
+        truth: of the batch.
+        labels_alone: whether the attack that it is compared with answers nothing but labels.
+        lpips: how images are compared perceptually; None if they are not.
 
     Raises:
         ScoringError: the images do not fit the truth.

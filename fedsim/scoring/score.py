@@ -73,6 +73,12 @@ def score(
     Where no `guess` is known its image is not scored but `missing`, for any pixels in its place
     would be an invention.
 
+    Args:
+        reconstruction: of an attack, or of the guess.
+        truth: of the same batch.
+        lpips: how images are compared perceptually; None if they are not.
+        guess: (C, H, W) pixels that stand for a missing image; None if there are none.
+
     Raises:
         ScoringError: images, features or labels are not what `Reconstruction` promises (pixels
             outside [0, 1], values that are not finite, other shapes), or there are none at all.
