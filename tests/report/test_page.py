@@ -423,5 +423,5 @@ def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> N
     (line,) = unfinished(load_runs([folder]))
     assert line.startswith("UNFINISHED") and "--resume" in line
     assert "UNFINISHED" in write_report(folder).read_text()
-    told = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
-    assert "UNFINISHED" in told.stderr
+    result = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
+    assert "UNFINISHED" in result.stderr

@@ -101,8 +101,8 @@ def test_known_labels_are_used_and_answered() -> None:
     guesser = Guesser(torch.cat([left, right]), labels)
     victims = truth(torch.stack([left[0], right[0], left[0]]), [3, 1, 3])
     for known in ([3, 1, 3], [1, 3, 3]):
-        told = baseline(guesser(3, known), victims)
-        assert told["psnr"] == 60.0 and told["label_accuracy"] == 1.0
+        metrics = baseline(guesser(3, known), victims)
+        assert metrics["psnr"] == 60.0 and metrics["label_accuracy"] == 1.0
     assert baseline(guesser(1, [3]), truth(left[:1], [3]))["psnr"] == 60.0
     untold = baseline(guesser(1), truth(left[:1], [3]))
     assert untold["psnr"] is not None and untold["psnr"] < 20

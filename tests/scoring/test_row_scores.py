@@ -96,8 +96,8 @@ def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
     stream = torch.Generator().manual_seed(others)
     members = torch.arange(others + 40) < 40
     drawn = torch.rand(4000, others + 40, generator=stream, dtype=torch.float64)
-    told = [membership_tpr(scores, members, 0.05) for scores in drawn]
-    mean = sum(rate for rate in told if isinstance(rate, float)) / len(told)
+    rates = [membership_tpr(scores, members, 0.05) for scores in drawn]
+    mean = sum(rate for rate in rates if isinstance(rate, float)) / len(rates)
     expected = int(0.05 * (others + 1) + 1e-9) / (others + 1)
     assert mean == pytest.approx(expected, abs=0.003)
     assert mean < 0.053
