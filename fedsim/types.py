@@ -43,7 +43,7 @@ ReleaseKind = Literal[
     "kernel_regression",
     "kernel_model",
 ]
-Released = Literal["update"] | ReleaseKind
+Payload = Literal["update"] | ReleaseKind
 """What a client sends: the update of a model, or what it computed from its rows in closed form."""
 
 
@@ -161,7 +161,7 @@ class ReleaseSpec:
     regression all classes: a row ends with an entry for each, 1 for its class, else 0."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Parameters in use of the law of each statistic that a defense privatized, see
-    `fedsim.contracts.defense.StatisticDefense.law`."""
+    `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
     counted: bool = False
     """Whether the release shows its number of rows. That number tells whether a row is there at
     all, so attacks are asked whether it is there or another one in its place."""
@@ -317,7 +317,7 @@ class Observation:
         return self.spec
 
     @property
-    def released(self) -> Released:
+    def payload(self) -> Payload:
         """Kind of what was sent, which an attack has to be able to read."""
         return self.spec.kind if isinstance(self.spec, ReleaseSpec) else "update"
 

@@ -94,11 +94,11 @@ class ClosedForm(Computation):
             loss=None,
         )
 
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """Returns the release itself."""
         return update
 
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """Returns the parameters: nothing can be planted in them."""
         return parameters
 
