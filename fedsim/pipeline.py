@@ -393,7 +393,7 @@ class _Plan:
 
 
 def _accounted(title: str, workload: Workload, quiet: bool) -> PrivacyClaim:
-    with nullcontext() if quiet else progress.told_of_work(title):
+    with nullcontext() if quiet else progress.report_work(title):
         return rows.spent(workload, workload.scenario.training.rounds)
 
 

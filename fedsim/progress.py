@@ -1,4 +1,4 @@
-"""The live display: rounds first, then attacks with their loss; how far, and how long to go."""
+"""Displays progress: rounds first, then attacks with their loss; how far, and how long to go."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rich.progress import (
 
 
 class Display(Protocol):
-    """What the pipeline tells while it works."""
+    """Shows what the pipeline reports while it works."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """A stage of `total` steps begins, of which `done` were finished before (a resumed run)."""
+        """Begins a stage of `total` steps, of which `done` were finished before (a resumed run)."""
 
     def advance(self, detail: str) -> None:
-        """A step of the current stage has finished."""
+        """Reports that a step of the current stage has finished."""
 
     def detail(self, key: str, text: str) -> None:
-        """What is going on inside a step; `key` tells concurrent ones apart."""
+        """Reports what goes on inside a step; `key` tells concurrent steps apart."""
 
     def note(self, text: str) -> None:
-        """A line that stays: which variant of a sweep is at work, and where."""
+        """Shows a line that stays: which variant of a sweep is at work, and where."""
 
 
 class Quiet:
-    """Tells nothing."""
+    """Shows nothing."""
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
         """See `Display`."""
@@ -55,7 +55,7 @@ class Quiet:
 
 
 class Live:
-    """Bars on a terminal; one line a stage and note where the output is no terminal."""
+    """Shows bars on a terminal; one line per stage and note where the output is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -113,12 +113,12 @@ class Live:
 
 
 _PATIENCE, _EVERY = 1.0, 5.0
-"""Seconds of silence before work is told of, and between two lines about it."""
+"""Seconds of silence before a line about an accountant's work, and between two of them."""
 
 
 @contextmanager
-def told_of_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Print how far an accountant is, on standard error, where it takes more than a second."""
+def report_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Prints an accountant's progress on standard error, if it takes more than a second."""
     from fedsim.privacy.numerics import work
 
     started = last = time.monotonic()

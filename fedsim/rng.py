@@ -1,4 +1,4 @@
-"""Every random stream is derived from (seed, path), so that order of execution never matters.
+"""Derives every random stream from (seed, path), so that order of execution never matters.
 
 A path is such as `("batch", round, client)`. Streams of neighbouring paths are unrelated, as they
 are digests of different texts, and a stream is the same in every process and on every engine. A
@@ -29,14 +29,14 @@ from torch import Tensor
 
 _KEY_BYTES = 32
 _WORDS = 624
-"""Of 32 bits: the whole state of MT19937, PyTorch's generator on the CPU."""
+"""Number of 32-bit words in the whole state of MT19937, PyTorch's generator on the CPU."""
 _STATE = slice(24, 24 + 8 * _WORDS)
-"""Where PyTorch's serialized generator holds them, each in 64 bits; the number of words that are
-left of the last block of them, and the place of the next one, are before."""
+"""Where PyTorch's serialized generator holds these words, each in 64 bits. Before them are the
+number of words left of the last block and the place of the next one."""
 
 
 def derive(seed: int, *path: str | int) -> int:
-    """A 63-bit seed for the stream `path` under `seed`.
+    """Returns a 63-bit seed for the stream `path` under `seed`.
 
     >>> derive(7, "batch", 1, 0) == derive(7, "batch", 1, 0)
     True
@@ -48,24 +48,24 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def of_bytes(content: bytes) -> int:
-    """A 63-bit seed that only who has `content` can derive."""
+    """Returns a 63-bit seed that only who has `content` can derive."""
     return int.from_bytes(hashlib.sha256(b"fedsim content\0" + content).digest()[:8], "big") >> 1
 
 
 @final
 class Stream(torch.Generator):
-    """A generator on the CPU whose whole state is a digest, and a keyed cryptographic stream.
+    """Combines a CPU generator whose whole state is a digest with a keyed cryptographic stream.
 
     It is a `torch.Generator` to all that takes one. `normal`, `uniform` and `signs` draw from the
     cryptographic stream, which the other draws do not advance.
     """
 
     def __new__(cls, material: bytes) -> Stream:
-        """On the CPU, which is all that the base class asks about."""
+        """Creates the base generator on the CPU, which is all that it asks about."""
         return super().__new__(cls)
 
     def __init__(self, material: bytes) -> None:
-        """Both follow from `material`, and neither tells of it nor of the other."""
+        """Derives both streams from `material`; neither reveals it, nor the other."""
         self.set_state(_mersenne_state(material))
         key = hashlib.sha256(b"fedsim noise\0" + material).digest()
         zeros = bytes(16)  # a key is used for one stream, so that its counter starts at 0
@@ -73,21 +73,21 @@ class Stream(torch.Generator):
 
     @classmethod
     def secret(cls) -> Stream:
-        """A stream of the operating system's randomness, which is written down nowhere."""
+        """Returns a stream of the operating system's randomness, which is written down nowhere."""
         return cls(secrets.token_bytes(_KEY_BYTES))
 
     def keystream(self, count: int) -> bytes:
-        """The next `count` bytes of the cryptographic stream."""
+        """Returns the next `count` bytes of the cryptographic stream."""
         return self._keystream.update(bytes(count))
 
 
 def generator(seed: int, *path: str | int) -> Stream:
-    """The stream `path` under `seed`."""
+    """Returns the stream `path` under `seed`."""
     return Stream(_text(seed, path))
 
 
 def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Float64 draws, uniform on the 2^53 middles of as many equal parts of (0, 1).
+    """Draws float64 values, uniform on the 2^53 middles of as many equal parts of (0, 1).
 
     From the cryptographic stream of a `Stream`; a generator of a third party draws its own.
     """
@@ -104,7 +104,7 @@ def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
 def normal(
     shape: Sequence[int], generator: torch.Generator, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Standard normal draws, by the inverse of the distribution function in float64, as `dtype`.
+    """Draws standard normal values as `dtype`, by the inverse distribution function in float64.
 
     From the cryptographic stream of a `Stream`; a generator of a third party draws its own.
     """
@@ -116,16 +116,16 @@ def normal(
 
 
 def signs(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Float64 draws of -1 and +1, each with even odds; as `uniform`."""
+    """Draws float64 values -1 and +1 with even odds, from the same stream as `uniform`."""
     return torch.where(uniform(shape, generator) < 0.5, -1.0, 1.0).double()
 
 
 @contextmanager
 def global_stream(seed: int) -> Iterator[None]:
-    """Seed torch's global stream inside the block, for code that takes no generator; then restore.
+    """Seeds torch's global stream inside the block, and restores it.
 
-    Module initialization and `F.dropout` draw from the global stream only. CUDA streams are seeded
-    but not restored.
+    It serves code that takes no generator: module initialization and `F.dropout` draw from the
+    global stream only. CUDA streams are seeded but not restored.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.set_state(_mersenne_state(_text(seed, ("global",))))
@@ -139,7 +139,7 @@ def _text(seed: int, path: tuple[str | int, ...]) -> bytes:
 
 
 def _mersenne_state(material: bytes) -> Tensor:
-    """The serialized state of a generator on the CPU that has drawn nothing yet."""
+    """Returns the serialized state of a CPU generator that has drawn nothing yet."""
     digest = hashlib.shake_256(b"fedsim stream\0" + material).digest(4 * _WORDS)
     words = np.frombuffer(digest, "<u4")
     state = np.frombuffer(_fresh_state(), dtype=np.uint8).copy()
@@ -149,5 +149,5 @@ def _mersenne_state(material: bytes) -> Tensor:
 
 @cache
 def _fresh_state() -> bytes:
-    """Of a generator that is seeded and about to draw its first block."""
+    """Returns the state of a generator that is seeded and about to draw its first block."""
     return bytes(torch.Generator().manual_seed(0).get_state().numpy().tobytes())

@@ -23,15 +23,17 @@ Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
 Vantage = Literal["server", "aggregate"]
 Server = Literal["honest", "planted", "modified"]
-"""What the server has done to the model: nothing; chosen weights of a two-layer head, to read
-features from (`head.planted`); put a module in front, to read images from (`imprint`)."""
+"""What the server has done to the model. `honest`: nothing. `planted`: it chose weights of a
+two-layer head, to read features from (`head.planted`). `modified`: it put a module in front, to
+read images from (`imprint`)."""
 Unit = Literal["client", "example"]
 Relation = Literal["zero_out", "replace_one", "add_or_remove", "close", "relative"]
 AuditMethod = Literal["two_worlds", "one_run"]
-"""One canary in many runs, and in as many not; or many canaries in one run, each by a coin."""
+"""`two_worlds`: one canary takes part in half of many runs. `one_run`: each of many canaries takes
+part in one run by the toss of a coin."""
 
 MOST_STEPS = 100_000
-"""Local steps of one update, at most."""
+"""An update has at most so many local steps."""
 
 ReleaseKind = Literal[
     "sketch",
@@ -46,7 +48,7 @@ Payload = Literal["update"] | ReleaseKind
 
 
 DEVICE_PATTERN = r"^(auto|cpu|cuda(:[0-9]{1,3})?)$"
-"""How a device is named."""
+"""Pattern of the names of devices."""
 
 
 class FedsimError(Exception):
@@ -54,7 +56,7 @@ class FedsimError(Exception):
 
 
 class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
-    """Work had begun when it failed; what was finished is kept. The command then exits with 1."""
+    """Work had begun when it failed; finished work is kept. The command then exits with 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,31 +74,31 @@ class LocalTraining:
     momentum: float = 0.0
     mode: Mode = "train"
     batches: Batches = "different"
-    """`same`: each step sees the same batch; `different`: each step sees a batch of its own."""
+    """`same`: each step uses the same batch; `different`: each step uses a batch of its own."""
     sampling: Sampling = "without_replacement"
-    """`without_replacement`: batches of one size. `poisson`: each of a client's examples is in a
-    step's batch with the same probability, independently. `balls_in_bins`: each draws one of
-    `bins`, once and for all, and is in the batch of every `bins`-th step. Where sizes vary,
-    `batch_size` is their mean, and what sums over a batch are divided by."""
+    """`without_replacement`: batches have one size. `poisson`: each of a client's examples is in a
+    step's batch with the same probability, independently. `balls_in_bins`: each example draws one
+    of `bins` once, and is in the batch of every `bins`-th step. Where sizes vary, `batch_size` is
+    their mean, by which sums over a batch are divided."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
 
     @property
     def num_images(self) -> int:
-        """How many distinct images one update is computed from (where batches vary: on average)."""
+        """Number of distinct images of an update (where batches vary: on average)."""
         return self.batch_size * (self.steps if self.batches == "different" else 1)
 
     def bins(self, num_examples: int) -> int:
-        """Into how many batches a client with so many examples divides them (balls_in_bins).
+        """Returns into how many batches a client divides its examples (balls_in_bins).
 
-        So that their mean size is as near to `batch_size` as it can be.
+        Their mean size is as near to `batch_size` as possible.
         """
         return max(1, math.floor(num_examples / self.batch_size + 0.5))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What a client releases in a round.
+    """Holds what a client releases in a round.
 
     `tensors` has the names and shapes of the model's parameters; `buffers` has the new
     floating-point buffers (batch-norm statistics; empty for models without). `num_examples` is the
@@ -110,7 +112,7 @@ class Update:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
-    """Names a model so that an attacker (who has its code) can build it again."""
+    """Describes a model so that an attacker, who has its code, can build it again."""
 
     name: str
     parameters: Mapping[str, Any]
@@ -123,9 +125,10 @@ class ModelSpec:
 
 
 def server_of(parameters: Mapping[str, Any]) -> Server:
-    """What the server of a model of these `parameters` is: the worse where it is two things.
+    """Returns what the server of a model has done, by the model's `parameters`.
 
-    Of a model of a third party that knows neither `head` nor `imprint`, `honest`.
+    If it has done both, `modified`. A third party's model that knows neither `head` nor `imprint`
+    is `honest`.
     """
     if parameters.get("imprint"):
         return "modified"
@@ -134,7 +137,7 @@ def server_of(parameters: Mapping[str, Any]) -> Server:
 
 @dataclass(frozen=True, kw_only=True)
 class ReleaseSpec:
-    """Says how a closed-form release comes from rows, as everybody knows it.
+    """Describes, publicly, how a closed-form release comes from rows.
 
     It does not say how many rows there are: that would tell whether one of them is there.
     """
@@ -143,85 +146,85 @@ class ReleaseSpec:
     parameters: Mapping[str, Any]
     kind: ReleaseKind
     columns: int
-    """r, the columns of the random matrix G; 0 where none is drawn."""
+    """r, the number of columns of the random matrix G; 0 if none is drawn."""
     sigma: float
-    """σ of the σ I that each client has appended to its rows; 0 without a data defense."""
+    """σ of the rows σ I that each client appends to its own; 0 without a data defense."""
     row_norm: float
-    """l, the bound on the L2 norm of a row: longer ones were scaled down to it."""
+    """l, the bound on the L2 norm of a row; longer rows were scaled down to it."""
     names: tuple[str, ...]
-    """Of the d features and, last, of the target. Each was mapped from its declared range to
-    [-1, 1]. Of a kernel regression: of the d entries of a unit vector, then of the classes."""
+    """Names of the d features and, last, of the target, each mapped from its declared range to [-1,
+    1]. Of a kernel regression: names of the d entries of a unit vector, then of the classes."""
     intercept: bool
     """Whether the last feature is the constant 1 (before a row is scaled down)."""
     classes: tuple[str, ...] | None
-    """Of a target of two classes, which are -1 and +1 (before a row is scaled down). Of a kernel
-    regression all, and a row ends with an entry for each: 1 for its class, else 0."""
+    """The two classes of the target, which are -1 and +1 (before a row is scaled down). Of a kernel
+    regression all classes: a row ends with an entry for each, 1 for its class, else 0."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    """Of each statistic that a defense has privatized, the parameters of its law in use, as
-    `fedsim.contracts.defense.StatisticDefense.public_parameters` says."""
+    """Parameters in use of the law of each statistic that a defense privatized, see
+    `fedsim.contracts.defense.StatisticDefense.public_parameters`."""
     counted: bool = False
-    """Whether the release shows of how many rows it is. Whether a row is there at all is then told
-    by that number, and what is asked is whether it is there or another one in its place."""
+    """Whether the release shows its number of rows. That number tells whether a row is there at
+    all, so attacks are asked whether it is there or another one in its place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Noise:
-    """Noise that a defense adds to every entry, independent, around zero and of one variance."""
+    """Describes noise of one variance around zero, added to every entry independently."""
 
     variance: float
-    """Of an entry: > 0, in units of what it is `on`."""
+    """Variance of an entry, > 0, in units of what it is `on`."""
     on: Literal["step", "update", "sum"]
-    """`step`: the direction of each local step (a gradient); `update`: a client's update; `sum`:
-    the server's, on the sum of all clients' updates."""
+    """`step`: the direction of each local step (a gradient). `update`: a client's update. `sum`:
+    the sum of all clients' updates, to which the server adds it."""
     correlation: float = 0.0
-    """λ in [0, 1) of z_t - λ z_(t-1), where z_t has this variance and t counts a client's steps
-    over all rounds, or (on a `sum`) the rounds; z_0 = 0."""
+    """λ in [0, 1) of z_t - λ z_(t-1), where z_t has this variance and z_0 = 0. t counts a client's
+    steps over all rounds or, on a `sum`, the rounds."""
 
 
 Removal = Literal["smallest", "smallest_of_tensor", "others"]
-"""Which entries are zeroed: the smallest of all, the same share of each tensor's, or by another
-rule, under which a zero tells nothing."""
+"""Which entries are zeroed: the smallest of all, the same share of each tensor's smallest, or those
+of another rule, under which a zero tells nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What a defense does to an update, in all that an attack who knows the defense can use.
+    """Describes what a defense does to an update, as far as an attack can use it.
 
-    As public as the defense. What it does to the local training itself (steps, dropout in the
+    It is as public as the defense. What the defense does to local training (steps, dropout in the
     head) is in `LocalTraining`, and to the statistics of a closed-form release in `ReleaseSpec`.
     """
 
     known: bool = True
-    """Whether the defense says what it does; nothing else here is to be relied upon if not."""
+    """Whether the defense declares its effect; if not, nothing else here may be relied upon."""
     noise: tuple[Noise, ...] = ()
-    """All that is added."""
+    """All noise that is added."""
     removed: Removal | None = None
-    """Which entries are set to zero; None: no entry is."""
+    """Which entries are set to zero; None if none are."""
     scaled: bool = False
     """Whether the update is multiplied by a factor in (0, 1] that only its client knows."""
     bound: float | None = None
-    """L2 norm that the update does not exceed before noise; None: no such bound."""
+    """L2 norm that the update does not exceed before noise; None if there is no such bound."""
     scaled_examples: bool = False
     """Whether each example's gradient is multiplied by a factor of its own in (0, 1]."""
     rounded: bool = False
-    """Whether a tensor's entries are multiples of its least magnitude but zero: a grid, or signs.
-    Noise and removal that follow leave nothing of that."""
+    """Whether a tensor's entries are multiples of its smallest non-zero magnitude: a grid, or
+    signs. Noise and removal that follow destroy that."""
     mixed: bool = False
-    """Whether an entry depends on those of other positions (a projection, a transform)."""
+    """Whether an entry depends on those at other positions (a projection, a transform)."""
 
     @property
     def noisy(self) -> bool:
-        """Whether noise is added, as far as is known."""
+        """Whether noise is added, or may be because the effect is unknown."""
         return bool(self.noise) or not self.known
 
     @property
     def exact(self) -> bool:
-        """Whether the update is what was computed, up to one factor for all of it."""
-        touched = self.removed or self.rounded or self.mixed
-        return not touched and not self.noisy
+        """Whether the update is the computed one, up to one factor for all of it."""
+        altered = self.removed or self.rounded or self.mixed
+        return not altered and not self.noisy
 
     def then(self, after: Effect) -> Effect:
-        """The effect of `after` on what this one has left."""
+        """Returns the effect of this defense followed by `after`."""
         bounds = [bound for bound in (self.bound, after.bound) if bound is not None]
         removals = {removal for removal in (self.removed, after.removed) if removal}
         return Effect(
@@ -237,12 +240,12 @@ class Effect:
 
 
 UNKNOWN = Effect(known=False)
-"""Of a defense that does not say what it does."""
+"""Effect of a defense that does not declare it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What an attacker at a vantage point saw of one update, decoded from the wire.
+    """Holds what an attacker at a vantage point saw of one update, decoded from the wire.
 
     It holds no label, no pixel, no row and no client state: only what crossed the wire and what is
     public.
@@ -251,7 +254,7 @@ class Observation:
     id: str
     """`<stack>/round-0001/client-0000-b4-t0`; also the path of its files below `observations/`."""
     update: Tensors
-    """As decoded from the wire (after the defense). Names and shapes of `parameters`."""
+    """The update as decoded from the wire, after the defense. Names and shapes of `parameters`."""
     buffers_update: Tensors
     """The client's new batch-norm buffers, if the model has any."""
     parameters: Tensors
@@ -259,14 +262,15 @@ class Observation:
     buffers: Tensors
     """The global model's buffers that the client started from."""
     spec: ModelSpec | ReleaseSpec
-    """What the update is of: a model that was trained, or rows that a closed-form learner read."""
+    """Describes the model that was trained, or the release that a closed-form learner made."""
     training: LocalTraining
-    """Of rows its `batch_size` is how many took part on average, each with the same chance."""
+    """The local training. For rows, `batch_size` is how many took part on average, each with the
+    same chance."""
     defense: tuple[Mapping[str, Any], ...]
-    """The announced defense stack, `name` and parameters in use of each, in order of application:
-    `std` of Gaussian noise is there whether or not it was declared by another parameter."""
+    """The announced defense stack: `name` and parameters in use of each, in order of application.
+    `std` of Gaussian noise is there whether or not another parameter declared it."""
     effect: Effect
-    """What that stack does to the update. Attacks read this, and no name of a defense."""
+    """What that stack does to the update. Attacks read this, and not the names of defenses."""
     vantage: Vantage
     round: int
     client: int
@@ -275,18 +279,18 @@ class Observation:
     """How many clients' updates are summed in `update` (1 at the server vantage)."""
     trial: int
     seed: int
-    """Of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""
+    """Seed of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""
     releases: int = 1
-    """How many releases of the same images at the same weights `update` is the mean of."""
+    """Number of releases of the same images at the same weights whose mean `update` is."""
 
     @property
     def server(self) -> Server:
-        """What the server has done to the model; of a release of rows, nothing."""
+        """What the server has done to the model; `honest` for a release of rows."""
         return server_of(self.spec.parameters) if isinstance(self.spec, ModelSpec) else "honest"
 
     @property
     def model(self) -> ModelSpec:
-        """The model that was trained.
+        """Description of the model that was trained.
 
         Raises:
             FedsimError: none was.
@@ -300,7 +304,7 @@ class Observation:
 
     @property
     def release(self) -> ReleaseSpec:
-        """How the release comes from rows.
+        """Description of how the release comes from rows.
 
         Raises:
             FedsimError: it is the update of a model.
@@ -314,18 +318,18 @@ class Observation:
 
     @property
     def payload(self) -> Payload:
-        """The kind of what was sent, which an attack has to be able to read."""
+        """Kind of what was sent, which an attack has to be able to read."""
         return self.spec.kind if isinstance(self.spec, ReleaseSpec) else "update"
 
     @property
     def num_images(self) -> int:
-        """How many images the observed update was computed from."""
+        """Number of images that the observed update was computed from."""
         return self.training.num_images * self.num_clients
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroundTruth:
-    """What the client really used. Goes from the client to the score, never to an attack."""
+    """Holds what the client really used. It goes to the score, never to an attack."""
 
     images: Tensor
     """(N, C, H, W) pixels in [0, 1]."""
@@ -334,17 +338,16 @@ class GroundTruth:
     features: Tensor | None = None
     """(N, d) inputs of the head under the global weights, for feature metrics."""
     local_losses: Tensor | None = None
-    """(2,) mean cross-entropy on `images` before local training and after it, and before update
-    defenses; the mean over clients. None of a single gradient."""
+    """(2,) mean cross-entropy on `images` before and after local training, without update defenses;
+    the mean over clients. None for a single gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTruth:
-    """The rows that a release may have been computed from, and whether each one was.
+    """Holds the rows that a release may come from, and whether each one took part.
 
-    Each took part with the same chance and independently of all others: so whatever an attacker
-    knows of the others tells it nothing of a row, and the worlds with and without it differ in
-    nothing else.
+    Each row took part with the same chance, independently of all others. So knowing the others
+    tells an attacker nothing of a row, and the worlds with and without it differ in nothing else.
     """
 
     rows: Tensor
@@ -352,11 +355,11 @@ class RowTruth:
     members: Tensor
     """(N,) bool: whether the row took part."""
     clients: Tensor
-    """(N,) int64: whose row it is, counted from 0 among the clients that the release is of."""
+    """(N,) int64: the client of each row, counted from 0 among the clients of the release."""
     scored: Tensor
-    """(d + 1,) bool: the entries that are data, and not the constant feature, nor classes."""
+    """(d + 1,) bool: the entries that are data, and neither the constant feature nor classes."""
     classes: int = 0
-    """Of how many classes the last entries say which is the row's, one each; 0: they are data."""
+    """Number of classes, each with an entry at the end of a row; 0 if the last entries are data."""
 
 
 Truth = GroundTruth | RowTruth
@@ -364,7 +367,7 @@ Truth = GroundTruth | RowTruth
 
 @dataclass(frozen=True, kw_only=True)
 class Reconstruction:
-    """What an attack claims to have recovered. What it does not recover is None."""
+    """Holds what an attack claims to have recovered; None for what it does not recover."""
 
     images: Tensor | None = None
     """(N, C, H, W) pixels in [0, 1]."""
@@ -375,7 +378,7 @@ class Reconstruction:
     rows: Tensor | None = None
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
-    """(N,) the log-likelihood ratio of having taken part over not: the higher, the likelier."""
+    """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
     loss: float
     """The attack's own objective at the returned point: the only thing selection may use."""
     iterations: int
@@ -383,7 +386,7 @@ class Reconstruction:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """A data source in memory. Images are uint8 so that CIFAR-sized sets stay small."""
+    """Holds a data source in memory. Images are uint8 so that CIFAR-sized sets stay small."""
 
     name: str
     train_images: Tensor
@@ -399,21 +402,21 @@ class Dataset:
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training image, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """What of the above was computed from the training images without noise ("mean and std"), and
-    so voids every claim of privacy; empty if nothing was. None: the source does not say, and no
+    """Which of these fields were computed from training images without noise ("mean and std"),
+    which voids every claim of privacy; empty if none was. None: the source does not say, and no
     claim is made either."""
     placed_by_label: bool = False
-    """Whether an image of another label in the place of one would move other images to other
-    places, and so, where a partition deals by places, to other clients."""
+    """Whether changing one image's label would move other images to other places and so, where a
+    partition deals by places, to other clients."""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:
-        """(C, H, W)."""
+        """Shape of an image, (C, H, W)."""
         _, c, h, w = self.train_images.shape
         return (c, h, w)
 
     def without_training(self) -> Dataset:
-        """The description and the test split: what may leave the clients. No training image."""
+        """Returns the description and the test split, which may leave the clients."""
         return replace(
             self,
             train_images=self.train_images.new_empty((0, *self.input_shape)),
@@ -423,12 +426,12 @@ class Dataset:
 
 
 _ROUNDING = 1e-12
-"""Relative error of a norm that is exactly at its bound. A claim changes as little by it."""
+"""Relative rounding error that a norm at its bound may have. A claim changes as little by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A tabular data source in memory: rows of bounded norm, the target being their last entry.
+    """Holds a tabular data source in memory: rows of bounded norm, ending with the target.
 
     The bound is public: it follows from the columns' declared ranges and not from the rows, since a
     bound that is read from the data is no part of a proof of privacy.
@@ -445,18 +448,18 @@ class Table:
     row_norm: float
     """l, the public bound."""
     classes: tuple[str, ...] | None
-    """Of a target of two classes, which are then -1 and +1 (before rows are scaled down to the
+    """The target's two classes, which are then -1 and +1 (before rows are scaled down to the
     bound); None if the target is a quantity."""
     intercept: bool = False
     """Whether the last feature is the constant 1 (before rows are scaled down to the bound)."""
     client_of: Tensor | None = None
     """(N,) int64: the natural client of each training row, where the source knows it."""
     private_statistics: tuple[str, ...] | None = None
-    """As those of a Dataset: what of the above was computed from the training rows without noise
-    ("ranges of the columns"); None: the source does not say, and no claim of privacy is made."""
+    """As in `Dataset`: which fields were computed from training rows without noise ("ranges of the
+    columns"). None: the source does not say, and no claim of privacy is made."""
 
     def __post_init__(self) -> None:
-        """Refuse rows beyond the bound, which every claim rests on.
+        """Refuses rows beyond the bound, which every claim rests on.
 
         Raises:
             FedsimError: a training row is longer than `row_norm`, or not finite.
@@ -472,7 +475,7 @@ class Table:
             )
 
     def without_training(self) -> Table:
-        """The description and the test split: what may leave the clients. No training row."""
+        """Returns the description and the test split, which may leave the clients."""
         return replace(
             self,
             train_rows=self.train_rows.new_empty((0, self.train_rows.shape[1])),
@@ -483,18 +486,18 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class PrivacyClaim:
-    """What a whole defense stack guarantees. ε = ∞ unless the stack is a known mechanism."""
+    """States what a defense stack guarantees. ε = ∞ unless the stack is a known mechanism."""
 
     epsilon: float
     delta: float | None
     accountant: str | None
     unit: Unit | None
-    """Whose presence is hidden: all of a client's data, or one example of it."""
+    """Whose presence is hidden: all of a client's data, or one example."""
     relation: Relation | None = None
-    """What the hidden contribution is exchanged for: nothing (zero), or any other example's; or
+    """What the hidden contribution is exchanged for: nothing (zero), or any other example's. Or
     whether the example is there at all (add_or_remove), maybe only among declared databases
     (relative), which is no differential privacy."""
     reason: str | None
-    """Why ε is ∞, where it is."""
+    """Why ε is ∞, if it is."""
     covers: str = ""
-    """Which releases it is of, in words."""
+    """Which releases it covers, in words."""

@@ -1,10 +1,10 @@
-"""How counts are worded in messages, tables and reports."""
+"""Words counts in messages, tables and reports."""
 
 from __future__ import annotations
 
 
 def number_of(count: int, noun: str, plural: str = "") -> str:
-    """`1 image`, `2 images` or `1,000 images`; `plural` is of nouns that take more than an s.
+    """Words a count: `1 image`, `2 images`; `plural` is for nouns that take more than an s.
 
     >>> number_of(1, "row"), number_of(0, "row"), number_of(2000, "batch", "batches")
     ('1 row', '0 rows', '2,000 batches')

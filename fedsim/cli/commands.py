@@ -151,7 +151,7 @@ def attack(
         if out:
             writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
-            found, row = attack_recording(
+            reconstruction, row = attack_recording(
                 observation,
                 name,
                 parameters,
@@ -168,7 +168,7 @@ def attack(
             )
         typer.echo(json.dumps(row, indent=2))
         if out:
-            _save(found, row, out)
+            _save(reconstruction, row, out)
 
 
 @app.command()
@@ -223,7 +223,7 @@ def list_plugins(
 
         from fedsim.contracts import listing
 
-        rows = listing.rows([kind.value] if kind else [each.value for each in Kind])
+        rows = listing.rows([kind.value] if kind else [member.value for member in Kind])
         as_json = format is ListFormat.json
         width = get_terminal_size((80, 24)).columns
         typer.echo(json.dumps(rows, indent=2) if as_json else listing.render(rows, width))
@@ -255,16 +255,16 @@ def validate(
         from fedsim.scenario import cautions, dump, expand, open_document
 
         variants = expand(open_document(scenario, settings or []))
-        for line in dict.fromkeys(line for each in variants for line in cautions(each.scenario)):
+        for line in dict.fromkeys(line for v in variants for line in cautions(v.scenario)):
             typer.secho(f"{scenario}: WARNING: {line}", err=True, fg="yellow")
         if resolved:
             typer.echo("---\n".join(dump(variant.scenario) for variant in variants), nl=False)
             return
         typer.echo(f"{scenario}: valid")
         for variant in variants if variants[0].label else []:
-            told = describe_variant(variant.assignment)
-            same = told.replace(", ", ",") == variant.label
-            typer.echo(f"  {variant.label}{'' if same else f'  ({told})'}")
+            words = describe_variant(variant.assignment)
+            same = words.replace(", ", ",") == variant.label
+            typer.echo(f"  {variant.label}{'' if same else f'  ({words})'}")
 
 
 @app.callback(invoke_without_command=True)
@@ -279,7 +279,7 @@ def _version(
 
 
 def make_printable() -> None:
-    """Write to a terminal of few characters what it has, and to a closed one nothing."""
+    """Lets output replace what a terminal cannot show, and vanish if the terminal is closed."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -289,7 +289,7 @@ def make_printable() -> None:
 
 
 def _outcome(folder: Path) -> str:
-    """The leaderboard of a run, or what its defenses cost if nothing is attacked."""
+    """Returns the leaderboard of a run, or what its defenses cost if nothing is attacked."""
     from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
 
     runs = load_runs([folder])
@@ -311,15 +311,15 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
     return render(rows, format.value, width=width, color=sys.stdout.isatty())
 
 
-def _save(found: Reconstruction, row: dict[str, Any], out: Path) -> None:
+def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> None:
     from fedsim.recording.files import write_json, write_tensors
 
     recovered = {
-        "images": found.images,
-        "labels": found.labels,
-        "features": found.features,
-        "rows": found.rows,
-        "membership": found.membership,
+        "images": reconstruction.images,
+        "labels": reconstruction.labels,
+        "features": reconstruction.features,
+        "rows": reconstruction.rows,
+        "membership": reconstruction.membership,
     }
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)

@@ -1,4 +1,4 @@
-"""How a command ends: the message and the exit status of what went wrong."""
+"""Ends a command with the message and the exit status of what went wrong."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedsim.system import interrupts
 
 @contextmanager
 def exits() -> Iterator[None]:
-    """Turn what a user can act on into a message and an exit status."""
+    """Turns an error that a user can act on into a message and an exit status."""
     try:
         yield
     except KeyboardInterrupt as error:
@@ -29,14 +29,14 @@ def exits() -> Iterator[None]:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about an error of the system, which does not say it itself."""
+    """Returns what to do about an error of the system, which does not say it itself."""
     if not isinstance(error, OSError):
         return ""
     return f"; check the path and the space left, then {interrupts.how_to_go_on()}"
 
 
 def _status(error: Exception) -> int | None:
-    """The exit status that `error` stands for; None if it is not the user's to act on."""
+    """Returns the exit status that `error` stands for; None if it is not the user's to act on."""
     from fedsim.contracts.attack import AttackFailed
     from fedsim.types import FedsimError, RunFailed
 

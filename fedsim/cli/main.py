@@ -6,7 +6,7 @@ from fedsim.system import interrupts
 
 
 def main() -> None:
-    """The entry point of the `fedsim` command."""
+    """Runs the `fedsim` command."""
     with interrupts.command():
         from fedsim.cli.commands import app, make_printable
 

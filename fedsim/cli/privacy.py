@@ -15,11 +15,11 @@ from typing import Annotated, Any
 import typer
 
 from fedsim.cli.exits import exits
-from fedsim.progress import told_of_work
+from fedsim.progress import report_work
 
 
 class Method(StrEnum):
-    """`fedsim.types.AuditMethod`, as typer takes choices."""
+    """Offers `fedsim.types.AuditMethod` as typer takes choices."""
 
     TWO_WORLDS = "two_worlds"
     ONE_RUN = "one_run"
@@ -127,24 +127,24 @@ def audit(
         if mechanism is None:
             _list(as_json)
             return
-        parsed = _asked(mechanism, keys, "audit")
-        with told_of_work(mechanism):
-            found = mechanisms.audit(
+        parsed = _parse_keys(mechanism, keys, "audit")
+        with report_work(mechanism):
+            verdict = mechanisms.audit(
                 mechanism,
                 parsed,
-                delta=_given("delta", delta),
+                delta=_required("delta", delta),
                 draws=draws,
                 confidence=confidence,
                 seed=seed,
                 method=method.value,
             )
-        _print({**asdict(found), "holds": found.holds, "verdict": found.text}, as_json)
-        if not found.holds:
+        _print({**asdict(verdict), "holds": verdict.holds, "verdict": verdict.text}, as_json)
+        if not verdict.holds:
             raise typer.Exit(1)
 
 
-def _asked(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
-    """The parsed keys, of a mechanism that answers `question`; else refused, before options are."""
+def _parse_keys(mechanism: str, keys: list[str] | None, question: str) -> dict[str, Any]:
+    """Parses the keys of a mechanism that answers `question`, and refuses others before options."""
     from fedsim.privacy import calculator
 
     parsed = calculator.parse(keys)
@@ -160,18 +160,18 @@ def _ask(
     plot: Path | None,
     **given: float | None,
 ) -> None:
-    """Print what the calculator answers, or the mechanisms if none is named."""
+    """Prints what the calculator answers, or the mechanisms if none is named."""
     with exits():
         from fedsim.privacy import calculator
 
         if mechanism is None:
             _list(as_json)
             return
-        parsed = _asked(mechanism, keys, question)
+        parsed = _parse_keys(mechanism, keys, question)
         _refuse_unwritable(plot)
-        at = {name: _given(name, value) for name, value in given.items()}
-        with told_of_work(mechanism):
-            answer = getattr(calculator, question)(mechanism, parsed, **at)
+        options = {name: _required(name, value) for name, value in given.items()}
+        with report_work(mechanism):
+            answer = getattr(calculator, question)(mechanism, parsed, **options)
         if plot is not None:
             from fedsim.privacy.plot import draw
 
@@ -179,7 +179,7 @@ def _ask(
         _print(asdict(answer), as_json)
 
 
-def _given(name: str, value: float | None) -> float:
+def _required(name: str, value: float | None) -> float:
     from fedsim.types import FedsimError
 
     if value is None:
@@ -195,18 +195,18 @@ def _print(fields: dict[str, Any], as_json: bool) -> None:
         # Strict JSON has no infinity: what is infinite is written as text.
         typer.echo(json.dumps({name: _strict(value) for name, value in fields.items()}, indent=2))
         return
-    told = {name: value for name, value in fields.items() if value is not None}
-    # An ε is nothing without what it is an ε of, so that no line has one alone.
-    unit, neighbours = told.pop("unit"), told.pop("neighbours")
-    of = f" (δ {_text(told['delta'])}, {unit}, {neighbours})"
-    width = max(map(len, told))
-    for name, value in told.items():
-        beside = of if name in _EPSILONS else ""
-        typer.echo(f"{name.ljust(width)}  {'ε = ' * bool(beside)}{_text(value)}{beside}")
+    lines = {name: value for name, value in fields.items() if value is not None}
+    # An ε means nothing without δ, unit and neighbours, so no line has one alone.
+    unit, neighbours = lines.pop("unit"), lines.pop("neighbours")
+    scope = f" (δ {_text(lines['delta'])}, {unit}, {neighbours})"
+    width = max(map(len, lines))
+    for name, value in lines.items():
+        suffix = scope if name in _EPSILONS else ""
+        typer.echo(f"{name.ljust(width)}  {'ε = ' * bool(suffix)}{_text(value)}{suffix}")
 
 
 _EPSILONS = ("epsilon", "claim", "lower_bound", "bounds")
-"""Fields of answers and verdicts that are an ε, or several."""
+"""Fields of answers and verdicts that hold one ε or several."""
 
 
 def _strict(value: Any) -> Any:
@@ -218,7 +218,7 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.10g}"
     if isinstance(value, dict):
-        return ", ".join(f"{_text(each)} ({name})" for name, each in value.items())
+        return ", ".join(f"{_text(part)} ({name})" for name, part in value.items())
     if isinstance(value, tuple):
         return " to ".join(map(_text, value))
     return str(value)

@@ -1,4 +1,4 @@
-"""Which of a client's examples a batch holds, under each `LocalTraining.sampling`."""
+"""Draws which of a client's examples a batch holds, under each `LocalTraining.sampling`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedsim.words import number_of
 
 
 def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """`batch_size` of `indices`, drawn uniformly without replacement.
+    """Draws `batch_size` of `indices` uniformly without replacement.
 
     Raises:
         FedsimError: there are fewer.
@@ -26,15 +26,19 @@ def without_replacement(indices: Tensor, batch_size: int, rng: torch.Generator) 
 
 
 def poisson(indices: Tensor, batch_size: int, rng: torch.Generator) -> Tensor:
-    """Each of `indices` with probability `batch_size` / their number, independently; maybe none."""
+    """Draws each of `indices` with probability `batch_size` / their number, independently."""
     drawn = torch.rand(len(indices), generator=rng, dtype=torch.float64)
     return indices[drawn < batch_size / len(indices)]
 
 
 def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -> Tensor:
-    """Those of `indices` whose bin has its turn in `step` (from 0); maybe none.
+    """Returns those of `indices` whose bin has its turn in `step` (from 0); maybe none.
 
-    `rng` assigns the bins: a fresh one of the same seed in each step, so that they stay.
+    Args:
+        indices: the examples to draw from.
+        bins: how many bins they are assigned to.
+        step: of the client, counted from 0 over all rounds.
+        rng: a fresh generator of the same seed in each step, so that the assignment stays.
     """
     return indices[torch.randint(bins, (len(indices),), generator=rng) == step % bins]
 
@@ -42,10 +46,10 @@ def balls_in_bins(indices: Tensor, bins: int, step: int, rng: torch.Generator) -
 def of_trial(
     indices: Tensor, batch_size: int, trial: int, trials: int, step: int, rng: torch.Generator
 ) -> Tensor | None:
-    """`batch_size` of `indices` that no other trial and no other step draws; None if none are left.
+    """Returns `batch_size` of `indices` for one step of a trial; None if too few are left.
 
-    What the first step of a trial draws depends neither on the number of `trials` nor on how many
-    steps there are.
+    No other trial and no other step draws the same ones. What the first step of a trial draws
+    depends neither on the number of `trials` nor on how many steps there are.
 
     Args:
         indices: The examples to draw from, each once.
@@ -63,7 +67,7 @@ def of_trial(
 
 
 def distinct(indices: Tensor, images: Tensor) -> Tensor:
-    """Those of `indices` whose image, in `images` (N, C, H, W), is not that of an earlier one."""
+    """Returns those of `indices` whose image, in `images` (N, C, H, W), no earlier one has."""
     first: dict[int, int] = {}
     for index in indices.tolist():
         content = images[index].contiguous().numpy().tobytes()

@@ -1,4 +1,4 @@
-"""Real images that scikit-image and scikit-learn carry inside their packages: nothing to download.
+"""Loads images that scikit-image and scikit-learn carry inside their packages.
 
 Each set is split once and for all, a fixed share of every class going to the test split.
 """
@@ -40,7 +40,7 @@ class Faces(DataSource):
     """Height and width, in pixels."""
 
     def load(self) -> Dataset:
-        """See the class."""
+        """Loads the set."""
         import skimage.data
 
         data: Any = skimage.data
@@ -66,7 +66,7 @@ class Digits(DataSource):
     """Height and width, in pixels; 8 leaves the images as they are."""
 
     def load(self) -> Dataset:
-        """See the class."""
+        """Loads the set."""
         from sklearn.datasets import load_digits
 
         digits = load_digits()
@@ -90,7 +90,7 @@ class Photos(DataSource):
     )
 
     def load(self) -> Dataset:
-        """See the class."""
+        """Cuts the photographs into crops, and loads them."""
         photographs = _photographs()
         crops = torch.cat([_crops(picture) for picture in photographs.values()])
         labels = torch.arange(len(photographs)).repeat_interleave(_KEPT)
@@ -133,7 +133,7 @@ def _crops(picture: Image) -> Tensor:
 
 
 def _resized(grey: Any, size: int) -> Tensor:
-    """(N, H, W) array in [0, 1] -> (N, 1, size, size) uint8."""
+    """Resizes an (N, H, W) array in [0, 1] to (N, 1, size, size) uint8."""
     from PIL import Image
 
     return torch.stack(
@@ -152,7 +152,7 @@ def _dataset(
     mean: tuple[float, ...],
     std: tuple[float, ...],
 ) -> Dataset:
-    """The set, normalized by constants: no image of it has a say in them.
+    """Splits the set and normalizes it by constants, which no image of it decides.
 
     Args:
         name: of the source.

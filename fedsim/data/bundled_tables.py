@@ -1,4 +1,4 @@
-"""Tables that scikit-learn carries inside its package: nothing to download.
+"""Loads tables that scikit-learn carries inside its package.
 
 The ranges of the columns are round numbers near those of the published descriptions. They are fixed
 here and not computed from the rows, and a value beyond its range is set to the range's end.
@@ -30,7 +30,7 @@ _NUCLEUS: dict[str, tuple[tuple[float, float], tuple[float, float], tuple[float,
 _CELLS = tuple(
     Column(name=name, low=low, high=high)
     for position, form in enumerate(("mean {}", "{} error", "worst {}"))
-    for name, (low, high) in ((form.format(of), r[position]) for of, r in _NUCLEUS.items())
+    for name, (low, high) in ((form.format(key), r[position]) for key, r in _NUCLEUS.items())
 )
 
 _PATIENTS = (
@@ -63,28 +63,28 @@ class BreastCancer(TableSource):
     @field_validator("features")
     @classmethod
     def _known(cls, features: tuple[str, ...] | None) -> tuple[str, ...] | None:
-        known = [column.name for column in _CELLS]
+        names = [column.name for column in _CELLS]
         for name in features or ():
-            if name not in known:
-                raise ValueError(f"no feature is called {name!r}; expected some of {known}")
+            if name not in names:
+                raise ValueError(f"no feature is called {name!r}; expected some of {names}")
         if features is not None and (not features or len(set(features)) < len(features)):
             raise ValueError("name at least one feature, and none twice")
         return features
 
     def load(self) -> Table:
-        """See the class."""
+        """Loads the table."""
         from sklearn.datasets import load_breast_cancer
 
         data = load_breast_cancer()
-        wanted = [
+        indices = [
             i
             for i, column in enumerate(_CELLS)
             if self.features is None or column.name in self.features
         ]
         return self.table(
             "breast_cancer",
-            torch.from_numpy(data.data).double()[:, wanted],
-            tuple(_CELLS[i] for i in wanted),
+            torch.from_numpy(data.data).double()[:, indices],
+            tuple(_CELLS[i] for i in indices),
             torch.from_numpy(data.target).double() * 2 - 1,
             "diagnosis",
             ("malignant", "benign"),
@@ -102,7 +102,7 @@ class Diabetes(TableSource):
     )
 
     def load(self) -> Table:
-        """See the class."""
+        """Loads the table."""
         from sklearn.datasets import load_diabetes
 
         data = load_diabetes(scaled=False)

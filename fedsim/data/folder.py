@@ -1,4 +1,4 @@
-"""Images in folders named after their classes, in a directory or a zip archive."""
+"""Loads images in folders named after their classes, from a directory or a zip archive."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ImageFolder(DataSource):
         return self
 
     def load(self) -> Dataset:
-        """See the class.
+        """Reads both splits.
 
         Raises:
             FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, or the
@@ -114,7 +114,7 @@ class ImageFolder(DataSource):
         return self._normalized(declared)
 
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
-        """With mean and standard deviation of the training images, if these are asked for."""
+        """Normalizes by the training images' mean and deviation, if these are asked for."""
         return dataset if isinstance(dataset, Table) else self._normalized(dataset)
 
     def _normalized(self, dataset: Dataset) -> Dataset:
@@ -138,13 +138,13 @@ class ImageFolder(DataSource):
                 f"{tree.root} has no image at {layout}: arrange the files so, or correct `path`"
                 + ("" if by_client else " (it must not include the split's folder)")
             )
-        found = [item for group in grouped.values() for item in group]
-        return sorted(found, key=lambda item: (item.client, item.path[-1], item.class_name))
+        items = [item for group in grouped.values() for item in group]
+        return sorted(items, key=lambda item: (item.client, item.path[-1], item.class_name))
 
     def _images(
         self, tree: Tree, items: list[_Labelled], expected: tuple[int, ...] | None
     ) -> Tensor:
-        """(N, C, H, W) uint8, of height and width `expected`, or else those of the first image."""
+        """Reads images as (N, C, H, W) uint8, of size `expected` or that of the first one."""
         first = self._decode(tree, items[0].path)
         shape = (len(items), self.channels, *(expected or first.shape[1:]))
         if torch.Size(shape).numel() > _MAX_BYTES:
@@ -174,7 +174,7 @@ class ImageFolder(DataSource):
         return from_pil(image)
 
 
-def _indices(names: list[str], known: list[str] | None = None) -> Tensor:
-    """(N,) int64: each name's place in `known`, or else among the names themselves, sorted."""
-    place = {name: index for index, name in enumerate(known or sorted(set(names)))}
+def _indices(names: list[str], order: list[str] | None = None) -> Tensor:
+    """Returns each name's place in `order`, or else among the sorted names: (N,) int64."""
+    place = {name: index for index, name in enumerate(order or sorted(set(names)))}
     return torch.tensor([place[name] for name in names], dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What every data source does with pixels: resizing, a stratified split, channel statistics."""
+"""Handles pixels for every data source: resizing, a stratified split, channel statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def from_pil(image: Image) -> Tensor:
-    """A grey or RGB picture as (1 or 3, H, W) uint8."""
+    """Converts a grey or RGB picture to (1 or 3, H, W) uint8."""
     import numpy as np
 
     pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
@@ -22,7 +22,7 @@ def from_pil(image: Image) -> Tensor:
 
 
 def resize(image: Image, width: int, height: int) -> Image:
-    """Bicubic with antialiasing, in Pillow's integer arithmetic: same bytes on every machine."""
+    """Resizes bicubically in Pillow's integer arithmetic: same bytes on every machine."""
     from PIL.Image import Resampling
 
     if image.size == (width, height):
@@ -31,7 +31,7 @@ def resize(image: Image, width: int, height: int) -> Image:
 
 
 def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[Tensor, Tensor]:
-    """(train, test) indices, sorted and disjoint; each class keeps its share in both.
+    """Returns (train, test) indices, sorted and disjoint; each class keeps its share in both.
 
     A function of `labels` and `name` alone: the split of a data source never changes.
     """
@@ -44,7 +44,7 @@ def stratified_split(labels: Tensor, test_fraction: float, name: str) -> tuple[T
 
 
 def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of each channel of (N, C, H, W) uint8, in [0, 1] pixels.
+    """Returns mean and deviation of each channel of (N, C, H, W) uint8, in [0, 1] pixels.
 
     Exact, from the histogram of the 256 values. The deviation of a constant channel is given as
     one grey level, so that normalizing never divides by zero.

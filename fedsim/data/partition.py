@@ -1,4 +1,4 @@
-"""How the training set is divided among clients, by Flower's own partitioners."""
+"""Divides the training set among clients, by Flower's own partitioners."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _OFFLINE = {
 
 
 def partition(
-    dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, least: int = 1
+    dataset: Dataset | Table, config: Partition, clients: int, seed: int, *, min_images: int = 1
 ) -> list[Tensor]:
-    """The training indices of each client: sorted, disjoint, together all of them.
+    """Returns the training indices of each client: sorted, disjoint, together all of them.
 
     `iid`: parts of equal size (to within one) in random order. `dirichlet`: each class is divided
     in proportions drawn from Dir(alpha) (Hsu, Qi and Brown 2019). `shards`: the set is sorted by
@@ -50,17 +50,17 @@ def partition(
         config: which of the above, with its parameter.
         clients: how many parts.
         seed: same seed, same parts.
-        least: the fewest images a client may end up with.
+        min_images: the fewest images a client may end up with.
 
     Raises:
         FedsimError: no such division exists or was found, with the remedy.
     """
     count = len(dataset.train_labels)
     _check_parameters(config)
-    if clients * least > count:
+    if clients * min_images > count:
         raise FedsimError(
-            f"{number_of(clients, 'client')} of at least {number_of(least, 'image')} need "
-            f"{number_of(clients * least, 'training image')}, "
+            f"{number_of(clients, 'client')} of at least {number_of(min_images, 'image')} need "
+            f"{number_of(clients * min_images, 'training image')}, "
             f"{dataset.name} has {count}: lower data.clients or use a larger source"
         )
     if config.path is not None:
@@ -68,13 +68,13 @@ def partition(
     elif config.name == "natural":
         parts = _by_owner(_natural_owners(dataset, clients), clients)
     else:
-        parts = _drawn(dataset.train_labels, config, clients, seed, least)
+        parts = _drawn(dataset.train_labels, config, clients, seed, min_images)
     smallest = min(range(clients), key=lambda client: len(parts[client]))
-    if len(parts[smallest]) < least:
+    if len(parts[smallest]) < min_images:
         raise FedsimError(
             f"partition {config.name} leaves client {smallest} with "
             f"{number_of(len(parts[smallest]), 'image')}, "
-            f"fewer than {least}: lower data.clients or choose another partition"
+            f"fewer than {min_images}: lower data.clients or choose another partition"
         )
     return parts
 
@@ -82,16 +82,18 @@ def partition(
 def _check_parameters(config: Partition) -> None:
     needed = _PARAMETERS.get(config.name)
     for name in _PARAMETERS.values():
-        given = getattr(config, name) is not None
-        if name == needed and not given:
+        is_given = getattr(config, name) is not None
+        if name == needed and not is_given:
             raise FedsimError(f"partition {config.name} needs {name}: set data.partition.{name}")
-        if name != needed and given:
+        if name != needed and is_given:
             raise FedsimError(
                 f"partition {config.name} has no {name}: remove data.partition.{name}"
             )
 
 
-def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: int) -> list[Tensor]:
+def _drawn(
+    labels: Tensor, config: Partition, clients: int, seed: int, min_images: int
+) -> list[Tensor]:
     # Rows are shuffled first: the sources are in class order, and Flower's IidPartitioner cuts
     # contiguous parts.
     rows = torch.randperm(len(labels), generator=rng.generator(seed, "rows"))
@@ -119,7 +121,7 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
             num_partitions=clients,
             partition_by="label",
             alpha=float(config.alpha or 0),
-            min_partition_size=least,
+            min_partition_size=min_images,
             shuffle=False,
             seed=draw_seed,
         )
@@ -128,14 +130,14 @@ def _drawn(labels: Tensor, config: Partition, clients: int, seed: int, least: in
         except ValueError as error:
             raise FedsimError(
                 f"ten draws from Dir({config.alpha}) all left some of "
-                f"{number_of(clients, 'client')} with fewer than {least} of "
+                f"{number_of(clients, 'client')} with fewer than {min_images} of "
                 f"{number_of(len(labels), 'image')}: raise data.partition.alpha or lower "
                 "data.clients"
             ) from error
 
 
 def _whole_shards(count: int, clients: int, per_client: int) -> int:
-    """`per_client`, if clients x per_client shards of equal size use every image."""
+    """Returns `per_client`, if clients x per_client shards of equal size use every image."""
     if count % (clients * per_client) == 0:
         return per_client
     fitting = [n for n in range(1, count // clients + 1) if count % (clients * n) == 0]
@@ -161,7 +163,7 @@ def _by_owner(owners: Tensor, clients: int) -> list[Tensor]:
 
 
 def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int) -> list[Tensor]:
-    """Let `partitioner` divide the rows, whose images and labels are given."""
+    """Lets `partitioner` divide the rows, whose images and labels are given."""
     from datasets import Dataset as Arrow
 
     partitioner.dataset = Arrow.from_dict({"row": rows.tolist(), "label": labels.tolist()})
@@ -173,7 +175,7 @@ def _parts(partitioner: Partitioner, rows: Tensor, labels: Tensor, clients: int)
 
 @contextlib.contextmanager
 def _quiet_and_offline() -> Iterator[None]:
-    """No telemetry, no look-up on a hub, no progress bars, no warning for each failed draw."""
+    """Silences Flower: no telemetry, no look-up on a hub, no progress bars or warnings."""
     before = {name: os.environ.get(name) for name in _OFFLINE}
     os.environ.update(_OFFLINE)
     try:
@@ -194,18 +196,18 @@ def _natural_owners(dataset: Dataset | Table, clients: int) -> Tensor:
             f"{dataset.name} does not say whose its examples are: use another partition, or a "
             "source that knows (image_folder with `client_folders: true`, table with `client`)"
         )
-    found = len(set(dataset.client_of.tolist()))
-    if found != clients:
+    owners = len(set(dataset.client_of.tolist()))
+    if owners != clients:
         raise FedsimError(
-            f"{dataset.name} has {number_of(found, 'natural client')}, the scenario asks for "
+            f"{dataset.name} has {number_of(owners, 'natural client')}, the scenario asks for "
             f"{clients}: set "
-            f"data.clients to {found}"
+            f"data.clients to {owners}"
         )
     return dataset.client_of
 
 
 def _read_owners(path: Path, count: int, clients: int) -> Tensor:
-    """(count,) client of each training image, from a CSV or JSON file."""
+    """Reads the client of each training image, (count,), from a CSV or JSON file."""
     try:
         written = paths.text(path, paths.TEXT, encoding="utf-8-sig")
         owner_of = _parse(written, path.suffix.lower() == ".json")
@@ -234,11 +236,11 @@ def _read_owners(path: Path, count: int, clients: int) -> Tensor:
 
 
 def _parse(text: str, is_json: bool) -> list[tuple[int, int]]:
-    """(index, client) pairs, in the file's order."""
+    """Returns (index, client) pairs, in the file's order."""
     if not is_json:
         rows = csv.DictReader(io.StringIO(text), strict=True)
         return [(int(row["index"]), int(row["client"])) for row in rows]
-    listed = json.loads(text)
-    if not isinstance(listed, list) or not all(type(client) is int for client in listed):
+    owners = json.loads(text)
+    if not isinstance(owners, list) or not all(type(client) is int for client in owners):
         raise TypeError("expected a list of whole numbers")
-    return list(enumerate(listed))
+    return list(enumerate(owners))

@@ -1,4 +1,4 @@
-"""The images that an attacker has who is granted public ones: some of the test split."""
+"""Chooses the public images that an attacker may be granted: some of the test split."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.types import Dataset
 
-_MOST = 10_000
-_MOST_VALUES = 1 << 28
-"""Of all images together: 256 MiB on disk, and as much in every worker."""
+_MAX_IMAGES = 10_000
+"""At most so many images are public."""
+_MAX_VALUES = 1 << 28
+"""All public images together have at most so many values: 256 MiB on disk and in every worker."""
 
 
 def public_images(dataset: Dataset, seed: int) -> Tensor:
-    """Images (P, C, H, W), uint8, that no client holds: at most 10,000, then drawn by `seed`.
+    """Returns images (P, C, H, W), uint8, that no client holds.
 
-    Of large images fewer, 2^28 values at most.
+    These are at most 10,000 and at most 2^28 values, drawn by `seed` if there are more.
     """
     images = dataset.test_images
-    most = min(_MOST, max(1, _MOST_VALUES // images[0].numel()))
-    if len(images) <= most:
+    count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))
+    if len(images) <= count:
         return images
-    drawn = torch.randperm(len(images), generator=rng.generator(seed, "public"))[:most]
+    drawn = torch.randperm(len(images), generator=rng.generator(seed, "public"))[:count]
     return images[drawn.sort().values]

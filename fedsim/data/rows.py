@@ -1,4 +1,4 @@
-"""From columns with declared ranges to rows of bounded norm, which is the same for every table."""
+"""Turns columns with declared ranges into rows of bounded norm, alike for every table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Column(BaseModel):
         return self
 
     def scaled(self, values: Tensor) -> Tensor:
-        """Values of the column on [-1, 1]."""
+        """Returns values of the column on [-1, 1]."""
         middle, half = (self.low + self.high) / 2, (self.high - self.low) / 2
         return ((values - middle) / half).clamp(-1, 1)
 
@@ -72,9 +72,17 @@ class TableSource(DataSource):
         *,
         private_statistics: tuple[str, ...] | None = None,
     ) -> Table:
-        """The table of raw `features` (n, d), given their columns, and of the `target` (n,) on
-        [-1, 1]. `client_of` (n,) counts clients from 0. `private_statistics` are the table's: empty
-        if no range of a column, nor a class, was computed from the rows.
+        """Builds the table of raw features and a scaled target.
+
+        Args:
+            name: of the source.
+            features: (n, d) raw values.
+            columns: the features' names and ranges.
+            target: (n,) on [-1, 1].
+            target_name: of the target's column.
+            classes: of a target of two classes, else None.
+            client_of: (n,) each row's client, counted from 0; None if the source does not know.
+            private_statistics: see `Table`; empty if neither ranges nor classes follow from rows.
 
         Raises:
             FedsimError: there are too few rows to leave any for the test.
@@ -107,6 +115,6 @@ class TableSource(DataSource):
 
 
 def bounded(rows: Tensor, norm: float) -> Tensor:
-    """(n, d) rows, those longer than `norm` scaled down to it."""
+    """Scales rows (n, d) that are longer than `norm` down to it."""
     lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
     return torch.where(lengths > norm, rows * (norm / lengths * _ROUNDING), rows)

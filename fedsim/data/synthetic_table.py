@@ -1,4 +1,4 @@
-"""Tables of any size that are drawn instead of read: for what depends on a table's size alone."""
+"""Draws tables of any size, for what depends on a table's size alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SyntheticTable(TableSource):
     """Which of the tables of that size."""
 
     def load(self) -> Table:
-        """See the class."""
+        """Draws the table."""
         stream = torch.Generator().manual_seed(self.draw)
 
         def normal(*shape: int) -> torch.Tensor:

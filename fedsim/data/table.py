@@ -1,4 +1,4 @@
-"""A table from a CSV file, by a schema that says what its columns are and what ranges they have."""
+"""Reads a table from a CSV file, by a schema of its columns and their ranges."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
 
 _MAX_DIGITS = 18
-"""Of a client's number, which is kept in 64 bits."""
+"""A client's number, which is kept in 64 bits, has at most so many digits."""
 
 
 class ClassColumn(BaseModel):
@@ -61,7 +61,7 @@ class TableFile(TableSource):
         return self
 
     def load(self) -> Table:
-        """See the class.
+        """Reads the table.
 
         Raises:
             FedsimError: the file cannot be read, a column is missing, or a value is not what the
@@ -94,7 +94,7 @@ class TableFile(TableSource):
         return self.target.classes
 
     def _lines(self) -> Iterator[tuple[int, dict[str, str]]]:
-        """(line number, column -> text) of each row."""
+        """Yields (line number, column -> text) of each row."""
         try:
             with paths.opened(paths.from_home(self.path), paths.LINES) as file:
                 yield from self._parsed(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
@@ -108,8 +108,8 @@ class TableFile(TableSource):
     def _parsed(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(file, strict=True)
         header = next(reader, [])
-        wanted = [column.name for column in (*self.features, self.target)]
-        for name in wanted if self.client is None else [*wanted, self.client]:
+        names = [column.name for column in (*self.features, self.target)]
+        for name in names if self.client is None else [*names, self.client]:
             if header.count(name) != 1:
                 raise FedsimError(
                     f"{self.path}, line 1: {header.count(name) or 'no'} column is called {name!r} "

@@ -1,4 +1,4 @@
-"""A tree of image files, in a directory or inside a zip archive that is read in place.
+"""Reads a tree of image files, in a directory or inside a zip archive in place.
 
 Nothing is ever extracted, so a member's name can only be looked up, never written to.
 """
@@ -36,35 +36,37 @@ Parts = tuple[str, ...]
 """A path relative to the root, such as `("train", "cat", "0001.jpg")`."""
 
 MAX_FILE_BYTES = 1 << 26
+"""An image file has at most so many bytes."""
 MAX_PIXELS = 1 << 25
+"""An image has at most so many pixels."""
 
 
 class Tree(ABC):
-    """Image files by their path relative to the root."""
+    """Gives access to image files by their path relative to the root."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
 
     @abstractmethod
     def _paths(self) -> Iterator[Parts]:
-        """Every file's relative path, in any order."""
+        """Yields every file's relative path, in any order."""
 
     @abstractmethod
     def _size(self, path: Parts) -> int:
-        """Bytes of the file, uncompressed."""
+        """Returns the bytes of the file, uncompressed."""
 
     @abstractmethod
     def _read(self, path: Parts) -> bytes:
-        """The file's content."""
+        """Returns the file's content."""
 
     @final
     def name(self, path: Parts) -> str:
-        """How messages call a file."""
+        """Returns how messages call a file."""
         return f"{self.root}:{'/'.join(path)}"
 
     @final
     def images(self, split: str, depth: int) -> list[Parts]:
-        """Image files `split/.../name` of exactly `depth` parts, sorted; hidden ones left out."""
+        """Returns the visible image files `split/.../name` of exactly `depth` parts, sorted."""
         return sorted(
             path
             for path in self._paths()
@@ -76,7 +78,7 @@ class Tree(ABC):
 
     @final
     def image(self, path: Parts, mode: str) -> Image:
-        """Decode an image of `images`, converted to Pillow mode `L` or `RGB`.
+        """Decodes an image of `images`, converted to Pillow mode `L` or `RGB`.
 
         Raises:
             FedsimError: it is too large, damaged, or not of 8 bits per channel; with its name.
@@ -110,7 +112,7 @@ class Tree(ABC):
 
 @final
 class DirectoryTree(Tree):
-    """Files below a directory. Links are followed, to the depth asked for and no deeper."""
+    """Reads files below a directory. Links are followed, to the depth asked for and no deeper."""
 
     def _paths(self) -> Iterator[Parts]:
         for pattern in ("*/*/*", "*/*/*/*"):
@@ -127,7 +129,7 @@ class DirectoryTree(Tree):
 
 @final
 class ZipTree(Tree):
-    """Members of a zip archive. zipfile reads no more of a member than its stated size."""
+    """Reads members of a zip archive. zipfile reads no more of a member than its stated size."""
 
     def __init__(self, root: Path, archive: zipfile.ZipFile) -> None:
         super().__init__(root)
@@ -158,7 +160,7 @@ def _format(path: Parts) -> str | None:
 
 @contextmanager
 def open_tree(root: Path) -> Iterator[Tree]:
-    """The tree at `root`, a directory or a zip archive.
+    """Opens the tree at `root`, a directory or a zip archive.
 
     Raises:
         FedsimError: there is neither, or too many files are in it.

@@ -1,4 +1,4 @@
-"""Benchmark sets through torchvision, with their published normalization."""
+"""Loads benchmark sets through torchvision, with their published normalization."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class VisionSource(DataSource):
 
     @abstractmethod
     def _open(self, root: Path, train: bool) -> Any:
-        """torchvision's data set, with `data`, `targets` and `classes`."""
+        """Opens torchvision's data set, with `data`, `targets` and `classes`."""
 
     @final
     def load(self) -> Dataset:
-        """Both splits, in the published order."""
+        """Loads both splits, in the published order."""
         train, test = self._split(True), self._split(False)
         return Dataset(
             name=self.title,
@@ -111,7 +111,7 @@ class MNIST(VisionSource):
 
 
 def _pixels(split: Any) -> Tensor:
-    """torchvision's (N, H, W) tensor or (N, H, W, 3) array as (N, C, H, W) uint8."""
+    """Converts torchvision's (N, H, W) tensor or (N, H, W, 3) array to (N, C, H, W) uint8."""
     images = torch.as_tensor(split.data)
     if images.dim() == 3:
         return images[:, None].contiguous()

@@ -1,4 +1,4 @@
-"""What every closed-form learner does: one release per client from its rows, and their plain mean.
+"""Implements what closed-form learners share: one release per client, and their plain mean.
 
 The release replaces the global parameters instead of moving them, and each client counts once in
 the mean: a client's number of rows would tell whether it holds one more.
@@ -21,16 +21,16 @@ VALUE = "release"
 """Name of the only tensor that crosses the wire."""
 
 _CHUNK = 4096
-"""Rows that are multiplied by their part of G at once."""
+"""So many rows are multiplied by their part of G at once."""
 
 
 class ClosedForm(Computation):
-    """A closed-form learner at work on one stack's federation."""
+    """Runs a closed-form learner on one stack's federation."""
 
     release: Release
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
-        """`columns` is r, 0 where no random matrix is drawn."""
+        """Prepares releases of `kind`; `columns` is r, 0 where no random matrix is drawn."""
         assert isinstance(problem.dataset, Table)
         self.table = problem.dataset
         self._stack = problem.stack
@@ -43,10 +43,13 @@ class ClosedForm(Computation):
 
     @abstractmethod
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
-        """What is released of (n, d + 1) rows; `rng` is the client's own, kept from everybody."""
+        """Returns what is released of (n, d + 1) rows; `rng` is the client's secret stream."""
 
     def describe(self) -> ReleaseSpec:
-        """How the release comes from rows. (Not an attribute, since σ may not exist.)"""
+        """Describes how the release comes from rows.
+
+        It is no attribute, since σ may not exist.
+        """
         return ReleaseSpec(
             learner=self._learner.name,
             parameters=self._learner.parameters,
@@ -60,7 +63,7 @@ class ClosedForm(Computation):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """The rows of the table."""
+        """Returns the rows of the table."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
         scored[-2] = not self.table.intercept
         return RowTruth(
@@ -71,17 +74,17 @@ class ClosedForm(Computation):
         )
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """By the defense of rows."""
+        """Lets the defense of rows check its assumptions."""
         defense = self._stack.data_defense
         if defense and defense.assumes:
             defense.check({client: rows for client, (rows, _) in clients.items()})
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros: there is no model before the first release."""
+        """Returns zeros: there is no model before the first release."""
         return {VALUE: torch.zeros(self._shape, dtype=torch.float64)}, {}
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """The release of the client's rows, regularized as the stack says."""
+        """Returns the release of the client's rows, regularized as the stack says."""
         rows = regularized(request.batches[0][0], self._stack.sigma(self.release))
         return Computed(
             update={VALUE: self.value(rows, request.stream)},
@@ -92,23 +95,23 @@ class ClosedForm(Computation):
         )
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """The release itself."""
+        """Returns the release itself."""
         return update
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """The parameters: nothing can be planted in them."""
+        """Returns the parameters: nothing can be planted in them."""
         return parameters
 
 
 def regularized(rows: Tensor, sigma: float) -> Tensor:
-    """[D; σ I]: (n, d + 1) rows and as many further ones as there are columns; D itself for σ 0."""
+    """Returns [D; σ I]: (n, d + 1) rows and one further row per column; D itself for σ 0."""
     if sigma == 0:
         return rows
     return torch.cat([rows, sigma * torch.eye(rows.shape[1], dtype=rows.dtype)])
 
 
 def sketch(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
-    """D'G: (n, d) rows -> (d, columns), the entries of G being independent and standard normal.
+    """Returns D'G: (n, d) rows -> (d, columns), with independent standard normal entries of G.
 
     Of the regularized rows [D; σ I] it is D'G + σ N, with N as independent: the noise of the random
     projection mechanism. The part of G that belongs to D is the same whatever σ.

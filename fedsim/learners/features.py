@@ -1,4 +1,4 @@
-"""What a learner that trains no network computes from: unit features of images."""
+"""Computes unit features of images, for learners that train no network."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BATCH = 256
 
 
 class Features:
-    """Features of a frozen model, or pixels where the scenario names none; of L2 norm 1.
+    """Computes features of a frozen model, or takes pixels without a model; of L2 norm 1.
 
     The model is public: it must not have been trained on the clients' data. A row of zeros, of
     which there is no direction, stays as it is.
     """
 
     def __init__(self, problem: Problem) -> None:
-        """Read the model and its weights, if there are any.
+        """Reads the model and its weights, if there are any.
 
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
@@ -43,7 +43,7 @@ class Features:
         self.dimension = self.of(torch.zeros(1, *dataset.input_shape)).shape[1]
 
     def of(self, pixels: Tensor) -> Tensor:
-        """(n, C, H, W) pixels in [0, 1] -> (n, d) float64 on the CPU."""
+        """Maps (n, C, H, W) pixels in [0, 1] to (n, d) float64 on the CPU."""
         if self._spec is None:
             rows = pixels.flatten(1)
         else:

@@ -1,4 +1,4 @@
-"""The least-squares learner: linear regression from sketches or from clients' coefficients."""
+"""Learns by least squares: linear regression from sketches or from clients' coefficients."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class LeastSquares(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """By the method."""
+        """Returns the kind that the method releases."""
         return _KINDS[self.method]
 
     def start(self, problem: Problem) -> Computation:
-        """See Learner.
+        """Binds the learner to one stack's federation.
 
         Raises:
             FedsimError: there are fewer columns than features.
@@ -92,7 +92,7 @@ class _Regression(ClosedForm):
         return solve(rows)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """The sum of sketches, which is solved where it is used; the mean of coefficients."""
+        """Returns the sum of sketches, which is solved where used, or the mean of coefficients."""
         return {VALUE: mean[VALUE] * clients} if self._method == "sketch" else mean
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -107,13 +107,13 @@ class _Regression(ClosedForm):
 
 
 def solve(rows: Tensor) -> Tensor:
-    """The x of least ||Bx - b|| (the shortest of several), of rows [B, b] (n, d + 1): (d,)."""
+    """Returns the shortest x of least ||Bx - b||, (d,), of rows [B, b] (n, d + 1)."""
     solution: Tensor = torch.linalg.lstsq(rows[:, :-1], rows[:, -1:], driver="gelsd").solution
     return solution.squeeze(1)
 
 
 def normal_solution(rows: Tensor, columns: int, rng: torch.Generator) -> Tensor:
-    """A draw of N(x, ||e||² (B'B)^-1 / r), the limit of least squares on a sketch of r columns.
+    """Draws from N(x, ||e||² (B'B)^-1 / r), the limit of least squares on a sketch of r columns.
 
     Raises:
         FedsimError: B has not full column rank.

@@ -1,4 +1,4 @@
-"""Neural tangent kernel regression with quadratic activation, and its private release.
+"""Computes neural tangent kernel regression with quadratic activation, and its private release.
 
 Differential Privacy Mechanisms in Neural Tangent Kernel Regression, section 3.3 (kernels), 3.4
 (regression), Algorithm 1 (Gaussian sampling mechanism) and Algorithm 2 (private regression). The
@@ -24,20 +24,31 @@ from torch import Tensor
 from fedsim.types import FedsimError
 
 _SINGULAR = 1e-12
-"""A matrix whose least eigenvalue is below so much of its largest is singular. Rounding leaves
-about 1e-16 n where the exact value is zero, on any processor."""
+"""A matrix is singular if its smallest eigenvalue is below this share of its largest. Rounding
+leaves about 1e-16 n where the exact value is zero, on any processor."""
 
 
 def draw_weights(neurons: int, dimension: int, scale: float, generator: torch.Generator) -> Tensor:
-    """(neurons, dimension) weights w_r ~ N(0, scale² I): public, drawn without the data."""
+    """Draws (neurons, dimension) weights w_r ~ N(0, scale² I): public, without the data.
+
+    Args:
+        neurons: m.
+        dimension: d.
+        scale: σ.
+        generator: stream that draws them.
+    """
     return scale * torch.randn(neurons, dimension, generator=generator, dtype=torch.float64)
 
 
 def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-    """(a, b) kernel values of x (a, d) and z (b, d).
+    """Returns (a, b) kernel values of x (a, d) and z (b, d).
 
-    Discrete with `weights` (Definition 3.5), which carry the scale σ themselves; without, the
-    continuous kernel σ² (x'z)² (Definition 3.6).
+    Args:
+        x: (a, d).
+        z: (b, d).
+        weights: of the discrete kernel (Definition 3.5), which carry σ themselves; None for the
+            continuous kernel σ² (x'z)² (Definition 3.6).
+        scale: σ of the continuous kernel.
     """
     product = x @ z.T
     if weights is None:
@@ -46,7 +57,7 @@ def kernel(x: Tensor, z: Tensor, weights: Tensor | None = None, *, scale: float 
 
 
 def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
-    """α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n) and `ridge` λ > 0.
+    """Returns α = (K + λ I)⁻¹ Y, (n, c), of `gram` K (n, n) and `ridge` λ > 0.
 
     Raises:
         FedsimError: `ridge` is not positive, or lost in the rounding of a singular K.
@@ -57,7 +68,7 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
 
 
 def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
-    """α̃ = (K̃ + λ I)⁻¹ Y for K̃ = G G' / k, by Woodbury's identity where k < n.
+    """Returns α̃ = (K̃ + λ I)⁻¹ Y for K̃ = G G' / k, by Woodbury's identity where k < n.
 
     `samples` G are (n, k), as `gaussian_samples` draws them.
 
@@ -74,7 +85,7 @@ def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
 
 
 def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
-    """α = Y / λ: the control that drops the kernel matrix, and all that its release may tell."""
+    """Returns α = Y / λ: the control that drops the kernel matrix and its leakage."""
     _require_ridge(ridge)
     return labels / ridge
 
@@ -82,17 +93,31 @@ def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """(a, c) values K(x, X) α, of which the largest is the class."""
+    """Returns (a, c) values K(x, X) α, of which the largest is the class.
+
+    Args:
+        x: (a, d) features to predict.
+        train: X (n, d).
+        alpha: α (n, c).
+        weights: see `kernel`.
+        scale: see `kernel`.
+    """
     return kernel(x, train, weights, scale=scale) @ alpha
 
 
 def quadratic_form(
     train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
-    """(c, d, d) symmetric Q with x' Q_j x = K(x, X) α_j for every x: the whole predictor.
+    """Returns (c, d, d) symmetric Q with x' Q_j x = K(x, X) α_j for all x: the predictor.
 
     Q_j = sym(X' diag(α_j) X S). It is linear in the predictor, so that the mean of several models'
     predictions is the prediction of their mean Q.
+
+    Args:
+        train: X (n, d).
+        alpha: α (n, c).
+        weights: see `kernel`.
+        scale: see `kernel`.
     """
     weighted = torch.einsum("ij,ia,ib->jab", alpha, train, train)
     if weights is None:
@@ -103,17 +128,17 @@ def quadratic_form(
 
 
 def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
-    """(a, c) values x' Q_j x of x (a, d) and `form` Q (c, d, d)."""
+    """Returns (a, c) values x' Q_j x of x (a, d) and `form` Q (c, d, d)."""
     return torch.stack([((x @ one) * x).sum(1) for one in form], dim=1)
 
 
 def one_hot(labels: Tensor, classes: int) -> Tensor:
-    """(n, classes) of zeros and ones."""
+    """Returns (n, classes) of zeros and ones."""
     return torch.nn.functional.one_hot(labels, classes).double()
 
 
 def neighbour_distance(gram: Tensor, other: Tensor) -> float:
-    """M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
+    """Returns M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
 
     Raises:
         FedsimError: `other` is singular: its least eigenvalue is below 1e-12 times its largest,
@@ -135,37 +160,45 @@ def neighbour_distance(gram: Tensor, other: Tensor) -> float:
 def paper_distance(
     n: int, beta: float, smallest: float, *, scale: float = 1.0, bound: float = 1.0
 ) -> float:
-    """The bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
+    """Returns the bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
 
-    `smallest` is η_min, the least eigenvalue of K, and `bound` B the largest norm of a row. Lemmas
-    E.4 and E.15, which it is made of, have B³. As printed it is no bound, for constants are left
-    out; one that holds, and does not grow with n: `fedsim.privacy.mechanisms.kernel_distance`.
+    `smallest` is η_min, the smallest eigenvalue of K, and `bound` B the largest norm of a row.
+    Lemmas E.4 and E.15, from which it follows, have B³. As printed it is no bound, since constants
+    are left out. `fedsim.privacy.mechanisms.kernel_distance` has one that holds and does not grow
+    with n.
     """
     return n * scale**2 * bound**4 * beta / smallest
 
 
 def paper_radius(epsilon: float, delta: float, samples: int) -> float:
-    """Δ = min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2): the M that is allowed."""
+    """Returns the allowed M, min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2)."""
     information = 8 * math.log(1 / delta)
     return min(epsilon / math.sqrt(samples * information), epsilon / information)
 
 
 def paper_samples(epsilon: float, delta: float, distance: float) -> int:
-    """The largest k with `distance` <= ε / sqrt(8 k ln(1/δ)): equation (1) of the paper.
+    """Returns the largest k with `distance` <= ε / sqrt(8 k ln(1/δ)): equation (1) of the paper.
 
-    The lemma that it rests on needs more: `paper_condition`.
+    The lemma that it rests on needs more: see `paper_condition`.
     """
     return math.floor(epsilon**2 / (8 * math.log(1 / delta) * distance**2))
 
 
 def paper_condition(epsilon: float, delta: float, samples: int, distance: float) -> bool:
-    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3)."""
+    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3).
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        samples: k.
+        distance: M.
+    """
     radius = paper_radius(epsilon, delta, samples)
     return 0 < epsilon < 1 and radius < 1 and distance <= radius
 
 
 def _factor(matrix: Tensor, ridge: float) -> Tensor:
-    """L of `matrix` = L L', whose pivots tell whether `ridge` makes it positive definite."""
+    """Returns L of `matrix` = L L', unless `ridge` does not make it positive definite."""
     lower: Tensor
     lower, info = torch.linalg.cholesky_ex(matrix)
     pivots = lower.diagonal().square()

@@ -1,4 +1,4 @@
-"""The NTK learner: each client's regression, once, and the server's ensemble of them."""
+"""Implements the NTK learner: each client's regression, once, and the server's ensemble of them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from fedsim.types import (
 from fedsim.words import number_of
 
 MODEL = "form"
-"""Name of the only tensor that crosses the wire, of a release of Q."""
+"""Name of the only tensor that crosses the wire in a release of Q."""
 
 FEATURES, ALPHA = "features", "alpha"
-"""Names of those of a release of (X, α)."""
+"""Names of the tensors in a release of (X, α)."""
 
 KERNEL = "kernel"
 """Name of the buffer S, which the server sends."""
@@ -40,7 +40,7 @@ KERNEL = "kernel"
 _KINDS: dict[str, ReleaseKind] = {"form": "kernel_regression", "model": "kernel_model"}
 
 _LARGEST = 10**8
-"""Entries of a model, beyond which it is refused."""
+"""A model with more entries is refused."""
 
 
 @final
@@ -85,11 +85,11 @@ class NTK(Learner):
         return self
 
     def payload(self) -> ReleaseKind:
-        """By what is released."""
+        """Returns the kind of what is released."""
         return _KINDS[self.release]
 
     def start(self, problem: Problem) -> Computation:
-        """See Learner.
+        """Binds the learner to one stack's federation.
 
         Raises:
             FedsimError: weights of the model cannot be read, there are too many features, or
@@ -99,7 +99,7 @@ class NTK(Learner):
 
 
 class _Regression(Computation):
-    """The regression on one stack's clients, whatever they release of it."""
+    """Regresses on one stack's clients, whatever they release of it."""
 
     release: Release
 
@@ -128,7 +128,10 @@ class _Regression(Computation):
         )
 
     def describe(self) -> ReleaseSpec:
-        """What everybody knows of a release. (Not an attribute, since no noise may be enough.)"""
+        """Describes what everybody knows of a release.
+
+        It is no attribute, since there may be no noise that is enough.
+        """
         return ReleaseSpec(
             learner=self._declared.name,
             parameters=self._declared.parameters,
@@ -144,7 +147,7 @@ class _Regression(Computation):
         )
 
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
-        """Unit features and, an entry for each class, the label."""
+        """Returns unit features followed by an entry for each class, the label."""
         d = self.release.features
         return RowTruth(
             rows=torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1),
@@ -155,31 +158,31 @@ class _Regression(Computation):
         )
 
     def buffers(self) -> dict[str, Tensor]:
-        """S of the kernel (x'z)(x'Sz), which the server and all clients know."""
+        """Returns S of the kernel (x'z)(x'Sz), which the server and all clients know."""
         if self._weights is None:
-            own = torch.eye(self.release.features, dtype=torch.float64)
-            return {KERNEL: self._learner.scale**2 * own}
+            identity = torch.eye(self.release.features, dtype=torch.float64)
+            return {KERNEL: self._learner.scale**2 * identity}
         return {KERNEL: self._weights.T @ self._weights / len(self._weights)}
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
-        """By the defenses of the features and of the kernel matrix."""
-        of_features = self._stack.assumed_of("features")
-        of_kernel = self._stack.assumed_of("kernel")
-        if not of_features and not of_kernel:
+        """Lets the defenses of features and kernel matrix check their assumptions."""
+        feature_defenses = self._stack.assumed_of("features")
+        kernel_defenses = self._stack.assumed_of("kernel")
+        if not feature_defenses and not kernel_defenses:
             return
         for client, (pixels, _) in clients.items():
             features = self._features.of(pixels)
-            for defense in of_features:
+            for defense in feature_defenses:
                 defense.check(client, features)
-            for defense in of_kernel:
+            for defense in kernel_defenses:
                 defense.check(client, self._gram(features))
 
     def _gram(self, features: Tensor) -> Tensor:
-        """The kernel matrix (n, n) of (n, d) features."""
+        """Returns the kernel matrix (n, n) of (n, d) features."""
         return ntk.kernel(features, features, self._weights, scale=self._learner.scale)
 
     def fitted(self, request: Request, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(X̃, α̃) of a client, from statistics as the stack lets it use them."""
+        """Returns (X̃, α̃) of a client, from statistics as the stack lets it use them."""
         pixels, classes = request.batches[0]
         features = self._features.of(pixels)
         gram = self._gram(features)
@@ -191,15 +194,15 @@ class _Regression(Computation):
         return self._stack.private("features", features, self.release, rng), alpha
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """The release itself."""
+        """Returns the release itself."""
         return update
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """The mean itself."""
+        """Returns the mean itself."""
         return mean
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """The parameters: nothing can be planted in them."""
+        """Returns the parameters: nothing can be planted in them."""
         return parameters
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
@@ -212,7 +215,7 @@ class _Regression(Computation):
 
     @abstractmethod
     def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """(a, c) values of (a, d) features."""
+        """Returns (a, c) values of (a, d) features."""
 
 
 @final
@@ -232,18 +235,18 @@ class _Ensemble(_Regression):
             )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros: there is no model before the first release."""
+        """Returns zeros: there is no model before the first release."""
         d = self.release.features
         return {MODEL: torch.zeros(self._classes, d, d, dtype=torch.float64)}, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """The client's whole predictor."""
+        """Returns the client's whole predictor."""
         rows, alpha = self.fitted(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
         return Computed(update={MODEL: form}, buffers={}, num_examples=1, truth=None, loss=None)
 
     def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """x'Qx."""
+        """Returns x'Qx."""
         return ntk.evaluate_form(rows, parameters[MODEL])
 
 
@@ -259,26 +262,26 @@ class _Single(_Regression):
                 f"release: model is that of one client, and data.clients is {clients}: models have "
                 "no mean; use `release: form`, whose mean averages their predictions, or 1 client"
             )
-        self._held = problem.examples
+        self._num_examples = problem.examples
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Zeros: there is no model before the first release."""
-        d, held = self.release.features, self._held
+        """Returns zeros: there is no model before the first release."""
+        d, num_examples = self.release.features, self._num_examples
         zeros = {
-            FEATURES: torch.zeros(held, d, dtype=torch.float64),
-            ALPHA: torch.zeros(held, self._classes, dtype=torch.float64),
+            FEATURES: torch.zeros(num_examples, d, dtype=torch.float64),
+            ALPHA: torch.zeros(num_examples, self._classes, dtype=torch.float64),
         }
         return zeros, self.buffers()
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """The client's model."""
+        """Returns the client's model."""
         rows, alpha = self.fitted(request, rng)
-        padding = (0, 0, 0, self._held - len(rows))
+        padding = (0, 0, 0, self._num_examples - len(rows))
         update = {FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)}
         return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
 
     def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
-        """K(x, X) α."""
+        """Returns K(x, X) α."""
         return ntk.predict(
             rows,
             parameters[FEATURES],

@@ -1,4 +1,4 @@
-"""The SGD learner: what a client computes from its batches under a defense stack."""
+"""Implements the SGD learner: what a client computes from its batches under a defense stack."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class SGD(Learner):
     trains = True
 
     def start(self, problem: Problem) -> Computation:
-        """See the class.
+        """Binds the learner to one stack's federation.
 
         Raises:
             FedsimError: the model does not fit the images.
@@ -56,7 +56,7 @@ class SGD(Learner):
 
 @final
 class _Training(Computation):
-    """The training of one stack's federation."""
+    """Trains one stack's federation."""
 
     spec: ModelSpec
     model: Classifier
@@ -75,7 +75,7 @@ class _Training(Computation):
         )
 
     def initial(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """See Computation.
+        """Returns the global parameters and buffers before the first round.
 
         Raises:
             FedsimError: `training.weights` cannot be read, or are of another model.
@@ -88,7 +88,7 @@ class _Training(Computation):
         return parameters, dict(fresh.named_buffers())
 
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
-        """Local training from the global model."""
+        """Trains locally from the global model."""
         parameters = {name: value.to(self._device) for name, value in request.parameters.items()}
         buffers = {name: value.to(self._device) for name, value in request.buffers.items()}
         batches = [
@@ -107,33 +107,33 @@ class _Training(Computation):
         )
 
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """In the units of the algorithm."""
+        """Moves the weights in the units of the algorithm."""
         if training.algorithm == "fedsgd":
             return before - training.lr * update
         return before + update
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """The strategy's weights, or what is nearest to them in the ball that they are held in."""
+        """Returns the strategy's weights, projected onto the ball that they are held in."""
         radius = self._problem.projection_radius
         if radius is None:
             return mean
         start = self._start
-        away = {name: value - start[name] for name, value in mean.items()}
-        norm = float(global_norm(away))
+        offset = {name: value - start[name] for name, value in mean.items()}
+        norm = float(global_norm(offset))
         if norm <= radius:
             return mean
-        return {name: start[name] + radius / norm * value for name, value in away.items()}
+        return {name: start[name] + radius / norm * value for name, value in offset.items()}
 
     @cached_property
     def _start(self) -> Tensors:
         return self.initial()[0]
 
     def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """The weights with neurons planted by `seed`."""
+        """Returns the weights with neurons planted by `seed`."""
         return planted(self.model, parameters, seed)
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
-        """Mean cross-entropy and accuracy."""
+        """Returns mean cross-entropy and accuracy on the test split."""
         self.model.eval()
         state = {name: value.to(self._device) for name, value in {**parameters, **buffers}.items()}
         total = torch.zeros((), dtype=torch.float64)
@@ -185,29 +185,30 @@ class _Training(Computation):
         batches: Sequence[tuple[Tensor, Tensor]],
         training: LocalTraining,
     ) -> Tensor:
-        """Mean cross-entropy of all images, without dropout. Buffers stay as they are."""
+        """Returns the mean cross-entropy of all images, without dropout."""
         scratch = {name: value.clone() for name, value in buffers.items()}
-        measured = loss_function(self.model, scratch, replace(training, dropout=0.0))
+        loss = loss_function(self.model, scratch, replace(training, dropout=0.0))
         sizes = torch.tensor([float(len(labels)) for _, labels in batches])
         with torch.no_grad():
-            each = [measured(parameters, *batch).cpu() for batch in batches if len(batch[1])]
-        return (torch.stack(each) * sizes[sizes > 0]).sum() / sizes.sum()
+            losses = [loss(parameters, *batch).cpu() for batch in batches if len(batch[1])]
+        return (torch.stack(losses) * sizes[sizes > 0]).sum() / sizes.sum()
 
 
 def as_pixels(images: Tensor) -> Tensor:
-    """uint8 images -> float32 pixels in [0, 1]."""
+    """Converts uint8 images to float32 pixels in [0, 1]."""
     return images.float() / 255
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """Result of local training, before the update defenses."""
+    """Holds the result of local training, before the update defenses."""
 
     update: Tensors
     buffers: Tensors
     """New floating-point buffers (batch-norm statistics)."""
     loss: float
-    """Of the first batch under the global weights: the sum over its examples, over `batch_size`."""
+    """Loss of the first batch under the global weights: the sum over its examples, over
+    `batch_size`."""
 
 
 def train(
@@ -219,13 +220,20 @@ def train(
     stack: Stack,
     generator: torch.Generator,
 ) -> Trained:
-    """Train as `training` says (already with the stack's training defenses) on `batches`.
+    """Trains as `training` says (already with the stack's training defenses) on `batches`.
 
-    Each batch is (normalized images (B, C, H, W), labels (B,)), one per step. Where B varies, sums
-    are divided by `training.batch_size`.
+    Args:
+        model: computes the loss.
+        parameters: the global weights to start from.
+        buffers: the global buffers; they stay as they are.
+        batches: (normalized images (B, C, H, W), labels (B,)), one per step; where B varies,
+            sums are divided by `training.batch_size`.
+        training: as changed by the stack's training defenses.
+        stack: whose training defenses make the direction of a step.
+        generator: of the defenses' and dropout's draws.
     """
-    own = {name: value.clone() for name, value in buffers.items()}
-    loss = loss_function(model, own, training)
+    updated = {name: value.clone() for name, value in buffers.items()}
+    loss = loss_function(model, updated, training)
     losses: list[Tensor] = []
 
     def plain(at: Tensors, images: Tensor, labels: Tensor, _: torch.Generator) -> Tensors:
@@ -233,7 +241,9 @@ def train(
         if share == 0:
             losses.append(torch.zeros(()))
             return {name: torch.zeros_like(value) for name, value in at.items()}
-        grads = gradient(loss, at, images, labels, on_loss=lambda of: losses.append(share * of))
+        grads = gradient(
+            loss, at, images, labels, on_loss=lambda value: losses.append(share * value)
+        )
         return grads if share == 1 else {name: share * grad for name, grad in grads.items()}
 
     direction = stack.gradient(loss, plain, training.batch_size)
@@ -252,6 +262,6 @@ def train(
                 losses.append(share * measured(parameters, *batches[0]))
     return Trained(
         update={name: value.detach() for name, value in update.items()},
-        buffers={name: value for name, value in own.items() if value.is_floating_point()},
+        buffers={name: value for name, value in updated.items() if value.is_floating_point()},
         loss=float(losses[0]) if losses else 0.0,
     )

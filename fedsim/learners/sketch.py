@@ -1,4 +1,4 @@
-"""The sketch learner: the Gaussian random projection of all clients' rows, without the rows."""
+"""Implements the sketch learner: the Gaussian random projection of all clients' rows."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Sketch(Learner):
     """r. Estimates err by 1/sqrt(r); privacy costs more the more columns there are."""
 
     def payload(self) -> ReleaseKind:
-        """A sketch."""
+        """Returns the kind, a sketch."""
         return "sketch"
 
     def start(self, problem: Problem) -> Computation:
-        """See Learner."""
+        """Binds the learner to one stack's federation."""
         return _Sketching(problem, "sketch", self.columns)
 
 
@@ -49,11 +49,11 @@ class _Sketching(ClosedForm):
         return sketch(rows, self.release.columns, rng)
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """The sum over the clients."""
+        """Returns the sum over the clients."""
         return {VALUE: mean[VALUE] * clients}
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         rows = self.table.test_rows
         gram, estimate = rows.T @ rows, parameters[VALUE] @ parameters[VALUE].T
-        here, there = (each / torch.linalg.matrix_norm(each) for each in (estimate, gram))
-        return Evaluation(loss=float(torch.linalg.matrix_norm(here - there)), accuracy=None)
+        estimate, gram = (matrix / torch.linalg.matrix_norm(matrix) for matrix in (estimate, gram))
+        return Evaluation(loss=float(torch.linalg.matrix_norm(estimate - gram)), accuracy=None)

@@ -117,7 +117,12 @@ def features_of(
 ) -> Tensor:
     """Returns the head's inputs (B, d), detached, as the client's first step computes them.
 
-    `images` (B, C, H, W) are normalized. `buffers` stay as they are.
+    Args:
+        model: computes the features.
+        parameters: its weights.
+        buffers: its buffers, which stay as they are.
+        images: (B, C, H, W), normalized.
+        training: says in which mode.
     """
     state = {name: value.clone() for name, value in buffers.items()} | dict(parameters)
     model.train(training.mode == "train")
@@ -136,8 +141,13 @@ def gradient(
 ) -> Tensors:
     """Returns the gradient of the loss in the parameters.
 
-    It is differentiable in the images if `create_graph`. `on_loss` is handed the loss itself,
-    detached.
+    Args:
+        loss: see `loss_function`.
+        parameters: at which the gradient is taken.
+        images: (B, C, H, W), normalized.
+        labels: (B,) int64 or (B, K) probabilities.
+        create_graph: whether the gradient is differentiable in the images.
+        on_loss: is handed the loss itself, detached.
     """
     inputs = {
         name: value if value.requires_grad else value.detach().requires_grad_()
@@ -158,8 +168,13 @@ def local_update(
 ) -> Tensors:
     """Returns the update that `training` makes of `batches` (one per step).
 
-    `direction(parameters, images, labels)` is one step's gradient, or what a defense makes of it.
-    Momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr v.
+    Args:
+        direction: one step's gradient as a function of (parameters, images, labels), or what a
+            defense makes of it.
+        parameters: the global weights.
+        batches: (images, labels), one per step.
+        training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr
+            v.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches

@@ -57,7 +57,11 @@ def check(size: Size | None, content: str = "the model's weights") -> None:
 def check_batch(size: Size | None, key: str, images: int, device: torch.device) -> None:
     """Refuses a batch of `images` whose gradient does not fit beside the model.
 
-    `key` is the scenario's key that sets its size.
+    Args:
+        size: of the model; None if it cannot be counted.
+        key: of the scenario, which sets the batch.
+        images: in the batch.
+        device: where it is computed.
 
     Raises:
         FedsimError: it does not fit.

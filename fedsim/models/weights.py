@@ -29,22 +29,23 @@ def read_weights(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], dict[
 
 
 def _select(
-    path: Path, tensors: dict[str, Tensor], prefix: str, wanted: dict[str, Tensor]
+    path: Path, tensors: dict[str, Tensor], prefix: str, expected: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     chosen = {}
-    for name, like in wanted.items():
+    for name, tensor in expected.items():
         value = tensors.get(prefix + name)
-        if value is None and not like.is_floating_point():
-            value = like.clone()  # a counter of batch norm, which no client releases
+        if value is None and not tensor.is_floating_point():
+            value = tensor.clone()  # a counter of batch norm, which no client releases
         if value is None:
             raise FedsimError(
                 f"{path}: no tensor {prefix + name!r}; the weights have to be of the model that "
                 "the scenario describes"
             )
-        if value.shape != like.shape or value.dtype != like.dtype:
+        if value.shape != tensor.shape or value.dtype != tensor.dtype:
             raise FedsimError(
                 f"{path}: {prefix + name} is {value.dtype} {list(value.shape)}, the scenario's "
-                f"model has {like.dtype} {list(like.shape)}; describe the model of these weights"
+                f"model has {tensor.dtype} {list(tensor.shape)}; describe the model of "
+                "these weights"
             )
         if not value.isfinite().all():
             raise FedsimError(f"{path}: {prefix + name} has entries that are not finite")

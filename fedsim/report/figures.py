@@ -71,6 +71,12 @@ def format_claim(
     `∞`, or a dash where it was not accounted. A relation that only hides how far apart values are,
     or which of several declared databases was used, is no differential privacy; the text then says
     `no DP`.
+
+    Args:
+        epsilon: inf if nothing is guaranteed, None if not accounted.
+        delta: of that ε.
+        unit: whose presence is hidden.
+        relation: what neighbours are.
     """
     if epsilon is None or math.isinf(epsilon):
         return format_epsilon(epsilon)

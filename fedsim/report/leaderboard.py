@@ -83,13 +83,13 @@ def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Marks the first line of each defense, if its attack works and is not blind."""
-    seen: set[tuple[str, ...]] = set()
+    ranked: set[tuple[str, ...]] = set()
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
         works = line.n_ok > 0 and not line.blind
-        marked.append(replace(line, strongest=key not in seen and works))
-        seen.add(key)
+        marked.append(replace(line, strongest=key not in ranked and works))
+        ranked.add(key)
     return marked
 
 

@@ -13,10 +13,8 @@ Level = Literal[
     "leak", "partial", "features", "labels", "membership", "unseen", "unknown", "failed", "invalid"
 ]
 
-
 _LABEL_GAIN = 0.1
 """Labels leak from this share above guessing, and above what another update gives."""
-
 
 _MEMBERSHIP_GAIN = 0.05
 """Membership leaks from this area under the curve above a coin's and above another update's."""
@@ -75,12 +73,17 @@ def leaks_labels(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """
     gain = best_of_several(row, rows, lambda r: r.label_gain)
     # Labels that the attacker was given are no leak.
-    if row.knowledge.labels == "known" or gain is None or gain.n < LEAST or ignores_labels(row):
+    if (
+        row.knowledge.labels == "known"
+        or gain is None
+        or gain.n < LEAST
+        or labels_fit_any_update(row)
+    ):
         return False
     return gain.certain >= _LABEL_GAIN
 
 
-def ignores_labels(row: LeaderboardRow) -> bool:
+def labels_fit_any_update(row: LeaderboardRow) -> bool:
     """Whether the attack infers labels no better from its own update than from another."""
     return row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN
 
@@ -88,10 +91,12 @@ def ignores_labels(row: LeaderboardRow) -> bool:
 def tells_members(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether an attack tells members from others, and better than it does for another release."""
     gain = best_of_several(row, rows, lambda r: r.membership_gain)
-    return gain is not None and gain.certain >= _MEMBERSHIP_GAIN and not ignores_members(row)
+    return (
+        gain is not None and gain.certain >= _MEMBERSHIP_GAIN and not members_fit_any_release(row)
+    )
 
 
-def ignores_members(row: LeaderboardRow) -> bool:
+def members_fit_any_release(row: LeaderboardRow) -> bool:
     """Whether the attack tells members of its own release no better than of another's."""
     over = row.membership_over_other
     return over is not None and over.mean < _MEMBERSHIP_GAIN

@@ -33,8 +33,12 @@ def enlargement(height: int, width: int) -> int:
 def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> None:
     """Writes a PNG: the truths above, each one's reconstruction below it.
 
-    Both are (N, C, H, W) pixels in [0, 1], C = 1 or 3, in matched order. Each pixel becomes a
-    square of `factor` pixels (default: `enlargement`) of the same value, rounded to 8 bits.
+    Args:
+        path: of the PNG.
+        truth: (N, C, H, W) pixels in [0, 1], C = 1 or 3.
+        reconstruction: likewise, in matched order.
+        factor: side of the square that each pixel becomes, of the same value rounded to 8 bits;
+            default: `enlargement`.
 
     Raises:
         ScoringError: these are no pixels.

@@ -45,6 +45,12 @@ def place(
 
     Greedy, in the given order: each label takes the place that covers least of the labels before
     it, then least of the obstacles, then is nearest to its anchor.
+
+    Args:
+        anchors: (x, y) of each point.
+        sizes: (width, height) of each label.
+        obstacles: what is plotted.
+        bounds: that no label should leave.
     """
     placed: list[Box] = []
     for anchor, size in zip(anchors, sizes, strict=True):

@@ -106,7 +106,14 @@ def leakage_utility(points: Sequence[Point], *, width: int, height: int) -> str:
 
 
 def training_curves(curves: Sequence[Curve], *, width: int, height: int, stacked: bool) -> str:
-    """Plots test accuracy and training loss by round, a line per defense."""
+    """Plots test accuracy and training loss by round, a line per defense.
+
+    Args:
+        curves: of each defense.
+        width: of the plot, in pixels.
+        height: likewise.
+        stacked: whether the loss is below the accuracy, or beside it.
+    """
 
     def draw(figure: Figure) -> None:
         axes = figure.subplots(*((2, 1) if stacked else (1, 2)))

@@ -33,7 +33,14 @@ def render(
     width: int = 100,
     color: bool = False,
 ) -> str:
-    """Returns `rows` as text; `width` (characters) and `color` (ANSI codes) concern tables only."""
+    """Returns the leaderboard `rows` as text.
+
+    Args:
+        rows: of the leaderboard.
+        format: of the text.
+        width: of a table, in characters.
+        color: whether a table has ANSI codes.
+    """
     if format == "json":
         return _json(rows)
     if format == "csv":

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
+from types import MappingProxyType
 
 from fedsim.report import plots
 from fedsim.report.control import Control, describe_comparison
@@ -120,41 +121,43 @@ def build_section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequen
             for defense, stack in dict.fromkeys((row.defense, row.stack) for row in lines)
         ],
         omitted=pictures.omitted,
-        leakage=[
-            ("wide", plots.leakage_utility(points, width=_WIDE, height=420)),
-            ("narrow", plots.leakage_utility(points, width=_NARROW, height=360)),
-        ]
-        if points
-        else [],
-        features=[
-            ("wide", plots.feature_errors(errors, width=_WIDE)),
-            ("narrow", plots.feature_errors(errors, width=_NARROW)),
-        ]
-        if errors
-        else [],
-        recovered=[
-            ("wide", plots.recovered_rows(row_clouds, width=_WIDE)),
-            ("narrow", plots.recovered_rows(row_clouds, width=_NARROW)),
-        ]
-        if row_clouds
-        else [],
-        membership=[
-            ("wide", plots.membership_rates(rates, width=_WIDE, height=400)),
-            ("narrow", plots.membership_rates(rates, width=_NARROW, height=360)),
-        ]
-        if rates
-        else [],
+        leakage=_both_widths(plots.leakage_utility, points, {"height": 420}, {"height": 360}),
+        features=_both_widths(plots.feature_errors, errors),
+        recovered=_both_widths(plots.recovered_rows, row_clouds),
+        membership=_both_widths(plots.membership_rates, rates, {"height": 400}, {"height": 360}),
         accused=[(line.label, series_color(line.series)) for line in rates],
         predicted=any(line.predicted for line in errors),
         attacks=[(attack, series_color(number)) for attack, number in numbers.items()],
-        curves=[
-            ("wide", plots.training_curves(curves, width=_WIDE, height=270, stacked=False)),
-            ("narrow", plots.training_curves(curves, width=_NARROW, height=480, stacked=True)),
-        ]
-        if curves
-        else [],
+        curves=_both_widths(
+            plots.training_curves,
+            curves,
+            {"height": 270, "stacked": False},
+            {"height": 480, "stacked": True},
+        ),
         legend=[(curve.label, series_color(curve.series)) for curve in curves],
     )
+
+
+def _both_widths(
+    plot: Callable[..., Markup],
+    lines: Sequence[object],
+    wide: Mapping[str, int] = MappingProxyType({}),
+    narrow: Mapping[str, int] = MappingProxyType({}),
+) -> list[tuple[str, Markup]]:
+    """Draws `lines` for a desk and for a phone; (CSS class, SVG), or nothing without lines.
+
+    Args:
+        plot: a function of `fedsim.report.plots`.
+        lines: what it draws.
+        wide: its other arguments on a desk.
+        narrow: its other arguments on a phone.
+    """
+    if not lines:
+        return []
+    return [
+        ("wide", plot(lines, width=_WIDE, **wide)),
+        ("narrow", plot(lines, width=_NARROW, **narrow)),
+    ]
 
 
 def _errors(rows: Sequence[LeaderboardRow], numbers: dict[str, int]) -> list[plots.Errors]:

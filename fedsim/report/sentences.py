@@ -15,8 +15,8 @@ from fedsim.report.figures import (
 )
 from fedsim.report.level import (
     Level,
-    ignores_labels,
-    ignores_members,
+    labels_fit_any_update,
+    members_fit_any_release,
 )
 from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
@@ -31,7 +31,7 @@ def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     tried = [row for row in rows if row.metrics["membership_auc"]]
     if not tried:
         return None
-    best = max(tried, key=lambda row: (not ignores_members(row), row.strength[-1]))
+    best = max(tried, key=lambda row: (not members_fit_any_release(row), row.strength[-1]))
     area = format_summary(best.metrics["membership_auc"], 2)
     text = (
         f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack}, batch size "
@@ -39,7 +39,7 @@ def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     )
     if best.no_control:
         text += f" ({best.no_control})"
-    elif ignores_members(best):
+    elif members_fit_any_release(best):
         text += ", and no better than with another release"
     if best.membership_auc_limit is not None:
         text += f"; the privacy claim allows at most {best.membership_auc_limit:.2f}"
@@ -131,7 +131,7 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     """Words the attack that recovered most labels beyond guessing."""
     candidates = [
         (
-            not ignores_labels(row),
+            not labels_fit_any_update(row),
             row.label_gain.mean if row.label_gain else summary.mean,
             summary.mean,
             row,

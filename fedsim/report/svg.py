@@ -12,22 +12,16 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 COLORS = 8
 """The page has so many colors for series, `--c0` (undefended) to `--c7`."""
 
-
 INK, MUTED, RULE, PAPER = "#010101", "#010102", "#010103", "#010104"
-
 
 _VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper"}
 
-
 _VARIABLES |= {f"#0201{i:02x}": f"--c{i}" for i in range(COLORS)}
 
-
 _FONT = "DejaVu Sans"
-
 
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 
@@ -38,6 +32,7 @@ def series_color(series: int) -> str:
 
 
 def style(axes: Axes) -> None:
+    """Styles axes in the page's colors, with faint horizontal lines."""
     axes.set_facecolor("none")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(RULE)
@@ -50,6 +45,14 @@ def style(axes: Axes) -> None:
 
 
 def svg(draw: Callable[[Figure], None], width: int, height: int, description: str) -> str:
+    """Returns what `draw` draws on a figure, as SVG for the page.
+
+    Args:
+        draw: draws on the figure.
+        width: in pixels.
+        height: in pixels.
+        description: for those who cannot see it.
+    """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
@@ -75,6 +78,7 @@ def svg(draw: Callable[[Figure], None], width: int, height: int, description: st
 
 
 def _for_page(svg: str, width: int, height: int, description: str) -> str:
+    """Replaces placeholder colors and fonts by the page's, and drops what would affect the page."""
     body = svg[svg.index("<svg") :]
     body = body[body.index(">") + 1 :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
@@ -91,6 +95,7 @@ def _for_page(svg: str, width: int, height: int, description: str) -> str:
 
 
 def color(series: int) -> str:
+    """Returns the placeholder of a series' color, which the page replaces."""
     return f"#0201{_color_index(series):02x}"
 
 

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 Cell = Callable[[LeaderboardRow], str]
 
-
 _CLAIM = "ε (δ, unit, neighbours)"
 
 
@@ -45,9 +44,7 @@ def _metric_cell(metric: Metric) -> Cell:
 
 _METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
 
-
 _PSNR, *_OTHERS = [(heading, _metric_cell(metric)) for metric, heading in _METRICS]
-
 
 _COLUMNS: list[tuple[str, Cell]] = [
     # Heading and cell; a column without any value is left out.
@@ -76,7 +73,6 @@ _OPTIONAL = (
 )
 """Columns that a narrow table lacks, the most important first; JSON and CSV hold all."""
 
-
 _LEGEND: dict[str, str] = {
     # Column -> what it holds.
     "images": "different ones in all trials",
@@ -92,7 +88,6 @@ _LEGEND: dict[str, str] = {
     _CLAIM: "guaranteed of all releases of the run, ∞ where nothing is",
     "sec": "seconds of a trial",
 }
-
 
 _LEGEND_OF_ROWS = {
     "images": "different rows in all trials",
@@ -128,6 +123,7 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
+    """Returns the leaderboard as text, a table per comparison, then what columns mean."""
     from rich.console import Console
     from rich.text import Text
 
@@ -170,8 +166,10 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
 
 def _from_here(folder: str) -> str:
     """Returns the path of `folder` from the working directory, if it lies below that."""
-    path, here = Path(folder), Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    path, working_directory = Path(folder), Path.cwd()
+    return str(
+        path.relative_to(working_directory) if path.is_relative_to(working_directory) else path
+    )
 
 
 def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:

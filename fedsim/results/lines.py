@@ -44,14 +44,14 @@ class Metrics(RowPart):
 
 
 class DefenseOf(RowPart):
-    """A stack's label, and its members with their parameters."""
+    """Names a stack, and its members with their parameters."""
 
     name: str
     stack: list[dict[str, Any]]
 
 
 class AttackOf(RowPart):
-    """An attack, and the label that the scenario gave it."""
+    """Names an attack, and the label that the scenario gave it."""
 
     name: str
     label: str
@@ -60,7 +60,7 @@ class AttackOf(RowPart):
 
 
 class ModelOf(RowPart):
-    """The victim's architecture."""
+    """Names the victim's architecture."""
 
     name: str
     parameters: dict[str, Any] = {}
@@ -81,13 +81,13 @@ class BaselineOf(Metrics):
 
 
 class ControlOf(RowPart):
-    """The same attack's reconstruction of another update, scored against this truth."""
+    """Scores the same attack's reconstruction of another update against this truth."""
 
     other_update: Metrics | None = None
 
 
 class UtilityOf(RowPart):
-    """What the defense left of the model."""
+    """Measures what the defense left of the model."""
 
     train_loss: float | None = None
     test_loss: float | None = None
@@ -108,7 +108,7 @@ class UtilityOf(RowPart):
 
 
 class PrivacyOf(RowPart):
-    """The claim of the whole stack, and what an audit found. None: not accounted."""
+    """States the claim of the whole stack, and what an audit found. None: not accounted."""
 
     epsilon: float | Literal["inf"] | None = None
     delta: float | None = None
@@ -125,14 +125,14 @@ class PrivacyOf(RowPart):
 
 
 class CostOf(RowPart):
-    """What the attack took."""
+    """States what the attack took."""
 
     seconds: float | None = None
     iterations: int | None = None
 
 
 class TheoryOf(RowPart):
-    """What theory predicts of the attack."""
+    """States what theory predicts of the attack."""
 
     tensor_rate: float | None = None
     """How the attack's error grows, up to a constant; None if theory predicts nothing."""
@@ -142,7 +142,7 @@ class TheoryOf(RowPart):
 
 
 class ResultRow(RowPart):
-    """A line of `results.jsonl`: one attack on one observed update."""
+    """Holds a line of `results.jsonl`: one attack on one observed update."""
 
     scenario: str
     variant: dict[str, Any] = {}
@@ -241,7 +241,7 @@ class ResultRow(RowPart):
 
 
 class RoundRow(RowPart):
-    """A line of `rounds.jsonl`: one round of one stack's training."""
+    """Holds a line of `rounds.jsonl`: one round of one stack's training."""
 
     defense: str
     round: int
@@ -262,7 +262,7 @@ class RoundRow(RowPart):
 
 
 class AuditRow(RowPart):
-    """A line of `audit.jsonl`: what canaries showed of one stack's claim."""
+    """Holds a line of `audit.jsonl`: what canaries showed of one stack's claim."""
 
     defense: str
     method: str

@@ -89,6 +89,12 @@ def announced(
 
     These are their names and parameters; derived parameters replace those that they follow from.
 
+    Args:
+        stack: built of `refs`.
+        refs: the defenses as a scenario has them.
+        declared: local training before any defense changes it.
+        release: of a closed-form learner, else None.
+
     Raises:
         FedsimError: as `Stack.guarantees`.
     """

@@ -136,14 +136,14 @@ def _readable(
         cls = plugin_class("fedsim.attacks", entry.name)
         assert issubclass(cls, Attack)
         if reason := unreadable(entry.name, cls.reads, released):
-            fitting = ", ".join(_that_read(released)) or "none is installed"
+            fitting = ", ".join(_attacks_that_read(released)) or "none is installed"
             yield (
                 ("attacks", index),
                 f"{reason}; drop it, or use one that does ({fitting})",
             )
 
 
-def _that_read(released: Payload | None) -> Iterator[str]:
+def _attacks_that_read(released: Payload | None) -> Iterator[str]:
     for plugin in installed("fedsim.attacks"):
         if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads:
             yield plugin.name
@@ -243,23 +243,23 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
             )
 
 
-_MOST_RESULTS = 500_000
-"""Lines of results.jsonl that a run may have."""
+_MAX_RESULTS = 500_000
+"""A run may write at most so many lines of results.jsonl."""
 
 
 def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
-    """More attacks than anybody waits for."""
+    """Refuses a scenario with more attacks than anybody waits for."""
     observe, data = sections.get("observe"), sections.get("data")
     if not observe or not data:
         return
     clients = data.clients if observe.clients == "all" else len(observe.clients)
     recordings = len(observe.rounds) * clients * observe.trials * len(observe.batch_sizes or [0])
     count = recordings * len(sections.get("attacks") or []) * len(sections.get("defenses", {}))
-    if count > _MOST_RESULTS:
+    if count > _MAX_RESULTS:
         yield (
             ("observe",),
             f"{number_of(count, 'attack')} on recorded updates, and a run has at most "
-            f"{_MOST_RESULTS:,}; use "
+            f"{_MAX_RESULTS:,}; use "
             "fewer trials, batch_sizes, clients, rounds, attacks or defenses",
         )
 
@@ -274,7 +274,7 @@ def _labels(entries: Sequence[tuple[int, AttackEntry]]) -> Iterator[Finding]:
 
 
 def _repeated(values: Sequence[Hashable]) -> Iterator[int]:
-    """Of each value that occurs again, the position of its second occurrence."""
+    """Yields the position of the second occurrence of each value that is repeated."""
     times: Counter[Hashable] = Counter()
     for index, value in enumerate(values):
         times[value] += 1
@@ -304,7 +304,10 @@ def _batch_norm(knowledge: Grant, training: Training) -> Iterator[Finding]:
 def _stack(
     name: str, refs: Sequence[PluginRef], training: Training | None, model: PluginRef | None
 ) -> Iterator[Finding]:
-    """`training` is None where nothing is trained: what then holds depends on the data, too."""
+    """Refuses defenses that do not fit each other, the training or the model.
+
+    `training` is None where nothing is trained: what then holds depends on the data, too.
+    """
     path: KeyPath = ("defenses", name)
     try:
         stack = build_stack(refs)

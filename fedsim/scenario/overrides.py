@@ -50,9 +50,9 @@ def parse_override(text: str, option: str = "--set") -> Override:
 
 
 def apply(document: Document, overrides: Sequence[Override]) -> Document:
-    """The document with every override in place, later ones winning.
+    """Returns the document with every override in place, later ones winning.
 
-    A mapping on the way that does not exist is made; a plugin written as just its name becomes a
+    A mapping on the way that does not exist is created; a plugin written as just its name becomes a
     mapping that parameters can be added to.
 
     Raises:

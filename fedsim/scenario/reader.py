@@ -112,9 +112,11 @@ class _Builder:
         self.anchors: dict[str | None, _Node | None] = {}
 
     def refuse(self, line: int | None, message: str) -> NoReturn:
+        """Raises the problem at `line`."""
         _refuse(self.origin, line if self.lines else None, message)
 
     def document(self, events: Iterator[yaml.Event]) -> Document:
+        """Builds the only document of the stream."""
         root: _Node | None = None
         for event in events:
             if isinstance(event, yaml.DocumentStartEvent):
@@ -129,11 +131,13 @@ class _Builder:
         return Document(root.value, marks)
 
     def collect(self, node: _Node, path: KeyPath, marks: dict[KeyPath, Mark]) -> None:
+        """Records where each value below `node` is written."""
         marks[path] = Mark(self.origin, node.line if self.lines else None)
         for key, child in node.children.items():
             self.collect(child, (*path, key), marks)
 
     def node(self, event: yaml.Event, events: Iterator[yaml.Event]) -> _Node:
+        """Builds the value that starts with `event`."""
         before = self.nodes
         self.nodes += 1
         if isinstance(event, yaml.AliasEvent):
@@ -174,6 +178,7 @@ class _Builder:
         return replace(target, line=_line(event))
 
     def check_depth(self, event: yaml.Event, depth: int) -> None:
+        """Refuses a value that is nested too deeply."""
         if depth > MAX_DEPTH:
             self.refuse(_line(event), f"nested deeper than {MAX_DEPTH} levels; flatten it")
 

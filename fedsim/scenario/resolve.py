@@ -122,6 +122,7 @@ class _Resolver:
     problems: list[Problem] = field(default_factory=list)
 
     def scenario(self) -> Scenario:
+        """Resolves every section and the relations between them."""
         value = self.document.value
         if not isinstance(value, Mapping):
             self.report((), f"expected a mapping that starts with `name: ...`, got {show(value)}")
@@ -198,6 +199,7 @@ class _Resolver:
         place: KeyPath,
         reserved: tuple[str, ...],
     ) -> dict[str, Any]:
+        """Returns the validated parameters of a plugin; empty if they are wrong."""
         keys_at = known_keys(cls)
         try:
             plugin: Plugin = _validated(_adapter(cls), written)
@@ -213,6 +215,7 @@ class _Resolver:
         return {}
 
     def report(self, path: KeyPath, message: str) -> None:
+        """Adds a problem with the value at `path`."""
         self.problems.append(self.document.problem(path, message))
 
 

@@ -48,7 +48,12 @@ class Accuracy:
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
     """Returns `share` of `examples` (at least one) with Wilson's interval (JASA 22, 1927).
 
-    `share` may be the mean over several runs on one test set; that set counts once.
+    Args:
+        share: classified correctly; of several runs on one test set the mean, which counts the
+            set once.
+        examples: size of the test set, at least one.
+        chance: share of its most frequent class.
+        confidence: of the interval.
     """
     from scipy.stats import binomtest
 

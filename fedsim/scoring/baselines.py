@@ -25,7 +25,11 @@ def baseline(
 ) -> dict[str, float | None]:
     """Returns the metrics of `guess`, matched to the truths as an attack's answer is.
 
-    `labels_alone`: the attack that it is compared with answers nothing but labels.
+    Args:
+        guess: of the batch.
+        truth: of the batch.
+        labels_alone: whether the attack that it is compared with answers nothing but labels.
+        lpips: how images are compared perceptually; None if they are not.
 
     Raises:
         ScoringError: the images do not fit the truth.
@@ -61,5 +65,5 @@ def row_baseline(truth: RowTruth) -> dict[str, float | None]:
         guess = (members.sum(0) - members) / max(1, len(members) - 1)
         answer = Reconstruction(rows=guess, loss=math.nan, iterations=0)
         metrics |= score_rows(answer, truth).metrics()
-    coin = {name: m.uninformed for name, m in METRICS.items() if "membership" in m.of}
+    coin = {name: m.uninformed for name, m in METRICS.items() if "membership" in m.functions}
     return metrics | coin

@@ -76,14 +76,14 @@ def principal_angles(reconstruction: Tensor, truth: Tensor) -> Tensor | Unavaila
     from scipy.linalg import subspace_angles
 
     count = len(truth)
-    wanted = F.normalize(truth.double(), dim=1)
-    if int((torch.linalg.svdvals(wanted) > _DEPENDENT).sum()) < count:
+    directions = F.normalize(truth.double(), dim=1)
+    if int((torch.linalg.svdvals(directions) > _DEPENDENT).sum()) < count:
         return Unavailable(
             "the true features are linearly dependent, so they span fewer directions"
         )
     claimed = F.normalize(reconstruction[:count].double(), dim=1)
     degrees = torch.full((count,), 90.0, dtype=torch.float64)
     if claimed.any():
-        angles = torch.from_numpy(subspace_angles(wanted.T.numpy(), claimed.T.numpy()))
+        angles = torch.from_numpy(subspace_angles(directions.T.numpy(), claimed.T.numpy()))
         degrees[: len(angles)] = torch.rad2deg(angles).flip(0)
     return degrees

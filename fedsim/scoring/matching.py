@@ -27,10 +27,10 @@ def match(reconstruction: Tensor, truth: Tensor) -> list[int]:
     are left `MISSING`.
     """
     claimed = reconstruction[: len(truth)].flatten(1).double()
-    wanted = truth.flatten(1).double()
+    targets = truth.flatten(1).double()
     # The direct form of the distance: the matrix-product form loses small differences.
-    distance = torch.cdist(wanted, claimed, compute_mode="donot_use_mm_for_euclid_dist")
-    cost = distance.square() / max(1, wanted.shape[1])
+    distance = torch.cdist(targets, claimed, compute_mode="donot_use_mm_for_euclid_dist")
+    cost = distance.square() / max(1, targets.shape[1])
     return assign(cost)
 
 

@@ -44,8 +44,9 @@ class Metric:
 
     name: str
     """Name of its field in results.jsonl."""
-    of: Mapping[Compared, Callable[[Pair], Value]]
-    """How it is computed, for each part that it compares; empty if the attack itself states it."""
+    functions: Mapping[Compared, Callable[[Pair], Value]]
+    """The function that computes it, for each part that it compares; empty if the attack itself
+    states the value."""
     unit: Literal["dB", "degrees", "range", "share", "relative", "none"]
     """`range`: pixels or entries scaled to [0, 1]. `relative`: in units of the truth's length."""
     larger_leaks: bool
@@ -87,13 +88,13 @@ def _as_pixels(function: Callable[[Tensor, Tensor], Value]) -> Callable[[Pair], 
 _TABLE = (
     Metric(
         name="rmse",
-        of={"images": _ordered(image.rmse), "rows": _as_pixels(image.rmse)},
+        functions={"images": _ordered(image.rmse), "rows": _as_pixels(image.rmse)},
         unit="range",
         larger_leaks=False,
     ),
     Metric(
         name="psnr",
-        of={"images": _ordered(image.psnr), "rows": _as_pixels(image.psnr)},
+        functions={"images": _ordered(image.psnr), "rows": _as_pixels(image.psnr)},
         unit="dB",
         larger_leaks=True,
         heading="PSNR dB",
@@ -104,7 +105,7 @@ _TABLE = (
     ),
     Metric(
         name="ssim",
-        of={"images": _ordered(image.ssim)},
+        functions={"images": _ordered(image.ssim)},
         unit="none",
         larger_leaks=True,
         heading="SSIM",
@@ -112,7 +113,9 @@ _TABLE = (
     ),
     Metric(
         name="lpips",
-        of={"images": lambda pair: perceptual_distance(pair.claimed, pair.truth, pair.lpips)},
+        functions={
+            "images": lambda pair: perceptual_distance(pair.claimed, pair.truth, pair.lpips)
+        },
         unit="none",
         larger_leaks=False,
         heading="LPIPS",
@@ -120,14 +123,14 @@ _TABLE = (
     ),
     Metric(
         name="feature_error",
-        of={"features": _ordered(features.feature_error)},
+        functions={"features": _ordered(features.feature_error)},
         unit="relative",
         larger_leaks=False,
         uninformed=1.0,
     ),
     Metric(
         name="feature_cosine",
-        of={"features": _ordered(features.feature_cosine)},
+        functions={"features": _ordered(features.feature_cosine)},
         unit="none",
         larger_leaks=True,
         uninformed=0.0,
@@ -137,7 +140,7 @@ _TABLE = (
     ),
     Metric(
         name="subspace_error",
-        of={"features": _spanned(features.subspace_error)},
+        functions={"features": _spanned(features.subspace_error)},
         unit="share",
         larger_leaks=False,
         uninformed=1.0,
@@ -148,14 +151,14 @@ _TABLE = (
     ),
     Metric(
         name="principal_angle",
-        of={"features": _spanned(features.principal_angles)},
+        functions={"features": _spanned(features.principal_angles)},
         unit="degrees",
         larger_leaks=False,
         uninformed=90.0,
     ),
     Metric(
         name="label_accuracy",
-        of={
+        functions={
             "labels": _ordered(labels.right_label),
             "labels_alone": _ordered(labels.label_overlap),
             "classes": _ordered(rows.right_class),
@@ -169,7 +172,7 @@ _TABLE = (
     ),
     Metric(
         name="row_error",
-        of={"rows": _ordered(rows.row_error)},
+        functions={"rows": _ordered(rows.row_error)},
         unit="relative",
         larger_leaks=False,
         heading="row err",
@@ -179,13 +182,13 @@ _TABLE = (
     ),
     Metric(
         name="row_cosine",
-        of={"rows": _ordered(rows.row_cosine)},
+        functions={"rows": _ordered(rows.row_cosine)},
         unit="none",
         larger_leaks=True,
     ),
     Metric(
         name="rows_recovered",
-        of={"rows": _ordered(rows.recovered)},
+        functions={"rows": _ordered(rows.recovered)},
         unit="share",
         larger_leaks=True,
         heading="recovered",
@@ -194,7 +197,7 @@ _TABLE = (
     ),
     Metric(
         name="membership_auc",
-        of={"membership": _ordered(rows.membership_auc)},
+        functions={"membership": _ordered(rows.membership_auc)},
         unit="share",
         larger_leaks=True,
         uninformed=0.5,
@@ -205,7 +208,7 @@ _TABLE = (
     ),
     Metric(
         name="membership_tpr",
-        of={"membership": _ordered(rows.membership_tpr)},
+        functions={"membership": _ordered(rows.membership_tpr)},
         unit="share",
         larger_leaks=True,
         uninformed=rows.FALSE_POSITIVES,
@@ -213,16 +216,18 @@ _TABLE = (
         meaning=f"of membership, at {rows.FALSE_POSITIVES:.0%} false positives",
         shown_as="percent",
     ),
-    Metric(name="attack_loss", of={}, unit="none", larger_leaks=False),
+    Metric(name="attack_loss", functions={}, unit="none", larger_leaks=False),
 )
 
 METRICS: Mapping[str, Metric] = {metric.name: metric for metric in _TABLE}
 """The metrics by name, in the order of a row's fields."""
 
-COMPARABLE: tuple[str, ...] = tuple(metric.name for metric in _TABLE if metric.of)
+COMPARABLE: tuple[str, ...] = tuple(metric.name for metric in _TABLE if metric.functions)
 """Names of the metrics that mean the same for every attack."""
 
 
 def compare(what: Compared, pair: Pair) -> dict[str, Value]:
     """Returns the value of each metric of `what`, by name."""
-    return {metric.name: metric.of[what](pair) for metric in _TABLE if what in metric.of}
+    return {
+        metric.name: metric.functions[what](pair) for metric in _TABLE if what in metric.functions
+    }

@@ -73,6 +73,12 @@ def score(
     Where no `guess` is known its image is not scored but `missing`, for any pixels in its place
     would be an invention.
 
+    Args:
+        reconstruction: of an attack, or of the guess.
+        truth: of the same batch.
+        lpips: how images are compared perceptually; None if they are not.
+        guess: (C, H, W) pixels that stand for a missing image; None if there are none.
+
     Raises:
         ScoringError: images, features or labels are not what `Reconstruction` promises (pixels
             outside [0, 1], values that are not finite, other shapes), or there are none at all.
@@ -82,16 +88,16 @@ def score(
     values: dict[str, Value] = {}
     missing = 0
     if reconstruction.images is not None:
-        wanted = truth.images.detach().cpu()
+        true_images = truth.images.detach().cpu()
         if guess is None:
             matched = [place for place, k in enumerate(assignment) if k != MISSING]
             missing = len(assignment) - len(matched)
             chosen = [assignment[place] for place in matched]
             claimed = reconstruction.images.detach().cpu()[chosen]
-            wanted = wanted[matched]
+            true_images = true_images[matched]
         else:
             claimed = matched_images(reconstruction.images, assignment, guess)
-        values |= compare("images", Pair(claimed=claimed, truth=wanted, lpips=lpips))
+        values |= compare("images", Pair(claimed=claimed, truth=true_images, lpips=lpips))
     if reconstruction.features is not None:
         values |= _feature_metrics(reconstruction.features.detach().cpu(), truth, assignment)
     if (labels := reconstruction.labels) is not None:
@@ -117,12 +123,12 @@ def score_rows(reconstruction: Reconstruction, truth: RowTruth) -> Scores:
     """
     values: dict[str, Value] = {}
     if (rows := reconstruction.rows) is not None:
-        wanted = truth.rows[truth.members]
-        _check_rows(rows, wanted)
-        entries = [part[:, truth.scored].double() for part in (rows, wanted)]
+        true_rows = truth.rows[truth.members]
+        _check_rows(rows, true_rows)
+        entries = [part[:, truth.scored].double() for part in (rows, true_rows)]
         values |= compare("rows", Pair(claimed=entries[0], truth=entries[1]))
         if truth.classes:
-            classes = [part[:, -truth.classes :] for part in (rows, wanted)]
+            classes = [part[:, -truth.classes :] for part in (rows, true_rows)]
             values |= compare("classes", Pair(claimed=classes[0], truth=classes[1]))
     if (scores := reconstruction.membership) is not None:
         if scores.shape != truth.members.shape or bool(scores.isnan().any()):
@@ -180,20 +186,20 @@ def _feature_metrics(
 ) -> dict[str, Value]:
     if truth.features is None:
         missing = Unavailable("the true features were not recorded")
-        return {name: missing for name, metric in METRICS.items() if "features" in metric.of}
-    wanted = truth.features.detach().cpu()
-    features = align(claimed, assignment, torch.zeros_like(wanted[0]))
-    return compare("features", Pair(claimed=features, truth=wanted, unordered=claimed))
+        return {name: missing for name, metric in METRICS.items() if "features" in metric.functions}
+    true_features = truth.features.detach().cpu()
+    features = align(claimed, assignment, torch.zeros_like(true_features[0]))
+    return compare("features", Pair(claimed=features, truth=true_features, unordered=claimed))
 
 
 def _assignment(reconstruction: Reconstruction, truth: GroundTruth) -> list[int]:
     if reconstruction.images is not None:
         return match(reconstruction.images.detach().cpu(), truth.images.detach().cpu())
-    claimed, wanted = reconstruction.features, truth.features
-    if claimed is not None and wanted is not None:
+    claimed, true_features = reconstruction.features, truth.features
+    if claimed is not None and true_features is not None:
         # By direction: an attack need not know the norms.
         return match(
-            *(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in (claimed, wanted))
+            *(F.normalize(f.detach().cpu().double(), eps=1e-30) for f in (claimed, true_features))
         )
     return []
 
@@ -224,18 +230,18 @@ def _check(reconstruction: Reconstruction, truth: GroundTruth) -> None:
         )
 
 
-def _same_shape(what: str, claimed: Tensor, wanted: Tensor) -> None:
-    if claimed.shape[1:] != wanted.shape[1:]:
+def _same_shape(what: str, claimed: Tensor, truth: Tensor) -> None:
+    if claimed.shape[1:] != truth.shape[1:]:
         raise ScoringError(
             f"reconstructed {what} are {tuple(claimed.shape[1:])} each, "
-            f"the truth's are {tuple(wanted.shape[1:])}"
+            f"the truth's are {tuple(truth.shape[1:])}"
         )
 
 
-def _check_rows(rows: Tensor, wanted: Tensor) -> None:
-    if rows.shape != wanted.shape:
+def _check_rows(rows: Tensor, true_rows: Tensor) -> None:
+    if rows.shape != true_rows.shape:
         raise ScoringError(
-            f"recovered rows are {tuple(rows.shape)}, those that took part {tuple(wanted.shape)}"
+            f"recovered rows are {tuple(rows.shape)}, those that took part {tuple(true_rows.shape)}"
         )
     if not bool((rows.abs() <= 1 + _SLACK).all()):
         raise ScoringError("recovered rows have entries beyond [-1, 1], or none that are finite")

@@ -158,8 +158,8 @@ class AttackContract(AnyAttackContract):
         )
         images, _ = example_batch(size + _PUBLIC)
         public = (images[size:] * 255).round().to(torch.uint8)
-        granted = Grant.most() if most else self.make().required()
-        return hand_over(observation, truth, granted, Public(images=public))
+        grant = Grant.most() if most else self.make().required()
+        return hand_over(observation, truth, grant, Public(images=public))
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts as many as there are of each, images in [0, 1], labels among the classes."""
@@ -206,9 +206,9 @@ class RowAttackContract(AnyAttackContract):
             num_clients=size,
         )
         attack = self.make()
-        granted = Grant.most() if most else attack.required()
+        grant = Grant.most() if most else attack.required()
         target = int(truth.members.nonzero()[0])
-        return observation, hand_over_row(truth, target, granted, attack.asked_of_candidates)
+        return observation, hand_over_row(truth, target, grant, attack.asked_of_candidates)
 
     def check(self, reconstruction: Reconstruction, observation: Observation) -> None:
         """Asserts one row in [-1, 1], or one score."""

@@ -36,12 +36,18 @@ def make_observation(
 ) -> tuple[Observation, GroundTruth]:
     """Returns what a server sees of clients who train a fresh model on `images`, and the truth.
 
-    The clients run the learner of a real run. `images` (N, C, H, W) are pixels in [0, 1] and
-    `labels` (N,) int64: those of the first client's first step, then of its second, and so on.
-    `training` is as declared, before the training defenses; None is one gradient of each client's
-    images, in train mode. `defense` lists defenses as a scenario does, `name` and parameters each;
-    several clients take an aggregation defense that combines them. `seed` draws the weights and the
-    defenses' noise.
+    Args:
+        images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
+            its second, and so on.
+        labels: (N,) int64.
+        model: a registered model.
+        model_parameters: of the model.
+        num_classes: of the model.
+        training: as declared, before the training defenses; None is one gradient of each
+            client's images, in train mode.
+        defense: lists defenses as a scenario does, `name` and parameters each.
+        num_clients: that train; several take an aggregation defense that combines them.
+        seed: draws the weights and the defenses' noise.
 
     Raises:
         PluginError: the model or a defense is not installed.
@@ -122,7 +128,15 @@ def combined(
     release: Release | None,
     seed: int,
 ) -> Update:
-    """Returns what the server sees of all `updates` in its first round."""
+    """Returns what the server sees of all `updates` in its first round.
+
+    Args:
+        stack: of the federation.
+        updates: of the clients.
+        declared: local training before any defense changes it.
+        release: of a closed-form learner, else None.
+        seed: draws the server's noise.
+    """
     aggregation = stack.aggregation
     if aggregation is None:
         return updates[0]

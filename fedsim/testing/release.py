@@ -44,12 +44,18 @@ def make_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a release from the `members` among `rows`, and the truth.
 
-    The clients run the learner of a real run. `rows` (N, d + 1) are features and target in [-1, 1],
-    no longer than `row_norm` (default: sqrt(d + 1)): those of the first client, then of the second,
-    as many of each; `members` (N,) bool are those that take part. `defense` lists defenses as a
-    scenario does; several clients take an aggregation defense that combines them. With `intercept`
-    the last feature is the constant 1; with `classes` the target is -1 or +1. `seed` draws the
-    random matrices and the defenses' noise.
+    Args:
+        rows: (N, d + 1) features and target in [-1, 1], no longer than `row_norm`: those of the
+            first client, then of the second, as many of each.
+        members: (N,) bool: those that take part.
+        learner: a registered closed-form learner.
+        parameters: of the learner.
+        defense: lists defenses as a scenario does.
+        num_clients: that release; several take an aggregation defense that combines them.
+        intercept: whether the last feature is the constant 1.
+        classes: of a target that is -1 or +1, else None.
+        row_norm: bound on the L2 norm of a row; default: sqrt(d + 1).
+        seed: draws the random matrices and the defenses' noise.
 
     Raises:
         PluginError: the learner or a defense is not installed.
@@ -87,9 +93,15 @@ def make_kernel_release(
 ) -> tuple[Observation, RowTruth]:
     """Returns what a server sees of a kernel regression of images, and the truth.
 
-    As `make_release`, by learner ntk: `images` (N, C, H, W) uint8 and their classes `labels` (N,)
-    int64, of as many classes as the largest says. With several clients and no aggregation defense
-    it is the first client's.
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64, of as many classes as the largest says.
+        members: (N,) bool: those that take part.
+        parameters: of learner ntk.
+        defense: lists defenses as a scenario does.
+        num_clients: that release; without an aggregation defense the release is the first
+            client's.
+        seed: draws the neurons and the defenses' noise.
 
     Raises:
         PluginError: a defense is not installed.

@@ -107,13 +107,13 @@ class TrainingDefenseContract(PluginContract):
         labels = torch.tensor([0, 1, 0])
         still = defense.gradient(lambda at, *_: at["weight"].sum() * 0, _plain, 3)
         noise = float(still(parameters, images, labels, stream())["weight"].double().std())
-        here = defense.gradient(_steep, _plain, 3)(parameters, images, labels, stream())["weight"]
+        first = defense.gradient(_steep, _plain, 3)(parameters, images, labels, stream())["weight"]
         example = images[:1] * (0 if mechanism.relation == "zero_out" else -1)
         exchanged = torch.cat([example, images[1:]])
-        there = defense.gradient(_steep, _plain, 3)(parameters, exchanged, labels, stream())[
+        second = defense.gradient(_steep, _plain, 3)(parameters, exchanged, labels, stream())[
             "weight"
         ]
-        reach = float((here.double() - there.double()).norm())
+        reach = float((first.double() - second.double()).norm())
         sensitivity = reach / (2 if mechanism.relation == "replace_one" else 1)
         assert noise / sensitivity > 0.98 * mechanism.noise_multiplier
 

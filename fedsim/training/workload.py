@@ -73,7 +73,7 @@ class Workload(Server):
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                least=self.declared.batch_size if self.trains else 1,
+                min_images=self.declared.batch_size if self.trains else 1,
             )
         self._unique: dict[int, Tensor] = {}
         self.withheld: Tensor | None = None

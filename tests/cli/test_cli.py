@@ -62,8 +62,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def recording(run: Path, stack: str = "none") -> Path:
-    (found,) = (run / "observations" / stack).rglob("client-*.json")
-    return found
+    (path,) = (run / "observations" / stack).rglob("client-*.json")
+    return path
 
 
 def test_help_needs_nothing_heavy() -> None:
@@ -81,7 +81,7 @@ def test_help_needs_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "argument", "told"),
+    ("command", "argument", "phrase"),
     [
         ("run", "SCENARIO", "is a YAML file"),
         ("validate", "SCENARIO", "is a YAML file"),
@@ -92,10 +92,10 @@ def test_help_needs_nothing_heavy() -> None:
         ("privacy epsilon", "MECHANISM", "fedsim privacy` lists the mechanisms"),
     ],
 )
-def test_help_says_what_an_argument_is(command: str, argument: str, told: str) -> None:
+def test_help_says_what_an_argument_is(command: str, argument: str, phrase: str) -> None:
     shown = " ".join(invoke(*command.split(), "--help").output.split())
     assert argument in shown
-    assert told in shown
+    assert phrase in shown
     assert "attacks|defenses" not in shown
 
 
@@ -139,7 +139,7 @@ def test_every_option_has_its_python_counterpart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (FedsimError("data.clients: too many"), 2, "data.clients: too many"),
         (RunFailed("the disk is full; free some space"), 1, "the disk is full"),
@@ -150,7 +150,7 @@ def test_every_option_has_its_python_counterpart() -> None:
     ids=lambda value: type(value).__name__,
 )
 def test_exit_status(
-    error: BaseException, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+    error: BaseException, status: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*args: object, **options: object) -> None:
         raise error
@@ -159,7 +159,7 @@ def test_exit_status(
     monkeypatch.setattr(sys, "argv", ["fedsim", "run", "x.yaml", "--resume"])
     result = invoke("run", "x.yaml", "--resume")
     assert result.exit_code == status
-    assert said in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.output
     assert result.stdout == ""
 
@@ -208,7 +208,7 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--attack", "inverting_gradient"], "did you mean 'inverting_gradients'?"),
         (["--attack", "inverting_gradients", "--set", "iteratons=2"], "did you mean 'iterations'?"),
@@ -236,10 +236,10 @@ def test_attack_attacks_a_recording_again(finished: Path, tmp_path: Path) -> Non
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_attack_refuses(words: list[str], said: str, finished: Path, tmp_path: Path) -> None:
+def test_attack_refuses(words: list[str], message: str, finished: Path, tmp_path: Path) -> None:
     result = invoke("attack", recording(finished), *words, "--out", tmp_path / "o")
     assert result.exit_code == 2, result.output
-    assert said in result.stderr
+    assert message in result.stderr
     assert "to do" not in result.stderr, "refused before anything is said to be under way"
     assert not (tmp_path / "o").exists()
 
@@ -361,9 +361,9 @@ def test_lists_fit_the_terminal_and_lose_no_word(
     shown = invoke(*words).stdout
     assert max(map(len, shown.splitlines())) <= width
     as_json = ("--json",) if words == ["privacy"] else ("--format", "json")
-    told = "".join(shown.split())
+    phrase = "".join(shown.split())
     for text in texts(json.loads(invoke(*words, *as_json).stdout)):
-        assert "".join(text.split()) in told
+        assert "".join(text.split()) in phrase
 
 
 def texts(rows: Any) -> Iterator[str]:

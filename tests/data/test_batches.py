@@ -59,8 +59,10 @@ def test_poisson_of_everything_is_everything() -> None:
 def test_an_epoch_of_bins_visits_each_example_once(bins: int) -> None:
     indices = torch.arange(50) * 3
     for epoch in range(3):
-        seen = [balls_in_bins(indices, bins, epoch * bins + t, stream(4)) for t in range(bins)]
-        assert torch.equal(torch.cat(seen).sort().values, indices)
+        bins_by_turn = [
+            balls_in_bins(indices, bins, epoch * bins + t, stream(4)) for t in range(bins)
+        ]
+        assert torch.equal(torch.cat(bins_by_turn).sort().values, indices)
     again = balls_in_bins(indices, bins, 2 * bins, stream(4))
     assert torch.equal(again, balls_in_bins(indices, bins, 0, stream(4)))
 

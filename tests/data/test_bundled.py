@@ -49,8 +49,8 @@ def test_shapes_types_and_normalization(name, loaded):
     for labels in (data.train_labels, data.test_labels):
         assert labels.unique().tolist() == list(range(classes))
     measured = statistics(data.train_images)
-    for declared, found in zip((data.mean, data.std), measured, strict=True):
-        assert declared == pytest.approx(found, abs=0.015), "about right"
+    for declared, expected in zip((data.mean, data.std), measured, strict=True):
+        assert declared == pytest.approx(expected, abs=0.015), "about right"
         assert declared == tuple(round(value, 2) for value in declared), "and no image's doing"
     assert data.private_statistics == ()
 
@@ -58,8 +58,8 @@ def test_shapes_types_and_normalization(name, loaded):
 @pytest.mark.parametrize("name", SOURCES)
 def test_train_and_test_share_no_image(name, loaded):
     data = loaded[name]
-    seen = {image.numpy().tobytes() for image in data.train_images}
-    shared = [image for image in data.test_images if image.numpy().tobytes() in seen]
+    train = {image.numpy().tobytes() for image in data.train_images}
+    shared = [image for image in data.test_images if image.numpy().tobytes() in train]
     # lfw_subset holds a few backgrounds that are wholly black.
     assert all(float(image.float().std()) == 0 for image in shared)
 

@@ -102,7 +102,7 @@ def test_small_alpha_is_heterogeneous_and_large_alpha_is_not():
 def test_dirichlet_parts_are_at_least_as_large_as_asked():
     config = Partition(name="dirichlet", alpha=0.7)
     smallest = [
-        min(len(part) for part in partition(dataset(), config, 5, seed, least=8))
+        min(len(part) for part in partition(dataset(), config, 5, seed, min_images=8))
         for seed in range(5)
     ]
     assert min(smallest) >= 8
@@ -150,7 +150,7 @@ def test_a_partition_with_too_few_images_for_a_client_is_refused():
     data.client_of[data.client_of == 30] = 20
     data.client_of[0] = 30
     with pytest.raises(FedsimError, match="leaves client 3 with 1 image, fewer than 2"):
-        partition(data, Partition(name="natural"), 5, seed=0, least=2)
+        partition(data, Partition(name="natural"), 5, seed=0, min_images=2)
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])

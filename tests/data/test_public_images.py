@@ -72,8 +72,8 @@ def test_a_recording_is_attacked_with_them_again(finished: Run, tmp_path: Path) 
     assert row["knowledge"]["public"] == "test"
     assert row["metrics"] == pytest.approx(recorded["metrics"], nan_ok=True)
     words = ["attack", str(path), "--attack", "feature_regression", "--quiet"]
-    said = CliRunner().invoke(app, [*words, "--grant", "public=test"])
-    assert json.loads(said.stdout)["metrics"]["psnr"] == pytest.approx(row["metrics"]["psnr"])
+    result = CliRunner().invoke(app, [*words, "--grant", "public=test"])
+    assert json.loads(result.stdout)["metrics"]["psnr"] == pytest.approx(row["metrics"]["psnr"])
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code == 2
     assert "--grant public=test" in refused.stderr

@@ -54,17 +54,17 @@ def trained(wanted: Scenario, out: Path, stack: str = "none") -> tuple[torch.Ten
     return saved.parameters[VALUE], records[0]
 
 
-def table(found: Workload) -> Table:
-    assert isinstance(found.dataset, Table)
-    return found.dataset
+def table(workload: Workload) -> Table:
+    assert isinstance(workload.dataset, Table)
+    return workload.dataset
 
 
-def by_hand(found: Workload, columns: int, sigma: float) -> torch.Tensor:
+def by_hand(workload: Workload, columns: int, sigma: float) -> torch.Tensor:
     """The sum of all clients' sketches."""
     total = torch.zeros(())
-    for client, part in enumerate(found.parts):
+    for client, part in enumerate(workload.parts):
         own = rng.generator(5, "learner", 1, client)
-        total = total + sketch(regularized(table(found).train_rows[part], sigma), columns, own)
+        total = total + sketch(regularized(table(workload).train_rows[part], sigma), columns, own)
     return total
 
 
@@ -73,11 +73,11 @@ def test_a_sketch_has_the_moments_of_a_random_projection() -> None:
     draw = torch.Generator().manual_seed(1)
     rows = torch.randn(7, 3, generator=draw, dtype=torch.float64)
     count, sigma = 200_000, 2.0
-    found = sketch(regularized(rows, sigma), count, draw)
+    projection = sketch(regularized(rows, sigma), count, draw)
     expected = rows.T @ rows + sigma**2 * torch.eye(3, dtype=torch.float64)
     spread = ((expected.diag().outer(expected.diag()) + expected.square()) / count).sqrt()
-    assert bool(((found @ found.T / count - expected).abs() < 5 * spread).all())
-    assert bool((found.mean(1).abs() < 5 * (expected.diag() / count).sqrt()).all())
+    assert bool(((projection @ projection.T / count - expected).abs() < 5 * spread).all())
+    assert bool((projection.mean(1).abs() < 5 * (expected.diag() / count).sqrt()).all())
 
 
 def test_sigma_zero_is_the_sketch_itself_and_noise_is_added_to_it() -> None:
@@ -98,8 +98,8 @@ def test_two_parts_with_their_own_matrices_make_a_sketch_of_the_whole() -> None:
     rows = torch.randn(9, 4, generator=draw, dtype=torch.float64)
     matrix = torch.randn(9, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     first = torch.Generator().manual_seed(2)
-    found = sketch(rows[:4], 16, first) + sketch(rows[4:], 16, first)
-    torch.testing.assert_close(found, rows.T @ matrix)
+    total = sketch(rows[:4], 16, first) + sketch(rows[4:], 16, first)
+    torch.testing.assert_close(total, rows.T @ matrix)
 
 
 def test_least_squares_of_a_known_solution() -> None:
@@ -123,10 +123,10 @@ def test_the_normal_solution_is_the_limit_of_solving_on_sketches() -> None:
     expected = residual.square().sum() * torch.linalg.inv(rows[:, :2].T @ rows[:, :2]) / columns
     normal = torch.stack([normal_solution(rows, columns, draw) for _ in range(count)])
     solved = torch.stack([solve(sketch(rows, columns, draw).T) for _ in range(count)])
-    for found, tolerance in ((normal, 0.08), (solved, 0.1)):
-        error = torch.linalg.matrix_norm(found.T.cov() - expected)
+    for draws, tolerance in ((normal, 0.08), (solved, 0.1)):
+        error = torch.linalg.matrix_norm(draws.T.cov() - expected)
         assert float(error / torch.linalg.matrix_norm(expected)) < tolerance
-        assert bool(((found.mean(0) - best).abs() < 5 * (expected.diag() / count).sqrt()).all())
+        assert bool(((draws.mean(0) - best).abs() < 5 * (expected.diag() / count).sqrt()).all())
 
 
 def test_dependent_features_have_no_normal_solution() -> None:
@@ -148,15 +148,15 @@ def test_a_federation_computes_the_sketch_of_the_union(tmp_path: Path, stack: st
             "shared": [{**noise, "shared_among": 4}, "aggregate"],
         },
     )
-    found, record = trained(wanted, tmp_path, stack)
+    release, record = trained(wanted, tmp_path, stack)
     here = workload(wanted, stack)
     assert here.release is not None
     sigma = here.stack.sigma(here.release)
     assert (sigma > 0) == (stack in ("noise", "shared"))
-    torch.testing.assert_close(found, by_hand(here, 20, sigma), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(release, by_hand(here, 20, sigma), rtol=1e-12, atol=1e-9)
     assert record.aggregated == 4 and record.train_loss is None and record.test_accuracy is None
     rows = table(here).test_rows
-    gram, estimate = rows.T @ rows, found @ found.T / 20
+    gram, estimate = rows.T @ rows, release @ release.T / 20
     error = torch.linalg.matrix_norm(
         estimate / torch.linalg.matrix_norm(estimate) - gram / torch.linalg.matrix_norm(gram)
     )
@@ -182,17 +182,17 @@ def test_what_the_server_makes_of_regressions(tmp_path: Path, method: str) -> No
     if method != "ols":
         learner["columns"] = 50
     wanted = scenario(learner=learner)
-    found, record = trained(wanted, tmp_path)
+    release, record = trained(wanted, tmp_path)
     here = workload(wanted)
     data = table(here)
     if method == "sketch":
-        torch.testing.assert_close(found, by_hand(here, 50, 0.0), rtol=1e-12, atol=1e-9)
-        coefficients = solve(found.T)
+        torch.testing.assert_close(release, by_hand(here, 50, 0.0), rtol=1e-12, atol=1e-9)
+        coefficients = solve(release.T)
     else:
-        coefficients = found
+        coefficients = release
     if method == "ols":
         each = [solve(data.train_rows[part]) for part in here.parts]
-        torch.testing.assert_close(found, torch.stack(each).mean(0))
+        torch.testing.assert_close(release, torch.stack(each).mean(0))
     predicted, target = data.test_rows[:, :-1] @ coefficients, data.test_rows[:, -1]
     assert record.test_loss == pytest.approx(float((predicted - target).square().mean()))
     assert record.test_accuracy == pytest.approx(

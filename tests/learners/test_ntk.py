@@ -27,11 +27,11 @@ def unit_rows(n: int, d: int, seed: int) -> Tensor:
 def test_the_discrete_kernel_is_the_definitions_sum() -> None:
     x, z = unit_rows(3, 5, 0), 2 * unit_rows(4, 5, 1)
     weights = ntk.draw_weights(7, 5, 1.5, stream(2))
-    found = ntk.kernel(x, z, weights)
+    values = ntk.kernel(x, z, weights)
     for i in range(3):
         for j in range(4):
             terms = [((w @ x[i]) * x[i]) @ ((w @ z[j]) * z[j]) for w in weights]
-            assert float(found[i, j]) == pytest.approx(float(sum(terms)) / 7, rel=1e-12)
+            assert float(values[i, j]) == pytest.approx(float(sum(terms)) / 7, rel=1e-12)
 
 
 def test_it_is_the_tangent_kernel_of_the_network() -> None:
@@ -45,8 +45,8 @@ def test_it_is_the_tangent_kernel_of_the_network() -> None:
         return torch.autograd.grad(value, weights)[0]
 
     expected = float((slope(x) * slope(z)).sum()) / 4
-    found = ntk.kernel(x[None], z[None], weights.detach())
-    assert float(found) == pytest.approx(expected, rel=1e-12)
+    value = ntk.kernel(x[None], z[None], weights.detach())
+    assert float(value) == pytest.approx(expected, rel=1e-12)
 
 
 def test_many_neurons_tend_to_the_continuous_kernel() -> None:
@@ -178,16 +178,16 @@ def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> No
     """The same draws as in one piece; none at all is zero."""
     x = unit_rows(6, 4, 0)
     root = draws.square_root(ntk.kernel(x, x))
-    found = draws.sampled_covariance(root, count, stream(1))
+    covariance = draws.sampled_covariance(root, count, stream(1))
     if count == 0:
-        assert not found.any()
+        assert not covariance.any()
         return
-    assert float(torch.linalg.eigvalsh(found)[0]) > -1e-12
+    assert float(torch.linalg.eigvalsh(covariance)[0]) > -1e-12
     if count <= 4096:
         drawn = draws.gaussian_samples(root, count, stream(1))
-        torch.testing.assert_close(found, drawn @ drawn.T / count)
+        torch.testing.assert_close(covariance, drawn @ drawn.T / count)
     else:
-        torch.testing.assert_close(found, ntk.kernel(x, x), rtol=0, atol=0.1)
+        torch.testing.assert_close(covariance, ntk.kernel(x, x), rtol=0, atol=0.1)
 
 
 def test_the_papers_number_of_samples_is_the_largest_that_its_radius_allows() -> None:
@@ -264,16 +264,16 @@ class TestErrorsOfThePaper:
 
         With γ I added; what is added is what bounds the eigenvalues from below.
         """
-        found = []
+        distances = []
         for n in (100, 1000):
             x = unit_rows(n, 8, 3)
             other = moved(x, 1e-3, 1)
             lift = 0.5 * torch.eye(n).double()
-            found.append(
+            distances.append(
                 ntk.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
             )
-        assert max(found) <= kernel_distance.lifted(1e-3, 0.5)
-        assert found[1] < 1.1 * found[0]
+        assert max(distances) <= kernel_distance.lifted(1e-3, 0.5)
+        assert distances[1] < 1.1 * distances[0]
         printed = [ntk.paper_distance(n, 1e-3, 0.5) for n in (100, 1000)]
         assert printed[1] == pytest.approx(10 * printed[0])
 

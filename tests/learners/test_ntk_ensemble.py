@@ -50,9 +50,9 @@ def scenario(**changes: Any) -> Scenario:
     return resolve({**BASE, **changes})
 
 
-def data(found: Workload) -> Dataset:
-    assert isinstance(found.dataset, Dataset)
-    return found.dataset
+def data(workload: Workload) -> Dataset:
+    assert isinstance(workload.dataset, Dataset)
+    return workload.dataset
 
 
 def pixels(images: Tensor) -> Tensor:
@@ -60,14 +60,14 @@ def pixels(images: Tensor) -> Tensor:
     return rows / rows.norm(dim=1, keepdim=True)
 
 
-def by_hand(found: Workload, client: int) -> tuple[Tensor, Tensor]:
+def by_hand(workload: Workload, client: int) -> tuple[Tensor, Tensor]:
     """(X, α) of a client, by the formulas: pixels, the discrete kernel, λ = 1."""
-    part = found.parts[client]
-    rows = pixels(data(found).train_images[part])
+    part = workload.parts[client]
+    rows = pixels(data(workload).train_images[part])
     stream = rng.generator(5, "learner", "neurons")
     weights = ntk.draw_weights(256, 64, 1.0, stream)
     gram = ntk.kernel(rows, rows, weights)
-    labels = ntk.one_hot(data(found).train_labels[part], 10)
+    labels = ntk.one_hot(data(workload).train_labels[part], 10)
     shifted = gram + torch.eye(len(gram), dtype=torch.float64)
     return rows, torch.linalg.solve(shifted, labels)
 
@@ -109,20 +109,20 @@ def test_a_private_client_releases_what_follows_from_private_statistics() -> Non
     labels = ntk.one_hot(data(here).train_labels[here.parts[1]], 10)
     alpha = torch.linalg.solve(sampled + torch.eye(len(rows), dtype=torch.float64), labels)
     expected = ntk.quadratic_form(noisy, alpha, weights)
-    found = result.update.tensors[MODEL]
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
+    form = result.update.tensors[MODEL]
+    torch.testing.assert_close(form, expected, rtol=1e-6, atol=1e-7 * float(expected.abs().max()))
     assert result.update.num_examples == 1 and result.truth is None and result.loss is None
 
 
 def test_no_draw_at_all_is_the_control_without_the_kernel() -> None:
     wanted = scenario(defenses={"labels": [{**KERNEL, "samples": 0}]})
     here = Workload(wanted, "labels")
-    found = here.client_update(0, 1, *here.initial(), {}).update.tensors[MODEL]
+    form = here.client_update(0, 1, *here.initial(), {}).update.tensors[MODEL]
     rows, _ = by_hand(here, 0)
     labels = ntk.one_hot(data(here).train_labels[here.parts[0]], 10)
     weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
     expected = ntk.quadratic_form(rows, ntk.fit_without_kernel(labels, 1.0), weights)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(form, expected)
 
 
 def test_the_ledger_composes_both_statistics_and_misses_none() -> None:

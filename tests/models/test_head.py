@@ -71,8 +71,8 @@ def test_more_planted_than_neurons_is_refused():
 @pytest.mark.parametrize("config", [None, HeadConfig(width=40, activation="sigmoid")])
 def test_dropout_acts_on_the_input_of_the_output_layer_in_train_mode(config):
     head = make_head(config, IN, CLASSES)
-    seen = []
-    head.output.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    inputs_of_output = []
+    head.output.register_forward_pre_hook(lambda _, inputs: inputs_of_output.append(inputs[0]))
     (dropout,) = (module for module in head.modules() if isinstance(module, Dropout))
     features = torch.rand(50, IN, generator=torch.Generator().manual_seed(2)) + 0.5
     head.eval()
@@ -82,7 +82,7 @@ def test_dropout_acts_on_the_input_of_the_output_layer_in_train_mode(config):
     head.train()
     torch.manual_seed(3)
     head(features)
-    without, evaluated, trained = seen
+    without, evaluated, trained = inputs_of_output
     assert torch.equal(without, evaluated)
     kept = trained != 0
     share = float(kept.float().mean())

@@ -67,14 +67,14 @@ def test_all_bins_write_the_same_pattern() -> None:
 
 def test_the_scale_is_divided_out_but_for_the_gradient() -> None:
     x, pull = images(), images()
-    seen = []
+    results = []
     for scale in (1.0, 0.01):
         module = imprint(scale=scale)
         y = module(x)
         (gradient,) = torch.autograd.grad((y * pull).sum(), module.hidden.weight)
-        seen.append((y.detach(), gradient))
-    torch.testing.assert_close(seen[0][0], seen[1][0])
-    torch.testing.assert_close(100 * seen[0][1], seen[1][1], rtol=1e-4, atol=1e-4)
+        results.append((y.detach(), gradient))
+    torch.testing.assert_close(results[0][0], results[1][0])
+    torch.testing.assert_close(100 * results[0][1], results[1][1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -40,9 +40,9 @@ def inside(count: int = 400) -> Tensor:
 @pytest.mark.parametrize("intervals", [1, 4, 7])
 def test_the_basis_is_scipys(degree: int, intervals: int) -> None:
     x = inside()
-    found = spline_basis(x, degree, intervals)
-    assert found.shape == (len(x), basis_size(degree, intervals))
-    np.testing.assert_allclose(found, reference(x.numpy(), degree, intervals), atol=1e-13)
+    basis = spline_basis(x, degree, intervals)
+    assert basis.shape == (len(x), basis_size(degree, intervals))
+    np.testing.assert_allclose(basis, reference(x.numpy(), degree, intervals), atol=1e-13)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 5])

@@ -171,11 +171,11 @@ def test_loss_functions_of_one_model_do_not_disturb_each_other():
 def test_on_loss_is_told_the_mean_cross_entropy():
     model = build(make_spec(width=2), seed=0)
     parameters, buffers, ((images, labels),) = setup(model, steps=1)
-    told = []
+    losses = []
     loss = loss_function(model, buffers, training())
-    gradient(loss, parameters, images, labels, on_loss=told.append)
-    torch.testing.assert_close(told[0], F.cross_entropy(model(images), labels).detach())
-    assert not told[0].requires_grad
+    gradient(loss, parameters, images, labels, on_loss=losses.append)
+    torch.testing.assert_close(losses[0], F.cross_entropy(model(images), labels).detach())
+    assert not losses[0].requires_grad
 
 
 @pytest.mark.parametrize("name", ["convnet", "lenet", "mlp", "resnet18"])

@@ -52,22 +52,24 @@ def test_probes_see_planted_neurons_and_training_does_not(finished: Path) -> Non
     start, _ = workload.initial()
     rows = start["head.output.weight"][:, -512:]
     assert float(rows.std(1).min()) > 0  # trained like all others, from an ordinary start
-    seen = load_observation(next((finished / "observations").rglob("*-b2-t0.json")))
-    planted = seen.parameters["head.output.weight"][:, -512:]
+    observation = load_observation(next((finished / "observations").rglob("*-b2-t0.json")))
+    planted = observation.parameters["head.output.weight"][:, -512:]
     expected = torch.arange(1.0, 11)[:, None].expand(10, 512) / 512
     torch.testing.assert_close(planted, expected)
-    assert float(seen.parameters["head.hidden.weight"][-512:].std()) == pytest.approx(0.1, rel=0.05)
+    assert float(observation.parameters["head.hidden.weight"][-512:].std()) == pytest.approx(
+        0.1, rel=0.05
+    )
 
 
 def test_the_truth_holds_the_heads_inputs(finished: Path) -> None:
     path = next((finished / "observations").rglob("*-b2-t0.json"))
-    seen = load_observation(path)
-    truth = load_truth(finished, seen.id)
+    observation = load_observation(path)
+    truth = load_truth(finished, observation.id)
     assert truth.features is not None
-    flat = (truth.images.flatten(2) - torch.tensor(seen.model.mean)[:, None]) / torch.tensor(
-        seen.model.std
+    flat = (truth.images.flatten(2) - torch.tensor(observation.model.mean)[:, None]) / torch.tensor(
+        observation.model.std
     )[:, None]
-    weights = seen.parameters
+    weights = observation.parameters
     expected = torch.relu(flat.flatten(1) @ weights["body.1.weight"].T + weights["body.1.bias"])
     torch.testing.assert_close(truth.features, expected, rtol=1e-4, atol=1e-5)
 
@@ -118,8 +120,8 @@ def test_probes_see_an_imprint_that_training_has_not_moved(tmp_path: Path) -> No
         assert bool(start["imprint.output.weight"].any()) != plant
         out = tmp_path / str(plant)
         fedsim.run(resolve(scenario), out=out)
-        seen = load_observation(next((out / "observations").rglob("*-b4-t0.json")))
-        weight = seen.parameters["imprint.hidden.weight"]
+        observation = load_observation(next((out / "observations").rglob("*-b4-t0.json")))
+        weight = observation.parameters["imprint.hidden.weight"]
         assert bool((weight == weight[0, 0]).all()) == plant
         rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
         assert [row["status"] for row in rows] == ["ok", "ok"]

@@ -162,25 +162,25 @@ def _row(
     other = pool[elsewhere]
     loss = 1 - stack.through * strength
     only_labels = label == "label_inference"
-    found = Reconstruction(
+    reconstruction = Reconstruction(
         images=None if only_labels else _spoilt(truth.images, guess, stack, strength, size, stream),
         labels=truth.labels if stack.through > 0.3 else truth.labels * 0 + 1,
         loss=loss,
         iterations=400,
     )
     failed = label == "deep_leakage" and stack.through < 0.5 and trial == 0
-    scores = score(found, truth, lpips=NO_LPIPS, guess=guess)
+    scores = score(reconstruction, truth, lpips=NO_LPIPS, guess=guess)
     foreign = None
     if not failed:
         made = None if only_labels else _spoilt(other, guess, stack, strength, size, stream)
         read = elsewhere % 10 if stack.through > 0.3 else truth.labels * 0 + 1
-        foreign = score(replace(found, images=made, labels=read), truth).metrics()
+        foreign = score(replace(reconstruction, images=made, labels=read), truth).metrics()
     stem = f"round-{rounds:04d}/client-0000-b{size}-t{trial}"
     if not failed:
         tensors = {"truth": truth.images, "truth_labels": truth.labels}
-        if found.images is not None:
+        if reconstruction.images is not None:
             order = torch.tensor(scores.assignment)
-            tensors["reconstruction"] = found.images[order].contiguous()
+            tensors["reconstruction"] = reconstruction.images[order].contiguous()
         path = folder / "reconstructions" / name / label / f"{stem}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file(tensors, path)

@@ -35,9 +35,11 @@ def test_every_defense_shows_the_image_that_was_chosen(run_folder: Path) -> None
     rows = [row for row in run.rows if row.batch_size == 1]
     for victim in _chosen(run, _strongest(rows, "none")):
         for stack in ("none", "pruning"):  # behind dp a trial of the attack that is shown failed
-            found = _recovered(run, _strongest(rows, stack), victim)
-            assert found is not None
-            assert found[1] == pytest.approx(float(psnr(found[0][None], victim.image[None])))
+            recovered = _recovered(run, _strongest(rows, stack), victim)
+            assert recovered is not None
+            assert recovered[1] == pytest.approx(
+                float(psnr(recovered[0][None], victim.image[None]))
+            )
 
 
 def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Path) -> None:

@@ -152,8 +152,8 @@ def test_counts_of_one_are_singular(tmp_path: Path) -> None:
 
 def test_pictures_of_every_attack_on_every_defense(page: Page) -> None:
     alts = [a["alt"] or "" for t, a in page.elements if t == "img"]
-    found = [alt for alt in alts if alt.startswith("What inverting_gradients")]
-    assert len(found) == 3 * (1 + 3)
+    pictures = [alt for alt in alts if alt.startswith("What inverting_gradients")]
+    assert len(pictures) == 3 * (1 + 3)
     assert not any("label_inference" in alt for alt in alts)
 
 
@@ -347,10 +347,10 @@ def test_verdicts_follow_the_lower_end_of_the_interval(tmp_path: Path) -> None:
         "wall": Stack(({"name": "x"},), 0.1, 0.7),
     }
     write_run(tmp_path, stacks=stacks, trials=5, rounds=1, batch_sizes=(1,))
-    found = judged(tmp_path)
-    assert [verdict.level for verdict in found.values()] == ["leak", "partial", "unseen"]
-    assert "not a proof" in found["wall"].sentence
-    assert found["none"].cautions == []
+    judgements = judged(tmp_path)
+    assert [verdict.level for verdict in judgements.values()] == ["leak", "partial", "unseen"]
+    assert "not a proof" in judgements["wall"].sentence
+    assert judgements["none"].cautions == []
 
 
 def test_a_picture_that_any_update_yields_is_no_leak(run_folder: Path, tmp_path: Path) -> None:
@@ -359,10 +359,10 @@ def test_a_picture_that_any_update_yields_is_no_leak(run_folder: Path, tmp_path:
             row["metrics"]["psnr"] = 30.0 + row["trial"]  # reliably better than guessing
         row["control"] = {"other_update": row["metrics"]}
 
-    found = judged(edited(run_folder, tmp_path / "run", plausible))
-    assert found["none"].level != "leak"
-    assert "as much so with another client’s update" in found["none"].sentence
-    assert any("knew beforehand" in text for text in found["none"].cautions)
+    judgements = judged(edited(run_folder, tmp_path / "run", plausible))
+    assert judgements["none"].level != "leak"
+    assert "as much so with another client’s update" in judgements["none"].sentence
+    assert any("knew beforehand" in text for text in judgements["none"].cautions)
 
 
 def test_labels_can_leak_where_images_do_not(run_folder: Path, tmp_path: Path) -> None:
@@ -370,9 +370,9 @@ def test_labels_can_leak_where_images_do_not(run_folder: Path, tmp_path: Path) -
         if row["defense"]["name"] == "dp" and row["attack"]["label"] == "label_inference":
             row["metrics"]["label_accuracy"] = 1.0
 
-    found = judged(edited(run_folder, tmp_path / "run", only_labels))
-    assert found["dp"].level == "labels"
-    assert "100% of labels recovered" in (found["dp"].labels or "")
+    judgements = judged(edited(run_folder, tmp_path / "run", only_labels))
+    assert judgements["dp"].level == "labels"
+    assert "100% of labels recovered" in (judgements["dp"].labels or "")
 
     def given(row: dict[str, Any]) -> None:
         only_labels(row)
@@ -388,11 +388,11 @@ def test_local_training_that_diverges_is_said_aloud(run_folder: Path, tmp_path: 
         if row["defense"]["name"] == "dp":
             row["utility"]["local_losses"] = [0.5, "inf" if row["trial"] else 0.9]
 
-    found = judged(edited(run_folder, tmp_path / "run", diverge))
-    trials = found["dp"].strongest.n
-    (caution,) = [text for text in found["dp"].cautions if "diverges" in text]
+    judgements = judged(edited(run_folder, tmp_path / "run", diverge))
+    trials = judgements["dp"].strongest.n
+    (caution,) = [text for text in judgements["dp"].cautions if "diverges" in text]
     assert caution.startswith(f"In {trials - 1} of {trials} recordings")
-    assert not any("diverges" in text for text in found["none"].cautions)
+    assert not any("diverges" in text for text in judgements["none"].cautions)
 
 
 def test_an_audit_above_the_claim_is_said_aloud(run_folder: Path, tmp_path: Path) -> None:
@@ -408,9 +408,9 @@ def test_a_claim_that_means_nothing_is_called_so(run_folder: Path, tmp_path: Pat
         if row["privacy"]["epsilon"] != "inf":
             row["privacy"]["epsilon"] = 70333.0
 
-    found = judged(edited(run_folder, tmp_path / "run", weaken))
-    assert any("next to nothing" in text for text in found["dp"].cautions)
-    assert not any("next to nothing" in text for text in found["none"].cautions)
+    judgements = judged(edited(run_folder, tmp_path / "run", weaken))
+    assert any("next to nothing" in text for text in judgements["dp"].cautions)
+    assert not any("next to nothing" in text for text in judgements["none"].cautions)
     assert not any("next to nothing" in text for text in judged(run_folder)["dp"].cautions)
 
 
@@ -423,5 +423,5 @@ def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> N
     (line,) = unfinished(load_runs([folder]))
     assert line.startswith("UNFINISHED") and "--resume" in line
     assert "UNFINISHED" in write_report(folder).read_text()
-    told = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
-    assert "UNFINISHED" in told.stderr
+    result = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
+    assert "UNFINISHED" in result.stderr

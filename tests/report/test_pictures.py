@@ -19,16 +19,18 @@ from fedsim.scoring import ScoringError
 
 def test_grid_places_truth_above_reconstruction(tmp_path: Path) -> None:
     truth = torch.rand(3, 3, 8, 6, generator=torch.Generator().manual_seed(0))
-    found = 1 - truth
+    reconstruction = 1 - truth
     path = tmp_path / "grid.png"
-    save_grid(path, truth, found, factor=4)
+    save_grid(path, truth, reconstruction, factor=4)
     pixels = np.asarray(Image.open(path))
     assert pixels.shape == (2 * 32 + 2, 3 * 24 + 2 * 2, 3)
     second = pixels[:32, 26:50]
     assert np.array_equal(second[::4, ::4], (truth[1] * 255).round().byte().permute(1, 2, 0))
     assert np.array_equal(second[3::4, 3::4], second[::4, ::4])
     below = pixels[34:, 52:]
-    assert np.array_equal(below[::4, ::4], (found[2] * 255).round().byte().permute(1, 2, 0))
+    assert np.array_equal(
+        below[::4, ::4], (reconstruction[2] * 255).round().byte().permute(1, 2, 0)
+    )
 
 
 def test_gray_images_stay_gray(tmp_path: Path) -> None:

@@ -76,9 +76,9 @@ def test_the_legend_explains_what_is_shown_and_names_what_is_not(
 
 
 def test_an_interval_is_explained_only_where_there_is_one(tmp_path: Path) -> None:
-    for trials, told in ((1, False), (3, True)):
+    for trials, explained in ((1, False), (3, True)):
         folder = write_run(tmp_path / str(trials), trials=trials, rounds=1, batch_sizes=(1,))
-        assert ("Student's" in render(leaderboard_rows([folder]))) is told
+        assert ("Student's" in render(leaderboard_rows([folder]))) is explained
 
 
 def test_names_cannot_drive_the_terminal(rows: list[LeaderboardRow]) -> None:

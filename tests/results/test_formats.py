@@ -55,8 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Run]:
 def section(start: str) -> str:
     """The text below the heading that starts so."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    (found,) = [part for part in text.split("\n## ")[1:] if part.startswith(start)]
-    return found
+    (match,) = [part for part in text.split("\n## ")[1:] if part.startswith(start)]
+    return match
 
 
 def described(text: str) -> set[str]:
@@ -86,15 +86,15 @@ def test_every_field_of_a_row_is_described_where_it_belongs(runs: list[Run]) -> 
             by_field.setdefault(name.split(".")[0], set()).update(described(text))
     metrics = by_field["metrics"]
     assert set(METRICS) <= metrics
-    seen: set[str] = set()
+    written: set[str] = set()
     for run in runs:
         for row in run.rows():
             for field, name in keys(row):
-                seen.add(field)
+                written.add(field)
                 assert field in by_field, field
                 same = metrics if field in ("per_image", "baseline", "control") else set()
                 assert name in by_field[field] | same, (field, name)
-    assert seen == set(by_field), "what is described and not written"
+    assert written == set(by_field), "what is described and not written"
 
 
 def test_every_field_of_a_round_and_of_the_record_is_described(runs: list[Run]) -> None:
@@ -110,16 +110,16 @@ def test_every_field_of_a_round_and_of_the_record_is_described(runs: list[Run]) 
 
 
 def test_every_field_of_a_leaderboard_is_described(runs: list[Run]) -> None:
-    known = described(section("`fedsim leaderboard`"))
+    allowed = described(section("`fedsim leaderboard`"))
     rows = leaderboard_rows([run.out for run in runs])
     document = json.loads(render(rows, "json"))
     assert len(document["rows"]) == 3
-    found = {name for _, name in keys(document)} - set(METRICS)
-    assert not found - known
+    names = {name for _, name in keys(document)} - set(METRICS)
+    assert not names - allowed
     parts = r"_(mean|low|high|median|std|min|max|worst|baseline|count|n)$"
     columns = next(csv.reader(io.StringIO(render(rows, "csv"))))
     for column in columns:
-        assert column in known or re.sub(parts, "", column) in known | set(METRICS), column
+        assert column in allowed or re.sub(parts, "", column) in allowed | set(METRICS), column
 
 
 def test_a_replay_is_described(runs: list[Run]) -> None:

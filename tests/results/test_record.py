@@ -51,15 +51,15 @@ def test_no_nan_is_ever_written(tmp_path: Path) -> None:
 
 
 def test_the_environment_names_versions_and_hardware() -> None:
-    found = environment()
-    assert found["packages"]["fedsim"] and found["packages"]["torch"]
-    assert found["processor"] and found["cores"] >= 1
+    facts = environment()
+    assert facts["packages"]["fedsim"] and facts["packages"]["torch"]
+    assert facts["processor"] and facts["cores"] >= 1
 
 
 def test_the_commit_of_the_running_source_is_recorded() -> None:
     """Wherever in the tree the file stands that finds it."""
     git = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True)
-    if found.returncode or not (ROOT / ".git").exists():
+    result = subprocess.run(git, capture_output=True, text=True)
+    if result.returncode or not (ROOT / ".git").exists():
         pytest.skip("needs a checkout that git reads")
-    assert str(environment()["commit"]).removesuffix("+") == found.stdout.strip()
+    assert str(environment()["commit"]).removesuffix("+") == result.stdout.strip()

@@ -170,9 +170,9 @@ def test_declared_training_is_what_the_scenario_says() -> None:
     ],
 )
 def test_plain_values_are_those_of_yaml_1_2(text: str, value: object) -> None:
-    found = parse_yaml(f"x: {text}", "t").value["x"]
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse_yaml(f"x: {text}", "t").value["x"]
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_keys_are_text() -> None:

@@ -525,16 +525,16 @@ def test_refused_with_place_and_remedy(case: Case, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text(text, encoding="utf-8")
     said = refused(run(path), tmp_path)
-    told = said.splitlines()
-    assert len(told) == case.problems, said
-    told = [line for line in told if case.said in line]
-    assert told, said
-    assert told[0].startswith(f"{path}:"), told[0]
+    lines = said.splitlines()
+    assert len(lines) == case.problems, said
+    lines = [line for line in lines if case.said in line]
+    assert lines, said
+    assert lines[0].startswith(f"{path}:"), lines[0]
     if case.path:
-        assert f": {case.path}: " in told[0], told[0]
+        assert f": {case.path}: " in lines[0], lines[0]
     marked = [n for n, line in enumerate(text.splitlines(), 1) if "# <-" in line]
     for number in marked:
-        assert told[0].startswith(f"{path}:{number}: "), told[0]
+        assert lines[0].startswith(f"{path}:{number}: "), lines[0]
 
 
 def test_base_is_right(tmp_path: Path) -> None:
@@ -613,8 +613,8 @@ def test_many_problems_are_told_in_time(tmp_path: Path) -> None:
     attacks = f"attacks: [{many}]\nobserve:\n  rounds: [{many}]\n  batch_sizes: [{many}]\n"
     path = tmp_path / "x.yaml"
     path.write_text(BASE[: BASE.index("attacks:")] + attacks, encoding="utf-8")
-    told = refused(run(path), tmp_path).splitlines()
-    assert len(told) == 51 and told[-1] == "and 44,950 more problems; correct these first"
+    lines = refused(run(path), tmp_path).splitlines()
+    assert len(lines) == 51 and lines[-1] == "and 44,950 more problems; correct these first"
 
 
 def test_paths_that_are_no_file(tmp_path: Path) -> None:

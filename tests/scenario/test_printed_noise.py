@@ -24,7 +24,7 @@ def test_a_scenario_uses_the_printed_noise(name: str) -> None:
     first = Workload(scenario, "none")
     assert row_noise(first) is None
     for stack, printed in PRINTED[name].items():
-        found = row_noise(Workload(scenario, stack, first.dataset))
-        assert f"{found:.3f}" == f"{printed:.3f}", stack
+        noise = row_noise(Workload(scenario, stack, first.dataset))
+        assert f"{noise:.3f}" == f"{printed:.3f}", stack
     tight = row_noise(Workload(scenario, "tight", first.dataset))
     assert tight is not None and tight < PRINTED[name]["paper"]

@@ -42,8 +42,8 @@ def test_without_a_sweep_there_is_one_scenario_without_a_label() -> None:
 def test_a_sweep_multiplies_and_the_last_list_varies_fastest() -> None:
     sweep = {"training.local.steps": [1, 4], "training.rounds": [2, 3, 5]}
     variants = expand({**LEAST, "sweep": sweep})
-    found = [(v.scenario.training.local.steps, v.scenario.training.rounds) for v in variants]
-    assert found == [(1, 2), (1, 3), (1, 5), (4, 2), (4, 3), (4, 5)]
+    settings = [(v.scenario.training.local.steps, v.scenario.training.rounds) for v in variants]
+    assert settings == [(1, 2), (1, 3), (1, 5), (4, 2), (4, 3), (4, 5)]
     assert variants[0].label == "training.local.steps=1,training.rounds=2"
     assert variants[5].assignment == {"training.local.steps": 4, "training.rounds": 5}
     algorithms = [v.scenario.training.algorithm for v in variants]

@@ -17,17 +17,17 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def error(found: Tensor, truth: Tensor) -> Tensor:
-    value = subspace_error(found, truth)
+def error(claimed: Tensor, truth: Tensor) -> Tensor:
+    value = subspace_error(claimed, truth)
     assert isinstance(value, Tensor)
     return value
 
 
 def test_known_answers() -> None:
     truth = torch.tensor([[3.0, 0, 0], [1, 1, 0], [0, 0, 2]])
-    found = torch.tensor([[5.0, 0, 0], [0, 0, 0], [-9, 0, 0]])
+    claimed = torch.tensor([[5.0, 0, 0], [0, 0, 0], [-9, 0, 0]])
     expected = torch.tensor([0, 0.5**0.5, 1], dtype=torch.float64)
-    torch.testing.assert_close(error(found, truth), expected)
+    torch.testing.assert_close(error(claimed, truth), expected)
 
 
 def test_exact_to_rounding() -> None:
@@ -37,11 +37,11 @@ def test_exact_to_rounding() -> None:
 
 
 def test_order_sign_scale_and_mixing_do_not_matter() -> None:
-    truth, found = normal(4, 20), normal(4, 20, seed=1)
-    expected = error(found, truth)
-    for other in (found.flip(0), -found, 1e-9 * found, normal(4, 4, seed=2) @ found):
+    truth, claimed = normal(4, 20), normal(4, 20, seed=1)
+    expected = error(claimed, truth)
+    for other in (claimed.flip(0), -claimed, 1e-9 * claimed, normal(4, 4, seed=2) @ claimed):
         torch.testing.assert_close(error(other, truth), expected)
-    torch.testing.assert_close(error(found, -7 * truth), expected)
+    torch.testing.assert_close(error(claimed, -7 * truth), expected)
 
 
 def test_guessing_nothing_and_guessing_more_than_there_is() -> None:
@@ -59,27 +59,29 @@ def test_a_true_feature_of_zero_has_no_direction() -> None:
 def test_features_are_matched_by_direction() -> None:
     """An attack that knows no norms: nearest in distance would be the wrong one."""
     truth = torch.tensor([[10.0, 0.0], [0.6, 0.8]])
-    found = Reconstruction(
+    reconstruction = Reconstruction(
         features=torch.tensor([[3.0, 4.0], [1.0, 0.0]]).double(), loss=0.0, iterations=0
     )
     labels = torch.tensor([0, 1])
     pixels = torch.zeros(2, 1, 8, 8)
-    scores = score(found, GroundTruth(images=pixels, labels=labels, features=truth.double()))
+    scores = score(
+        reconstruction, GroundTruth(images=pixels, labels=labels, features=truth.double())
+    )
     assert scores.assignment == [1, 0]
     assert scores.per_image["feature_cosine"] == pytest.approx([1.0, 1.0])
 
 
 def test_other_dimensions_are_refused() -> None:
-    found = Reconstruction(features=normal(2, 5), loss=0.0, iterations=0)
+    reconstruction = Reconstruction(features=normal(2, 5), loss=0.0, iterations=0)
     truth = GroundTruth(
         images=torch.zeros(2, 1, 8, 8), labels=torch.tensor([0, 1]), features=normal(2, 6)
     )
     with pytest.raises(ScoringError, match="features"):
-        score(found, truth)
+        score(reconstruction, truth)
 
 
-def angles(found: Tensor, truth: Tensor) -> Tensor:
-    result = principal_angles(found, truth)
+def angles(claimed: Tensor, truth: Tensor) -> Tensor:
+    result = principal_angles(claimed, truth)
     assert isinstance(result, Tensor)
     return result
 
@@ -88,23 +90,23 @@ def test_principal_angles_of_known_planes() -> None:
     """Two planes that share a line and are 30 degrees apart around it."""
     truth = torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]])
     turned = math.radians(30)
-    found = torch.tensor([[0, math.cos(turned), math.sin(turned), 0], [2.0, 0, 0, 0]])
-    torch.testing.assert_close(angles(found, truth), torch.tensor([0.0, 30.0]).double())
+    claimed = torch.tensor([[0, math.cos(turned), math.sin(turned), 0], [2.0, 0, 0, 0]])
+    torch.testing.assert_close(angles(claimed, truth), torch.tensor([0.0, 30.0]).double())
 
 
 def test_principal_angles_do_not_depend_on_the_basis() -> None:
-    truth, found = normal(4, 20), normal(4, 20, seed=1)
-    expected = angles(found, truth)
+    truth, claimed = normal(4, 20), normal(4, 20, seed=1)
+    expected = angles(claimed, truth)
     assert bool((expected.diff() >= 0).all())
-    for other in (found.flip(0), -3 * found, normal(4, 4, seed=2) @ found):
+    for other in (claimed.flip(0), -3 * claimed, normal(4, 4, seed=2) @ claimed):
         torch.testing.assert_close(angles(other, truth), expected)
 
 
 def test_small_principal_angles_are_seen() -> None:
     """Where a cosine would round to 1."""
     truth = torch.tensor([[1.0, 0, 0]]).double()
-    found = torch.tensor([[1.0, 1e-9, 0]]).double()
-    torch.testing.assert_close(angles(found, truth), torch.rad2deg(torch.tensor([1e-9]).double()))
+    claimed = torch.tensor([[1.0, 1e-9, 0]]).double()
+    torch.testing.assert_close(angles(claimed, truth), torch.rad2deg(torch.tensor([1e-9]).double()))
 
 
 def test_directions_that_were_not_found_are_at_right_angles() -> None:
@@ -120,13 +122,13 @@ def test_the_guess_of_a_span_leaves_the_least_of_public_features() -> None:
     bulk = torch.tensor([3.0, 2.0, 1.0, 0.5, 0.2])
     public = torch.randn(500, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
     truth = torch.randn(2, 5, generator=stream) * bulk + torch.tensor([0, 0, 4.0, 0, 0])
-    found = feature_baseline(public, truth)
+    metrics = feature_baseline(public, truth)
     units = public.double() / public.double().norm(dim=1, keepdim=True)
     values, axes = torch.linalg.eigh(units.T @ units)
     best = axes[:, values.argsort(descending=True)[:2]]
     unit = truth.double() / truth.double().norm(dim=1, keepdim=True)
     outside = (unit - unit @ best @ best.T).norm(dim=1).mean()
-    assert found["subspace_error"] == pytest.approx(float(outside))
+    assert metrics["subspace_error"] == pytest.approx(float(outside))
     error = (public.double().mean(0) - truth).norm(dim=1) / truth.norm(dim=1)
-    assert found["feature_error"] == pytest.approx(float(error.mean()))
+    assert metrics["feature_error"] == pytest.approx(float(error.mean()))
     assert "feature_error" not in feature_baseline(public, torch.zeros(1, 5))

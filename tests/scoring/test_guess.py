@@ -101,8 +101,8 @@ def test_known_labels_are_used_and_answered() -> None:
     guesser = Guesser(torch.cat([left, right]), labels)
     victims = truth(torch.stack([left[0], right[0], left[0]]), [3, 1, 3])
     for known in ([3, 1, 3], [1, 3, 3]):
-        told = baseline(guesser(3, known), victims)
-        assert told["psnr"] == 60.0 and told["label_accuracy"] == 1.0
+        metrics = baseline(guesser(3, known), victims)
+        assert metrics["psnr"] == 60.0 and metrics["label_accuracy"] == 1.0
     assert baseline(guesser(1, [3]), truth(left[:1], [3]))["psnr"] == 60.0
     untold = baseline(guesser(1), truth(left[:1], [3]))
     assert untold["psnr"] is not None and untold["psnr"] < 20
@@ -143,16 +143,16 @@ def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
 
 def test_it_does_not_depend_on_threads() -> None:
     pool, labels = smooth(300, 5), torch.arange(300) % 3
-    before, found = torch.get_num_threads(), []
+    before, guesses = torch.get_num_threads(), []
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
             guesser = Guesser(pool, labels)
             # Past the call that sets them itself.
-            found.append([guesser._learn(5, None).images, guesser._learn(4, (0, 1, 1, 2)).images])
+            guesses.append([guesser._learn(5, None).images, guesser._learn(4, (0, 1, 1, 2)).images])
     finally:
         torch.set_num_threads(before)
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*guesses, strict=True):
         assert torch.equal(one, other)
 
 

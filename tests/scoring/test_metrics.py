@@ -61,14 +61,14 @@ def pairs(what: Compared) -> tuple[Pair, Pair, Pair | None]:
 
 
 def value(metric: Metric, what: Compared, pair: Pair) -> float:
-    found = metric.of[what](pair)
-    if isinstance(found, torch.Tensor):
-        return float(found.mean())
-    assert isinstance(found, float), found
-    return found
+    value = metric.functions[what](pair)
+    if isinstance(value, torch.Tensor):
+        return float(value.mean())
+    assert isinstance(value, float), value
+    return value
 
 
-CASES = [(metric, what) for metric in METRICS.values() for what in metric.of]
+CASES = [(metric, what) for metric in METRICS.values() for what in metric.functions]
 
 
 @pytest.mark.parametrize(("metric", "what"), CASES, ids=lambda case: getattr(case, "name", case))

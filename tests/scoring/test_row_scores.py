@@ -31,12 +31,12 @@ TRUTH = RowTruth(
 )
 
 
-def found(rows: Tensor | None = None, membership: Tensor | None = None) -> Reconstruction:
+def reconstruct(rows: Tensor | None = None, membership: Tensor | None = None) -> Reconstruction:
     return Reconstruction(rows=rows, membership=membership, loss=math.nan, iterations=0)
 
 
 def test_exact_rows_score_best() -> None:
-    scores = score_rows(found(ROWS[TRUTH.members]), TRUTH)
+    scores = score_rows(reconstruct(ROWS[TRUTH.members]), TRUTH)
     assert (scores["psnr"], scores["rmse"], scores["row_error"]) == (60, 0, 0)
     assert scores["row_cosine"] == pytest.approx(1) and scores["rows_recovered"] == 1
     assert scores["membership_auc"] is None and scores["attack_loss"] is None
@@ -48,19 +48,19 @@ def test_a_known_error() -> None:
     claimed = ROWS[TRUTH.members].clone()
     claimed[:, 0] -= 0.2
     claimed[:, 1] = -1.0
-    scores = score_rows(found(claimed), TRUTH)
+    scores = score_rows(reconstruct(claimed), TRUTH)
     assert scores["rmse"] == pytest.approx(0.1 / math.sqrt(2))
     assert scores["psnr"] == pytest.approx(20 * math.log10(math.sqrt(2) / 0.1))
     expected = (0.04 / 1.25 + 0.04 / 1.25 + 0.04 / 0.85) / 3
     assert scores["row_error"] == pytest.approx(expected)
     assert scores["rows_recovered"] == 0
     claimed[0, 0] += 0.1 + 1e-9  # now within a twentieth of the range of 2
-    assert score_rows(found(claimed), TRUTH)["rows_recovered"] == pytest.approx(1 / 3)
+    assert score_rows(reconstruct(claimed), TRUTH)["rows_recovered"] == pytest.approx(1 / 3)
 
 
 def test_rows_are_never_matched() -> None:
     swapped = ROWS[TRUTH.members].flip(0)
-    assert (score_rows(found(swapped), TRUTH)["row_error"] or 0) > 0.5
+    assert (score_rows(reconstruct(swapped), TRUTH)["row_error"] or 0) > 0.5
 
 
 def test_auc_of_ranks() -> None:
@@ -96,19 +96,19 @@ def test_a_coin_is_right_no_oftener_than_it_is_wrong(others: int) -> None:
     stream = torch.Generator().manual_seed(others)
     members = torch.arange(others + 40) < 40
     drawn = torch.rand(4000, others + 40, generator=stream, dtype=torch.float64)
-    told = [membership_tpr(scores, members, 0.05) for scores in drawn]
-    mean = sum(rate for rate in told if isinstance(rate, float)) / len(told)
+    rates = [membership_tpr(scores, members, 0.05) for scores in drawn]
+    mean = sum(rate for rate in rates if isinstance(rate, float)) / len(rates)
     expected = int(0.05 * (others + 1) + 1e-9) / (others + 1)
     assert mean == pytest.approx(expected, abs=0.003)
     assert mean < 0.053
 
 
 def test_membership_scores() -> None:
-    scores = score_rows(found(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
+    scores = score_rows(reconstruct(membership=torch.tensor([2.0, 1.0, 1.5, 3.0])), TRUTH)
     assert scores["membership_auc"] == pytest.approx(2 / 3)
     assert scores["row_error"] is None
     everybody = replace(TRUTH, members=torch.ones(4, dtype=torch.bool))
-    alone = score_rows(found(membership=torch.zeros(4)), everybody)
+    alone = score_rows(reconstruct(membership=torch.zeros(4)), everybody)
     assert alone["membership_auc"] is None and "all candidates" in alone.notes["membership_auc"]
 
 
@@ -119,7 +119,7 @@ def test_the_guess_knows_the_others_but_not_the_target() -> None:
     others = torch.stack(
         [members[[1, 2]].mean(0), members[[0, 2]].mean(0), members[[0, 1]].mean(0)]
     )
-    assert guess["row_error"] == score_rows(found(others), TRUTH)["row_error"]
+    assert guess["row_error"] == score_rows(reconstruct(others), TRUTH)["row_error"]
     assert guess["membership_auc"] == 0.5 and guess["membership_tpr"] == FALSE_POSITIVES
     moved = replace(TRUTH, rows=torch.cat([ROWS[:2], ROWS[2:3] * 0.3, ROWS[3:]]))
     assert row_baseline(moved) == guess, "a row that took no part is not known"
@@ -130,12 +130,12 @@ def test_the_guess_knows_the_others_but_not_the_target() -> None:
 @pytest.mark.parametrize(
     ("claimed", "message"),
     [
-        (found(), "no rows, no memberships"),
-        (found(ROWS), "those that took part"),
-        (found(2 * ROWS[:3]), "beyond"),
-        (found(ROWS[:3] * math.nan), "finite"),
-        (found(membership=torch.zeros(3)), "4 candidates"),
-        (found(membership=torch.full((4,), math.nan)), "NaN"),
+        (reconstruct(), "no rows, no memberships"),
+        (reconstruct(ROWS), "those that took part"),
+        (reconstruct(2 * ROWS[:3]), "beyond"),
+        (reconstruct(ROWS[:3] * math.nan), "finite"),
+        (reconstruct(membership=torch.zeros(3)), "4 candidates"),
+        (reconstruct(membership=torch.full((4,), math.nan)), "NaN"),
     ],
 )
 def test_what_is_no_answer_is_refused(claimed: Reconstruction, message: str) -> None:

@@ -31,7 +31,7 @@ def truth(pixels: Tensor) -> GroundTruth:
     return GroundTruth(images=pixels, labels=torch.tensor([3, 1, 1, 0]), features=features)
 
 
-def found(
+def reconstruct(
     images: Tensor | None = None,
     labels: list[int] | None = None,
     features: Tensor | None = None,
@@ -47,7 +47,7 @@ def found(
 
 
 def test_constant_offset_has_the_known_rmse_and_psnr(truth: GroundTruth) -> None:
-    scores = score(found(truth.images + 0.1), truth)
+    scores = score(reconstruct(truth.images + 0.1), truth)
     assert scores["rmse"] == pytest.approx(0.1, abs=1e-6)
     assert scores["psnr"] == pytest.approx(20.0, abs=1e-4)
     assert scores["attack_loss"] == 0.5
@@ -59,7 +59,7 @@ def test_perfect_reconstruction_in_another_order(truth: GroundTruth) -> None:
     assert truth.features is not None
     order = torch.tensor([2, 0, 3, 1])
     scores = score(
-        found(truth.images[order], truth.labels[order].tolist(), truth.features[order]), truth
+        reconstruct(truth.images[order], truth.labels[order].tolist(), truth.features[order]), truth
     )
     assert scores.assignment == [1, 3, 0, 2]
     assert (scores["rmse"], scores["psnr"]) == (0.0, 60.0)
@@ -78,14 +78,14 @@ def test_assignment_is_the_least_total_cost_not_the_greedy_one() -> None:
         labels=torch.tensor([0, 1]),
     )
     images = torch.tensor([0.55, 0.0]).view(2, 1, 1, 1).expand(2, 1, 8, 8)
-    scores = score(found(images), truth)
+    scores = score(reconstruct(images), truth)
     assert scores.assignment == [1, 0]
     assert scores.per_image["rmse"] == pytest.approx([0.5, 0.05], abs=1e-6)
 
 
 def test_ssim_of_a_shifted_constant_is_the_luminance_term() -> None:
     truth = GroundTruth(images=torch.full((1, 1, 9, 9), 0.4), labels=torch.tensor([0]))
-    scores = score(found(torch.full((1, 1, 9, 9), 0.6)), truth)
+    scores = score(reconstruct(torch.full((1, 1, 9, 9), 0.6)), truth)
     c1 = 0.01**2
     assert scores["ssim"] == pytest.approx((2 * 0.4 * 0.6 + c1) / (0.4**2 + 0.6**2 + c1), abs=1e-5)
 
@@ -93,7 +93,7 @@ def test_ssim_of_a_shifted_constant_is_the_luminance_term() -> None:
 @pytest.mark.parametrize(("side", "works"), [(3, True), (4, True), (6, True), (2, False)])
 def test_ssim_window_fits_small_images(side: int, works: bool) -> None:
     images = torch.rand(2, 1, side, side, generator=torch.Generator().manual_seed(0))
-    scores = score(found(images), GroundTruth(images=images, labels=torch.tensor([0, 1])))
+    scores = score(reconstruct(images), GroundTruth(images=images, labels=torch.tensor([0, 1])))
     if works:
         assert scores["ssim"] == pytest.approx(1.0)
     else:
@@ -104,14 +104,14 @@ def test_ssim_window_fits_small_images(side: int, works: bool) -> None:
 
 def test_feature_metrics(truth: GroundTruth) -> None:
     assert truth.features is not None
-    scaled = score(found(features=truth.features * 1.5), truth)
+    scaled = score(reconstruct(features=truth.features * 1.5), truth)
     assert scaled["feature_error"] == pytest.approx(0.5)
     assert scaled["feature_cosine"] == pytest.approx(1.0)
-    zero = score(found(features=truth.features * 0), truth)
+    zero = score(reconstruct(features=truth.features * 0), truth)
     assert zero["feature_error"] == pytest.approx(1.0)
     assert zero["feature_cosine"] == 0.0
     opposite = score(
-        found(features=-truth.features[:1]),
+        reconstruct(features=-truth.features[:1]),
         GroundTruth(images=truth.images[:1], labels=truth.labels[:1], features=truth.features[:1]),
     )
     assert opposite["feature_cosine"] == pytest.approx(-1.0)
@@ -119,29 +119,32 @@ def test_feature_metrics(truth: GroundTruth) -> None:
 
 def test_feature_metrics_say_why_they_are_missing(truth: GroundTruth) -> None:
     without = GroundTruth(images=truth.images, labels=truth.labels)
-    assert "not recorded" in score(found(features=torch.ones(4, 6)), without).notes["feature_error"]
+    assert (
+        "not recorded"
+        in score(reconstruct(features=torch.ones(4, 6)), without).notes["feature_error"]
+    )
     dead = GroundTruth(images=truth.images, labels=truth.labels, features=torch.zeros(4, 6))
-    scores = score(found(features=torch.ones(4, 6)), dead)
+    scores = score(reconstruct(features=torch.ones(4, 6)), dead)
     assert scores["feature_error"] is None
     assert "zero" in scores.notes["feature_error"]
 
 
 def test_labels_alone_are_compared_as_multisets(truth: GroundTruth) -> None:
-    assert score(found(labels=[0, 1, 3, 1]), truth)["label_accuracy"] == 1.0
-    assert score(found(labels=[1, 1, 1, 1]), truth)["label_accuracy"] == 0.5
-    assert score(found(labels=[3, 3, 3, 3]), truth)["label_accuracy"] == 0.25
-    assert score(found(labels=[9, 9, 9, 9]), truth)["label_accuracy"] == 0.0
-    assert score(found(labels=[9, 9, 9, 9, 3, 1, 1, 0]), truth)["label_accuracy"] == 0.0
+    assert score(reconstruct(labels=[0, 1, 3, 1]), truth)["label_accuracy"] == 1.0
+    assert score(reconstruct(labels=[1, 1, 1, 1]), truth)["label_accuracy"] == 0.5
+    assert score(reconstruct(labels=[3, 3, 3, 3]), truth)["label_accuracy"] == 0.25
+    assert score(reconstruct(labels=[9, 9, 9, 9]), truth)["label_accuracy"] == 0.0
+    assert score(reconstruct(labels=[9, 9, 9, 9, 3, 1, 1, 0]), truth)["label_accuracy"] == 0.0
 
 
 def test_labels_with_images_must_be_on_the_right_image(truth: GroundTruth) -> None:
-    assert score(found(truth.images, [0, 1, 1, 3]), truth)["label_accuracy"] == 0.5
-    assert score(found(truth.images.flip(0), [0, 1, 1, 3]), truth)["label_accuracy"] == 1.0
+    assert score(reconstruct(truth.images, [0, 1, 1, 3]), truth)["label_accuracy"] == 0.5
+    assert score(reconstruct(truth.images.flip(0), [0, 1, 1, 3]), truth)["label_accuracy"] == 1.0
 
 
 def test_missing_reconstructions_count_as_the_guess(truth: GroundTruth) -> None:
     guess = mean_image(truth.images[:1])
-    two = found(truth.images[:2], [3, 1])
+    two = reconstruct(truth.images[:2], [3, 1])
     scores = score(two, truth, guess=guess)
     assert scores.assignment == [0, 1, -1, -1]
     assert scores.per_image["psnr"][:2] == [60.0, 60.0]
@@ -156,27 +159,27 @@ def test_without_a_guess_what_is_missing_is_not_scored(truth: GroundTruth) -> No
     """No pixels stand for an image that nobody reconstructed."""
     near = (truth.images[[3, 1]] + 0.05).clamp(0, 1)
     labels = truth.labels[[3, 1]]
-    answer = found(near, labels.tolist())
+    answer = reconstruct(near, labels.tolist())
     scores = score(answer, truth)
     assert (scores.assignment, scores.missing) == ([-1, 1, -1, 0], 2)
     alone = score(answer, GroundTruth(images=truth.images[[3, 1]], labels=labels))
     assert scores["psnr"] == pytest.approx(alone["psnr"])
     assert scores.per_image["psnr"] == pytest.approx(alone.per_image["psnr"][::-1])
     assert scores["label_accuracy"] == 0.5
-    assert score(found(truth.images), truth).missing == 0
+    assert score(reconstruct(truth.images), truth).missing == 0
 
 
 def test_of_surplus_reconstructions_the_first_count(truth: GroundTruth) -> None:
     junk = torch.zeros_like(truth.images)
-    late = score(found(torch.cat([junk, truth.images])), truth)
-    early = score(found(torch.cat([truth.images, junk])), truth)
-    assert late["psnr"] == score(found(junk), truth)["psnr"]
+    late = score(reconstruct(torch.cat([junk, truth.images])), truth)
+    early = score(reconstruct(torch.cat([truth.images, junk])), truth)
+    assert late["psnr"] == score(reconstruct(junk), truth)["psnr"]
     assert early["psnr"] == 60.0
 
 
 def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth) -> None:
     before = truth.images.clone()
-    scores = score(found(truth.images, truth.labels.tolist(), loss=math.inf), truth)
+    scores = score(reconstruct(truth.images, truth.labels.tolist(), loss=math.inf), truth)
     assert scores["attack_loss"] is None
     assert scores.to_dict()["per_image"]["psnr"] == [60.0] * 4
     assert list(scores.metrics()) == list(METRICS)
@@ -184,7 +187,7 @@ def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth)
 
 
 def test_lpips_without_weights_is_none_with_the_reason(truth: GroundTruth) -> None:
-    scores = score(found(truth.images), truth, lpips=Unavailable("no weights here"))
+    scores = score(reconstruct(truth.images), truth, lpips=Unavailable("no weights here"))
     assert scores["lpips"] is None
     assert scores.notes["lpips"] == "no weights here"
     assert scores["psnr"] == 60.0
@@ -194,26 +197,26 @@ def test_ssim_without_scikit_image_is_none_with_the_reason(
     truth: GroundTruth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "skimage.metrics", None)
-    scores = score(found(truth.images), truth)
+    scores = score(reconstruct(truth.images), truth)
     assert scores["ssim"] is None
     assert "scikit-image" in scores.notes["ssim"]
     assert scores["psnr"] == 60.0
 
 
 REFUSED: list[tuple[Callable[[GroundTruth], Reconstruction], str]] = [
-    (lambda t: found(t.images * 255), "in \\[0, 1\\]"),
-    (lambda t: found(t.images - 0.9), "in \\[0, 1\\]"),
-    (lambda t: found(t.images.clone().fill_(math.nan)), "non-finite"),
-    (lambda t: found((t.images * 255).byte()), "floating-point"),
-    (lambda t: found(t.images[:, :1]), "are \\(1, 12, 10\\) each"),
-    (lambda t: found(t.images[0]), "shape \\(N, C, H, W\\)"),
-    (lambda t: found(t.images[:0]), "shape \\(N, C, H, W\\)"),
-    (lambda t: found(t.images, [1, 2]), "do not belong together"),
-    (lambda t: found(features=torch.full((4, 6), math.inf)), "not finite"),
-    (lambda t: found(features=torch.ones(4, 5)), "are \\(5,\\) each"),
-    (lambda t: found(features=torch.ones(4)), "shape \\(N, d\\)"),
+    (lambda t: reconstruct(t.images * 255), "in \\[0, 1\\]"),
+    (lambda t: reconstruct(t.images - 0.9), "in \\[0, 1\\]"),
+    (lambda t: reconstruct(t.images.clone().fill_(math.nan)), "non-finite"),
+    (lambda t: reconstruct((t.images * 255).byte()), "floating-point"),
+    (lambda t: reconstruct(t.images[:, :1]), "are \\(1, 12, 10\\) each"),
+    (lambda t: reconstruct(t.images[0]), "shape \\(N, C, H, W\\)"),
+    (lambda t: reconstruct(t.images[:0]), "shape \\(N, C, H, W\\)"),
+    (lambda t: reconstruct(t.images, [1, 2]), "do not belong together"),
+    (lambda t: reconstruct(features=torch.full((4, 6), math.inf)), "not finite"),
+    (lambda t: reconstruct(features=torch.ones(4, 5)), "are \\(5,\\) each"),
+    (lambda t: reconstruct(features=torch.ones(4)), "shape \\(N, d\\)"),
     (lambda t: Reconstruction(labels=torch.ones(4), loss=0.0, iterations=1), "integer labels"),
-    (lambda t: found(), "empty"),
+    (lambda t: reconstruct(), "empty"),
 ]
 
 

@@ -72,10 +72,10 @@ def test_equal_values_have_no_interval(value: float) -> None:
 @pytest.mark.parametrize(("count", "n"), [(0, 10), (1, 10), (10, 10), (3, 7), (0, 1)])
 def test_the_interval_of_a_share_is_clopper_and_pearsons(count: int, n: int) -> None:
     """By quantiles of the beta distribution, and of 10 trials that none tells at most 31%."""
-    found = share(count, n)
+    interval = share(count, n)
     low = stats.beta.ppf(0.025, count, n - count + 1) if count else 0.0
     high = stats.beta.ppf(0.975, count + 1, n - count) if count < n else 1.0
-    assert (found.low, found.high) == pytest.approx((low, high))
+    assert (interval.low, interval.high) == pytest.approx((low, high))
     assert str(share(0, 10)) == "0 of 10 (0 to 31%)"
     assert str(share(1, 10)) == "1 of 10 (0 to 45%)"
 
@@ -85,7 +85,7 @@ def test_the_interval_of_a_share_is_clopper_and_pearsons(count: int, n: int) -> 
 def test_it_covers_a_rare_chance(chance: float, n: int) -> None:
     """Where Student's interval of 40 dB with that chance covers 14 to 64% (docs/refuted.md)."""
     counts = np.arange(n + 1)
-    inside = [(found := share(k, n)).low <= chance <= found.high for k in counts.tolist()]
+    inside = [(interval := share(k, n)).low <= chance <= interval.high for k in counts.tolist()]
     assert stats.binom.pmf(counts, n, chance)[inside].sum() >= 0.95
 
 

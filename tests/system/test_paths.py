@@ -54,41 +54,41 @@ def openings() -> Iterator[tuple[str, str, str]]:
 
 
 def test_nothing_opens_files_beside_the_one_way() -> None:
-    found = [
+    calls = [
         f"{file}: {called}"
         for file, called, source in openings()
         if file not in ALLOWED
         and not ((called in LIBRARIES or called.endswith("load")) and "regular(" in source)
     ]
-    assert not found, "open files by fedsim.system.paths"
+    assert not calls, "open files by fedsim.system.paths"
 
 
 def test_the_search_finds_what_it_is_for() -> None:
-    found = {(file, called) for file, called, _ in openings()}
-    assert ("fedsim/recording/files.py", "safe_open") in found
-    assert ("fedsim/data/tree.py", "ZipFile") in found
-    assert {file for file, _ in found} >= set(ALLOWED)
+    calls = {(file, called) for file, called, _ in openings()}
+    assert ("fedsim/recording/files.py", "safe_open") in calls
+    assert ("fedsim/data/tree.py", "ZipFile") in calls
+    assert {file for file, _ in calls} >= set(ALLOWED)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "large", "sparse", "nul"])
 def test_only_regular_files_of_a_bounded_size_are_opened(kind: str, tmp_path: Path) -> None:
-    path, said = tmp_path / "x", {"pipe": "a named pipe", "device": "a device"}.get(kind, "")
+    path, message = tmp_path / "x", {"pipe": "a named pipe", "device": "a device"}.get(kind, "")
     if kind == "pipe":
         os.mkfifo(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
     elif kind == "folder":
         path.mkdir()
-        said = "a folder"
+        message = "a folder"
     elif kind == "nul":
-        path, said = Path("a\0b"), "no file name"
+        path, message = Path("a\0b"), "no file name"
     else:
         with path.open("wb") as file:
             file.truncate(1 << 40 if kind == "sparse" else 2_000_000)
-        said = "and at most 1.0 MiB are read"
-    with pytest.raises(FedsimError, match=said):
+        message = "and at most 1.0 MiB are read"
+    with pytest.raises(FedsimError, match=message):
         paths.content(path, paths.MIB)
-    with pytest.raises(FedsimError, match=said):
+    with pytest.raises(FedsimError, match=message):
         paths.regular(path, paths.MIB)
 
 

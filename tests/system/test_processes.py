@@ -51,15 +51,15 @@ def until(happened: Callable[[], object], process: subprocess.Popen[str] | None 
 
 def children(pid: int) -> set[int]:
     """Processes that `pid` started and that run."""
-    found = set()
+    pids = set()
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:
             state, parent = entry.read_text().rpartition(") ")[2].split()[:2]
         except OSError:
             continue
         if int(parent) == pid and state != "Z":
-            found.add(int(entry.parent.name))
-    return found
+            pids.add(int(entry.parent.name))
+    return pids
 
 
 def runs(pid: int) -> bool:
@@ -138,10 +138,10 @@ def test_a_signal_says_how_to_go_on(
     assert f"in use by another run (process {process.pid} on " in second.stderr
     there = children(process.pid)
     process.send_signal(number)
-    _, said = process.communicate(timeout=NEVER)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert said.rstrip().endswith(f"--out {path.parent / 'out'} --workers {workers} --resume")
+    _, stderr = process.communicate(timeout=NEVER)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert stderr.rstrip().endswith(f"--out {path.parent / 'out'} --workers {workers} --resume")
     until(lambda: not any(map(runs, there)))
     assert not (path.parent / "out" / NAME).exists()
     third = CliRunner().invoke(app, words(path, workers))
@@ -196,10 +196,10 @@ def test_an_interrupt_that_comes_early_or_twice(path: Path, module: str, times: 
     (path.parent / "early.py").write_text(WHILE_IMPORTING)
     command = [sys.executable, "-m", "early", module, times, *words(path, 1)]
     process = start(command, cwd=path.parent)  # -m, since Python ends other programs elsewhere
-    _, said = process.communicate(timeout=NEVER)
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    assert said.rstrip().endswith("--workers 1 --resume")
+    _, stderr = process.communicate(timeout=NEVER)
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr
+    assert stderr.rstrip().endswith("--workers 1 --resume")
     assert not (path.parent / "out").exists()
 
 
@@ -225,9 +225,9 @@ def test_a_second_interrupt_ends_what_hangs(path: Path, tmp_path: Path) -> None:
     until(lambda: attacking(path), process)
     there = children(process.pid)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=NEVER)
-    assert process.returncode == 130, said
-    assert "--workers 2 --resume\n" in said
+    _, stderr = process.communicate(timeout=NEVER)
+    assert process.returncode == 130, stderr
+    assert "--workers 2 --resume\n" in stderr
     until(lambda: not any(map(runs, there)))
 
 

@@ -26,9 +26,9 @@ from fedsim.report import (
     positive_controls,
     render,
     save_grid,
+    section,
     write_report,
 )
-from fedsim.report import page as module
 from fedsim.report.recovered import accused
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import accuracy, student_interval
@@ -483,7 +483,7 @@ def test_theory_is_scaled_to_the_undefended_cells(tmp_path: Path) -> None:
     lines = [of_features(0.2), of_features(0.8, defense="dp", stack=DP)]
     for row, rate in zip(lines, (10.0, 30.0), strict=True):
         row["theory"] = {"tensor_rate": rate}
-    errors = module._errors(board(tmp_path, lines), {"inverting_gradients": 1})
+    errors = section._errors(board(tmp_path, lines), {"inverting_gradients": 1})
     assert [(one.label, one.predicted) for one in errors] == [
         ("none", [(1, pytest.approx(0.2))]),
         ("dp", [(1, pytest.approx(0.6))]),
