@@ -9,42 +9,42 @@ from torch import Tensor
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
 
-def labels_of(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
+def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     """(N,) int64: the labels that `errors` D (K, N) imply of `features` (N, d) with their norms.
 
     N D_i - softmax(f(x_i)) is -1 at the label and 0 else, which noise hides less than where D_i,
     which is small for a confident model, is least.
     """
-    hidden = seen.activation(features @ seen.hidden.T + seen.bias)
-    chances = (hidden @ seen.output.T).softmax(1)
-    wanted = seen.num_images * errors.T
+    hidden = head.activation(features @ head.hidden.T + head.bias)
+    chances = (hidden @ head.output.T).softmax(1)
+    wanted = head.num_images * errors.T
     labels = wanted.argmin(1)
-    if seen.clipped:
+    if head.clipped:
         implied = chances - F.one_hot(labels, len(errors))
         wanted = wanted * (implied.square().sum() / (wanted * implied).sum())
     return (wanted - chances).argmin(1)
 
 
-def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+def norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
     """Factors of `features` (n, d) at which they imply `errors` D (K, n), and what is left of them.
 
     Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
     where that holds best, up to the relative squared difference that is left. Both (n,).
     """
-    preactivation = features @ seen.hidden.T
+    preactivation = features @ head.hidden.T
     label = errors.argmin(0)
-    wanted = seen.num_images * errors.T
+    wanted = head.num_images * errors.T
 
     def cost(factors: Tensor) -> Tensor:
-        hidden = seen.activation(factors[:, None] * preactivation + seen.bias)
-        implied = (hidden @ seen.output.T).softmax(1) - F.one_hot(label, len(errors))
+        hidden = head.activation(factors[:, None] * preactivation + head.bias)
+        implied = (hidden @ head.output.T).softmax(1) - F.one_hot(label, len(errors))
         # In the units of the implied error, which a far too small or large norm cannot shrink.
         left = wanted / factors[:, None] - implied
         return left.square().sum(1) / implied.square().sum(1)
 
     best = features.new_ones(len(features))
     left = cost(best)
-    if seen.config.activation not in ("relu", "leaky_relu"):
+    if head.config.activation not in ("relu", "leaky_relu"):
         return best, left  # others are not homogeneous: the fit has the norm
     for decades, points in ((3.0, 241), (0.025, 21)):
         around = best

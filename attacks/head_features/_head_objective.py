@@ -42,30 +42,30 @@ class Value(NamedTuple):
 class Objective:
     """The share of ∂L/∂A that features leave unexplained, as a function of them."""
 
-    def __init__(self, seen: HeadGradient) -> None:
-        """Of what `seen` shows; entries of zero count as removed if its update was pruned."""
-        self.seen = seen
-        self._observed = seen.grad_output
+    def __init__(self, head: HeadGradient) -> None:
+        """Compares with `head`; entries of zero count as removed if its update was pruned."""
+        self.head = head
+        self._observed = head.grad_output
         self._energy = self._observed.square().sum()
         self._kept: Tensor | None = None
-        if seen.pruned:
+        if head.pruned:
             self._kept = self._observed != 0
             least = self._observed[self._kept].abs().min()
-            self._bound = least if seen.smallest else torch.full_like(least, torch.inf)
+            self._bound = least if head.smallest_removed else torch.full_like(least, torch.inf)
         self._errors: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Value:
         """At `features` (n, d)."""
-        seen = self.seen
+        head = self.head
         with torch.enable_grad():
-            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-            hidden = seen.activation(preactivation)
+            preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
+            hidden = head.activation(preactivation)
         errors, residual = self._project(hidden.detach())
         # At the best D the loss depends on the features through the hidden values alone.
         pull = -2 / self._energy * (errors.T @ residual)
         (slope,) = torch.autograd.grad(hidden, preactivation, pull)
         loss = residual.square().sum() / self._energy
-        return Value(loss, slope @ seen.hidden, errors, residual)
+        return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
         """R (n, n) such that the objective in R⁻¹ `features` curves alike in all directions.
@@ -74,17 +74,17 @@ class Objective:
         (D'D ∘ P) ⊗ I with P_ik the share of neurons that both features activate. Images of one
         label have nearly the same column of D and make it ill-conditioned.
         """
-        seen = self.seen
+        head = self.head
         with torch.enable_grad():
-            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-            (active,) = torch.autograd.grad(seen.activation(preactivation).sum(), preactivation)
+            preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
+            (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
         curvature = ((value.errors.T @ value.errors) * (active @ active.T)).double()
         values, vectors = torch.linalg.eigh(curvature)
         values = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
         return torch.linalg.vector_norm(features, dim=1).mean() * root.to(features.dtype)
 
-    def floor(self, variance: float, unknowns: int = 0) -> float:
+    def noise_floor(self, variance: float, unknowns: int = 0) -> float:
         """The share that noise of that variance in each entry leaves unexplained at the truth.
 
         Less what as many `unknowns` fit of the noise itself: at the best fit.

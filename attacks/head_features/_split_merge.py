@@ -67,8 +67,8 @@ def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int,
 
     σ(w'(x + δ)) + σ(w'(x - δ)) - 2 σ(w'x) is largest where w'x is near 0 and w'δ is not.
     """
-    seen, value = objective.seen, objective(features)
-    weights, residual = seen.hidden[seen.server], value.residual[:, seen.server]
+    head, value = objective.head, objective(features)
+    weights, residual = head.hidden[head.planted], value.residual[:, head.planted]
     for index, feature in enumerate(features):
         bend = F.normalize(value.errors[:, index], dim=0) @ residual
         distance = (weights @ feature).abs()

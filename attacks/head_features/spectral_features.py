@@ -47,10 +47,10 @@ class SpectralFeatures(Attack[Span]):
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.
         """
-        seen = HeadGradient.of(observation)
-        if not seen.grad_hidden.any():
+        head = HeadGradient.of(observation)
+        if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
-        basis, left = span(seen.rows, seen.rank)
+        basis, left = span(head.rows, head.rank)
         return Span(loss=left, basis=basis)
 
     def step(self, state: Span) -> Span:

@@ -85,9 +85,9 @@ class TensorFeatures(Attack[Decomposed]):
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
         """
-        seen = HeadGradient.of(observation)
+        head = HeadGradient.of(observation)
         found, left = decompose(
-            seen,
+            head,
             variance_reduction=self.variance_reduction,
             whiten=self.whiten,
             rows=self.rows,
@@ -118,7 +118,7 @@ class TensorFeatures(Attack[Decomposed]):
 
 
 def decompose(
-    seen: HeadGradient,
+    head: HeadGradient,
     *,
     variance_reduction: bool,
     whiten: bool,
@@ -130,7 +130,7 @@ def decompose(
     """Unit features (N, d) float64, and the share of the projected tensor left unexplained.
 
     Args:
-        seen: the head's gradient.
+        head: the head's gradient.
         variance_reduction: subtract the constant and linear part of the rows.
         whiten: bring the sample covariance of W to I.
         rows: which functions of the weights moments are taken of.
@@ -141,25 +141,25 @@ def decompose(
     Raises:
         AttackFailed: none of the head's neurons are planted.
     """
-    if not seen.config.planted:
+    if not head.config.planted:
         raise AttackFailed(
             "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
             "planted: ...}`)"
         )
-    w = seen.hidden[seen.server].double() / seen.config.planted_std
-    outer = seen.grad_output[:, seen.server].double() if rows == "all" else combine(seen)[None]
+    w = head.hidden[head.planted].double() / head.config.planted_std
+    outer = head.grad_output[:, head.planted].double() if rows == "all" else combine(head)[None]
     outer = outer.double()
     if variance_reduction:
         design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
         fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
         outer = outer - (design @ fit).T
     if rows == "all":
-        outer = independent_rows(outer, seen.rank, seen.noise)
+        outer = independent_rows(outer, head.rank, head.noise)
     back = torch.eye(w.shape[1]).to(w)
     if whiten:
         back = inverse_root(w.T @ w / len(w))
         w = w @ back
-    moments = derivative_moments(seen.config.activation)
+    moments = derivative_moments(head.config.activation)
     by_second = abs(moments[2]) > _NEGLIGIBLE
     if contraction != "auto":
         by_second = contraction == "second"
@@ -167,11 +167,11 @@ def decompose(
     matrices = [
         _hermite.second(g, w) if by_second else _hermite.third_along(g, w, a) for g in outer
     ]
-    basis = power_method(matrices, seen.rank, iterations, rng)
-    if seen.rank == 1:
-        return _signed(F.normalize(basis.T @ back, dim=1), seen), torch.zeros(())
+    basis = power_method(matrices, head.rank, iterations, rng)
+    if head.rank == 1:
+        return _signed(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
     y = w @ basis
-    inside = F.normalize(torch.randn(seen.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
+    inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
     by_third = abs(moments[3]) > _NEGLIGIBLE
     slices = [
         _hermite.third(g, y) if by_third else _hermite.fourth_along(g, y, inside) for g in outer
@@ -181,7 +181,7 @@ def decompose(
         # labels apart, and their third moments those of one label.
         slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
     directions, left = components(torch.cat(slices, 2), rng)
-    return _signed(F.normalize(directions @ basis.T @ back, dim=1), seen), left
+    return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), left
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
@@ -222,16 +222,16 @@ def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
     return ordered
 
 
-def combine(seen: HeadGradient) -> Tensor:
+def combine(head: HeadGradient) -> Tensor:
     """g (v,) = Σ_k c_k ∂L/∂a_kj, with r_i = Σ_k c_k (p_ki - y_ki) as constant as the rows allow.
 
     Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
     p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
     equal, or two or three classes, c is one class and r_i = 1 / K - y_1i (Remark B.3).
     """
-    outer = seen.grad_output[:, seen.server]
+    outer = head.grad_output[:, head.planted]
     classes = len(outer)
-    if classes <= 3 or seen.config.planted_rows == "equal":
+    if classes <= 3 or head.config.planted_rows == "equal":
         return outer[0]
     return outer[0] + outer[(classes + 1) // 2]
 
@@ -261,19 +261,19 @@ def power_method(
     return basis
 
 
-def _signed(directions: Tensor, seen: HeadGradient) -> Tensor:
+def _signed(directions: Tensor, head: HeadGradient) -> Tensor:
     """Directions (N, d) with the signs under which they explain ∂L/∂A best.
 
     The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
     them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
     """
-    w, b = seen.hidden[seen.server].double(), seen.bias[seen.server].double()
-    outer = seen.grad_output[:, seen.server].double()
-    norm = 1 / seen.config.planted_std
+    w, b = head.hidden[head.planted].double(), head.bias[head.planted].double()
+    outer = head.grad_output[:, head.planted].double()
+    norm = 1 / head.config.planted_std
     signs = directions.new_ones(len(directions))
 
     def left(signs: Tensor) -> float:
-        hidden = seen.activation(norm * (signs[:, None] * directions) @ w.T + b)
+        hidden = head.activation(norm * (signs[:, None] * directions) @ w.T + b)
         fit = torch.linalg.lstsq(hidden.T, outer.T).solution
         return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
 

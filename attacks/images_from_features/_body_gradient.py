@@ -69,7 +69,7 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     with torch.no_grad():
         observed = Objective(seen)(features).errors
         labels = labels_of(seen, features, observed)
-    if seen.dropped and seen.exact and seen.steps == 1:
+    if seen.dropout and seen.exact and seen.steps == 1:
         shares = seen.grad_hidden.double() @ torch.linalg.pinv(features.double())  # (m, N)
         read = (shares.T @ seen.hidden.double()).to(features.dtype)
         return Signals(labels, read, observed.new_ones(()))

@@ -15,9 +15,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features import _joint_fit, _output_solver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._whole_head import unexplained
 
 _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
@@ -60,7 +61,7 @@ def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None
     if seen.noisy:
         found = _joint_fit.descended(seen, features)
     else:
-        found = head_fit.descended(seen, features, _ITERATIONS)
+        found = _output_solver.descended(seen, features, _ITERATIONS)
     before, after = _left(seen, features), _left(seen, found)
     if seen.noise and before - after < _CHANCE * _by_chance(seen, features):
         return None
@@ -83,7 +84,7 @@ def _alternatives(features: Tensor, mixed: float) -> Iterator[Tensor]:
 def _left(seen: HeadGradient, features: Tensor) -> float:
     """Mean squared residual over the variance of the noise; without any, over the gradient's."""
     if seen.noisy:
-        return _joint_fit.unexplained(seen, features)
+        return unexplained(seen, features)
     value = Objective(seen)(features)
     return float(value.residual.square().mean()) / seen.noise if seen.noise else float(value.loss)
 
