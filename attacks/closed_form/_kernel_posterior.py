@@ -229,7 +229,7 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
 
 def log_normal(rows: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
     """Log density of each of (n, d) rows: (n,)."""
-    lower = torch.linalg.cholesky(covariance)
-    inner = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
+    lower: Tensor = torch.linalg.cholesky(covariance)
+    inner: Tensor = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
     level = lower.diagonal().log().sum() + len(mean) / 2 * math.log(2 * math.pi)
     return -inner.square().sum(0) / 2 - level

@@ -152,6 +152,8 @@ def _eye(like: Tensor) -> Tensor:
 
 def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:
     """(c, d, d) A_j of Q_j = (A_j S + S A_j) / 2."""
+    scales: Tensor
+    turn: Tensor
     scales, turn = torch.linalg.eigh(kernel)
     if not float(scales[0]) > _RANK * float(scales[-1]):
         raise AttackFailed(

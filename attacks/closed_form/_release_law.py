@@ -65,10 +65,10 @@ class Law:
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
         if sketch:
-            inner = torch.linalg.solve_triangular(
+            inner: Tensor = torch.linalg.solve_triangular(
                 factor, self.seen.expand(len(rows), -1, -1), upper=False
             )
-            volume = factor.diagonal(dim1=1, dim2=2).log().sum(1)
+            volume: Tensor = factor.diagonal(dim1=1, dim2=2).log().sum(1)
             return -self.columns * volume - inner.square().sum((1, 2)) / 2
         if self.kind == "sketched_coefficients" and self.variance is None and self.scale == 1:
             return self._student(factor)
@@ -90,8 +90,8 @@ class Law:
         covariance = self.scale**2 * _spread(self.kind, self.columns, features, residual)
         if self.variance is not None:
             covariance = covariance + self.variance
-        lower = torch.linalg.cholesky(covariance)
-        inner = torch.linalg.solve_triangular(lower, away[:, :, None], upper=False)
+        lower: Tensor = torch.linalg.cholesky(covariance)
+        inner: Tensor = torch.linalg.solve_triangular(lower, away[:, :, None], upper=False)
         return -lower.diagonal(dim1=1, dim2=2).log().sum(1) - inner.square().sum((1, 2)) / 2
 
     def _parts(self, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,9 +155,10 @@ def law(observation: Observation, knowledge: Knowledge) -> Law:
 
 def _solution(factor: Tensor) -> Tensor:
     """x̂ of K = LL': (..., d)."""
-    return torch.linalg.solve_triangular(
+    solution: Tensor = torch.linalg.solve_triangular(
         factor[..., :-1, :-1].mT, factor[..., -1, :-1, None], upper=True
-    ).squeeze(-1)
+    )
+    return solution.squeeze(-1)
 
 
 def _spread(kind: ReleaseKind, columns: int, features: Tensor, residual: Tensor) -> Tensor:

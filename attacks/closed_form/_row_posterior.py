@@ -53,14 +53,15 @@ class Posterior:
         A release may tell some directions a million times as well as others.
         """
 
-        def loss(entries: Tensor) -> Tensor:
-            return self.loss(row.index_copy(0, places, entries)[None])[0]
-
-        values, vectors = torch.linalg.eigh(
-            torch.autograd.functional.hessian(loss, row[places].clone())
-        )
+        with torch.enable_grad():
+            entries = row[places].clone().requires_grad_()
+            loss = self.loss(row.index_copy(0, places, entries)[None])[0]
+            (slope,) = torch.autograd.grad(loss, entries, create_graph=True)
+        hessian = [torch.autograd.grad(each, entries, retain_graph=True)[0] for each in slope]
+        values, vectors = torch.linalg.eigh(torch.stack(hessian))
         values = values.abs()
-        return vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
+        width: Tensor = vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
+        return width
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
         """(d + 1,) of the row as its client uses it, scaled; from `samples` draws of each part.
@@ -118,5 +119,5 @@ class _Part:
         """Of each of (n, d + 1) rows, up to a constant that all parts share; -inf elsewhere."""
         away = (rows - self.center)[:, places]
         steps = torch.linalg.solve(self.spread, away.T)
-        found = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
+        found: Tensor = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
         return found if self.target is None else found.where(rows[:, -1] == self.target, -math.inf)

@@ -41,7 +41,8 @@ class Prior:
     def scaled(self, rows: Tensor) -> Tensor:
         """Rows as clients use them: longer ones are scaled down to the bound."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
+        scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
+        return scaled
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:

@@ -58,7 +58,7 @@ class ForwardPrior:
         parameters = {n: t.detach() for n, t in observation.parameters.items()}
         buffers = {n: t.clone() for n, t in observation.buffers.items()}
         forward = features_function(model, buffers, observation.training)
-        self._forward = lambda images: forward(parameters, images)
+        self._forward: Callable[[Tensor], Tensor] = lambda images: forward(parameters, images)
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Value (0-d) and slope (N, C, H, W) at normalized `images`."""

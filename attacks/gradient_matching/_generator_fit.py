@@ -49,7 +49,7 @@ def fit_generator(
         chosen = torch.randperm(len(images), generator=stream)[:_BATCH]
         loss = F.mse_loss(generator(codes[chosen]), images[chosen])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
         told(iteration, loss.detach())

@@ -28,6 +28,8 @@ class UNet(nn.Module):
     8, 4 for images of 32x32. The first has `width` channels, the others twice as many.
     """
 
+    start: Tensor
+
     def __init__(self, count: int, shape: tuple[int, int, int], features: int, width: int) -> None:
         """Weights and input are drawn from torch's global stream."""
         super().__init__()

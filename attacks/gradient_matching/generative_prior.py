@@ -166,7 +166,7 @@ class GenerativePrior(Attack[Search]):
         state.best = torch.where(better, images, state.best)
         state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
         state.optimizer.zero_grad()
-        drawn.backward(slope)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(drawn, slope)
         if self.weights is None and not state.codes.requires_grad:
             for weight in state.generators[0].parameters():
                 assert weight.grad is not None

@@ -129,7 +129,7 @@ class PriorOnly(Attack[Drawing]):
         slope = self.total_variation * slope
         state.optimizer.zero_grad()
         if state.pixels is None:
-            drawn.backward(slope)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(drawn, slope)
         else:
             state.pixels.grad = slope
         state.optimizer.step()

@@ -142,7 +142,7 @@ class HeadGradient:
         """
         if self.noisy:
             return self.grad_hidden * self.output.std(0, correction=0)[:, None]
-        length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
+        length: Tensor = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
         kept = length[:, 0] > 0
         return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 

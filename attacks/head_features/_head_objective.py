@@ -82,7 +82,9 @@ class Objective:
         values, vectors = torch.linalg.eigh(curvature)
         values = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
-        return torch.linalg.vector_norm(features, dim=1).mean() * root.to(features.dtype)
+        size = torch.linalg.vector_norm(features, dim=1).mean()
+        scale: Tensor = size * root.to(features.dtype)
+        return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
         """The share that noise of that variance in each entry leaves unexplained at the truth.
@@ -92,22 +94,26 @@ class Objective:
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The best D (K, n) for hidden values (n, m), and what it leaves (K, m)."""
-        if self._kept is None:
-            gram = (hidden @ hidden.T).double()[None]
-            errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
-            return errors, self._observed - errors @ hidden
+        """Solves for the best D (K, n) of hidden values (n, m); returns it and residuals (K, m)."""
+        if self._kept is not None:
+            return self._censored(hidden, self._kept)
+        gram = (hidden @ hidden.T).double()[None]
+        errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
+        return errors, self._observed - errors @ hidden
+
+    def _censored(self, hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Does the same where only the entries `kept` (K, m) are known, by Newton steps."""
         n = len(hidden)
         row, column = torch.triu_indices(n, n)
         pairs = hidden[row] * hidden[column]
         errors = self._errors if self._errors is not None and self._errors.shape[1] == n else None
-        target, counted = self._observed, self._kept
+        target, counted = self._observed, kept
         for _ in range(_PASSES):
             before = errors
             if errors is not None:
                 bounded = (errors @ hidden).clamp_(-self._bound, self._bound)
-                counted = self._kept | (bounded.abs() == self._bound)
-                target = torch.where(self._kept, self._observed, bounded)
+                counted = kept | (bounded.abs() == self._bound)
+                target = torch.where(kept, self._observed, bounded)
             weights = counted.to(hidden.dtype)
             gram = hidden.new_empty(len(weights), n, n, dtype=torch.float64)
             gram[:, row, column] = gram[:, column, row] = (weights @ pairs.T).double()
@@ -118,7 +124,7 @@ class Objective:
         self._errors = errors
         predicted = errors @ hidden
         bounded = predicted.clamp(-self._bound, self._bound)
-        return errors, torch.where(self._kept, self._observed, bounded) - predicted
+        return errors, torch.where(kept, self._observed, bounded) - predicted
 
 
 def _solve(gram: Tensor, right: Tensor) -> Tensor:
@@ -126,4 +132,5 @@ def _solve(gram: Tensor, right: Tensor) -> Tensor:
     n = gram.shape[-1]
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean() + torch.finfo(gram.dtype).tiny
     regular = gram + ridge * torch.eye(n, dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(regular, right[..., None])[..., 0]
+    solution: Tensor = torch.linalg.solve(regular, right[..., None])
+    return solution[..., 0]

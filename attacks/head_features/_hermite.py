@@ -54,7 +54,7 @@ def _cubes(g: Tensor, y: Tensor) -> Tensor:
     """(1/m) Σ_j g_j y_j⊗³."""
     rank = y.shape[1]
     total = y.new_zeros(rank, rank * rank)
-    for part, values in zip(y.split(_CHUNK), g.split(_CHUNK), strict=True):
+    for part, values in zip(torch.split(y, _CHUNK), torch.split(g, _CHUNK), strict=True):
         squares = torch.einsum("ma,mb->mab", part, part).flatten(1)
         total += (values[:, None] * part).T @ squares
     return total.view(rank, rank, rank) / len(y)

@@ -138,8 +138,8 @@ class _Descent:
         """Starts at `features` (N, d) with their norms."""
         errors = Objective(head)(features).errors
         self._objective = WholeHead(head, labels_of(head, features, errors))
-        self._unit = torch.linalg.vector_norm(features, dim=1).mean()
-        self._variable = (features / self._unit).requires_grad_()
+        self._unit: Tensor = torch.linalg.vector_norm(features, dim=1).mean()
+        self._variable: Tensor = (features / self._unit).requires_grad_()
         self._widths = list(_WIDTHS)
         self._begin()
 
@@ -170,7 +170,7 @@ class _Descent:
             self._optimizer.zero_grad()
             with torch.enable_grad():
                 value = self._objective(self._variable * self._unit, width)
-                value.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(value)
             return value.detach()
 
         self._optimizer.step(closure)  # type: ignore[no-untyped-call]

@@ -56,8 +56,9 @@ class WholeHead:
     def _slope(self, at: Tensor, width: float) -> Tensor:
         """Computes σ' at pre-activations (N, m)."""
         if width and self._head.config.activation in ("relu", "leaky_relu"):
-            below, above = self._slope(at.new_tensor([-1.0, 1.0]), 0)
+            below, above = self._slope(at.new_tensor([-1.0, 1.0]), 0).unbind()
             return below + (above - below) * torch.sigmoid(at / (width * at.detach().std()))
+        slope: Tensor
         with torch.enable_grad():
             at = at if at.requires_grad else at.detach().requires_grad_()
             (slope,) = torch.autograd.grad(self._head.activation(at).sum(), at, create_graph=True)

@@ -77,7 +77,7 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     to 1e-8 of the strongest: beyond the float32 of the rows. Of no rows, arbitrary directions.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
-    for chunk in rows.split(_CHUNK):
+    for chunk in torch.split(rows, _CHUNK):
         chunk = chunk.double()
         gram.addmm_(chunk.T, chunk)
     values, vectors = eigenvectors(gram)

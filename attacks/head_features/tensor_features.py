@@ -9,6 +9,7 @@ T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.layers import activation
+from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._cp_decomposition import components
@@ -192,14 +193,17 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
     squared moments, which no turn changes, is that of the images one by one. What is below the
     edge of noise of variance `noise`, or of rounding, is left out.
     """
+    span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
     edge = noise**0.5 * (outer.shape[1] ** 0.5 + outer.shape[0] ** 0.5)
     kept = int((lengths > torch.clamp(lengths[0] * _ROUNDING, min=edge)).sum())
-    return span[: max(1, min(rank, kept))] * outer.shape[1] ** 0.5
+    return span[: max(1, min(rank, kept))] * math.sqrt(outer.shape[1])
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
     """C^(-1/2) of a symmetric positive definite C (d, d); of fewer neurons than d, on its range."""
+    values: Tensor
+    vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
     inside = values > values[-1] * _NEGLIGIBLE
     return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
@@ -236,11 +240,11 @@ def combine(head: HeadGradient) -> Tensor:
     return outer[0] + outer[(classes + 1) // 2]
 
 
-def derivative_moments(name: str) -> dict[int, float]:
+def derivative_moments(name: Activation) -> dict[int, float]:
     """p -> E[σ^(p)(z)] = E[σ(z) He_p(z)] for standard normal z and p = 2, 3, 4 (quadrature)."""
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
-    value = activation(name)(z)  # type: ignore[arg-type]
+    value = activation(name)(z)
     polynomials = {2: z**2 - 1, 3: z**3 - 3 * z, 4: z**4 - 6 * z**2 + 3}
     return {p: float(torch.trapezoid(value * h * density, z)) for p, h in polynomials.items()}
 
@@ -255,7 +259,7 @@ def power_method(
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)
-    basis = torch.linalg.qr(start)[0]
+    basis: Tensor = torch.linalg.qr(start)[0]
     for _ in range(iterations):
         basis = torch.linalg.qr(square @ basis)[0]
     return basis

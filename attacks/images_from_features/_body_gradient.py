@@ -238,7 +238,8 @@ class PartGradient:
             [self._update], inputs, self._taken, self._calls
         )
         self._taken += 1
-        return Misfit(*self._slopes(inputs.detach()), renewed=corrected)
+        update, outputs, slope = self._slopes(inputs.detach())
+        return Misfit(update, outputs, slope, renewed=corrected)
 
     def pulled_back(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """`inputs` and the error signals there (both (N, ...)): outputs of the part before."""
@@ -257,12 +258,12 @@ class PartGradient:
             pull = (outputs * (self._errors / stretch)).sum()
             update = torch.autograd.grad(pull, self._parameters, create_graph=True)
         with torch.no_grad():
-            left, pull = self._update.compared([u.detach() for u in update])
+            left, growth = self._update.compared([u.detach() for u in update])
             energy = in_shares_of(self._update.energy)
             away = outputs.detach() / stretch - self._outputs
             loss = torch.stack([each.square().sum() for each in left]).sum() / energy
             count = self._lengths * len(away)
-            toward = [each.mul_(2 * pull / energy) for each in left]
+            toward = [each.mul_(2 * growth / energy) for each in left]
             toward.append(2 * self._weight * away / (count * stretch))
         (slope,) = torch.autograd.grad([*update, outputs], variable, toward)
         return loss, (away.square() / count).sum(), slope.contiguous()

@@ -29,7 +29,7 @@ _SIDE = 16
 features, and covariances of it are of millions of entries."""
 _CHUNK = 256
 """Public images at a time: with batch norm in train mode, those whose statistics they share."""
-_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(-12, 5))
+_STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 """Of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
 """Of a normalized pixel in any direction: what is smaller is rounding, and compression."""
@@ -105,8 +105,8 @@ class ImagePrior:
         return self._law(self._mean.expand(count, -1), _precision(self._targets))
 
     def _law(self, means: Tensor, precision: Tensor) -> ImageLaw:
-        side = [min(_SIDE, each) for each in self._shape]
-        return ImageLaw(means.unflatten(1, (-1, *side)).contiguous(), precision, self._shape)
+        means = means.view(len(means), -1, *_small_sides(*self._shape))
+        return ImageLaw(means.contiguous(), precision, self._shape)
 
 
 def _through(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,8 +124,13 @@ def _through(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
 
 def _small(images: Tensor) -> Tensor:
     """(N, C, H, W) with sides of `_SIDE` at most, by means of areas."""
-    side = [min(_SIDE, each) for each in images.shape[2:]]
-    return images if side == list(images.shape[2:]) else F.adaptive_avg_pool2d(images, side)
+    height, width = images.shape[2:]
+    sides = _small_sides(height, width)
+    return images if sides == (height, width) else F.adaptive_avg_pool2d(images, sides)
+
+
+def _small_sides(height: int, width: int) -> tuple[int, int]:
+    return min(_SIDE, height), min(_SIDE, width)
 
 
 def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,6 +139,8 @@ def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     Residuals (P, p) are as large as those of images that were not fitted, by the same
     cross-validation.
     """
+    left: Tensor
+    values: Tensor
     left, values, right = torch.linalg.svd(inputs.double(), full_matrices=False)
     seen = left.T @ targets.double()  # (r, p)
     energies = seen.square().sum(1)

@@ -121,8 +121,8 @@ class Relaxation:
     ) -> tuple[list[Tensor], list[float]]:
         """Maps to start from, and how far each is from what the stage before makes."""
         if not maps:
-            made = self._staged.maps(images)[1:-1]
-            return [each.clone().requires_grad_() for each in made], [far] * len(made)
+            between = self._staged.maps(images)[1:-1]
+            return [each.clone().requires_grad_() for each in between], [far] * len(between)
         entering, started, away = images, [], []
         for stage, each in zip(self._staged.stages, maps, strict=False):
             with torch.no_grad():

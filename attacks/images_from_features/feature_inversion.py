@@ -7,6 +7,7 @@ the features that R holds candidates to are also fed to the U-Net.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
@@ -208,7 +209,7 @@ class FeatureInversion(Attack[Inversion]):
         state.best = torch.where(better, images, state.best)
         state.optimizer.zero_grad()
         if state.pixels is None:
-            drawn.backward(slope)  # type: ignore[no-untyped-call]
+            torch.autograd.backward(drawn, slope)
         else:
             state.pixels.grad = slope
         state.optimizer.step()
@@ -239,4 +240,4 @@ class FeatureInversion(Attack[Inversion]):
 
 def _scaled(features: Tensor) -> Tensor:
     """Entries of about 1, as a network likes its inputs."""
-    return F.normalize(features, dim=1) * features.shape[1] ** 0.5
+    return F.normalize(features, dim=1) * math.sqrt(features.shape[1])
