@@ -11,16 +11,16 @@ likeliest, with the given row, or with one like the others, in the place of the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction, Released
 from fedsim.words import number_of
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.closed_form._kernel_posterior import likeness, log_normal
 from fedsim_attacks.closed_form._kernel_release import (
     KERNELS,
@@ -32,16 +32,8 @@ from fedsim_attacks.closed_form._kernel_release import (
 from fedsim_attacks.closed_form._release_law import KNOWN, law
 
 
-@dataclass(kw_only=True)
-class Compared(AttackState):
-    """The answer."""
-
-    ratio: Tensor
-    """0-d."""
-
-
 @final
-class MembershipInference(Attack[Compared]):
+class MembershipInference(DirectAttack):
     """Says of a given row, by the likelihood ratio, whether a release was computed from it.
 
     Sketches and coefficients of all methods, alone and summed, by their exact laws; kernel
@@ -60,10 +52,10 @@ class MembershipInference(Attack[Compared]):
     alpha: bool = True
     """Of a kernel regression, whether what its coefficients α̃ tell is used, too: the labels."""
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Compared:
-        """Everything happens here."""
+    ) -> Reconstruction:
+        """Returns the ratio's logarithm. The loss is the lesser negative log-likelihood."""
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
         if observation.released in KERNELS:
@@ -71,25 +63,8 @@ class MembershipInference(Attack[Compared]):
         else:
             worlds = torch.stack([torch.zeros_like(knowledge.candidate), knowledge.candidate])
             absent, present = law(observation, knowledge).log_likelihood(worlds)
-        return Compared(ratio=present - absent, loss=-torch.maximum(absent, present))
-
-    def step(self, state: Compared) -> Compared:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Compared) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Compared) -> Reconstruction:
-        """The ratio's logarithm. The loss is the lesser of both negative log-likelihoods."""
-        return Reconstruction(
-            membership=state.ratio.reshape(1), loss=float(state.loss), iterations=0
-        )
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        ratio, loss = present - absent, -torch.maximum(absent, present)
+        return Reconstruction(membership=ratio.reshape(1), loss=float(loss), iterations=0)
 
     def _exchanged(
         self, observation: Observation, knowledge: Knowledge, candidate: Tensor

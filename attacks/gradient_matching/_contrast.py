@@ -16,6 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from fedsim.models.base import normalize
+from fedsim.types import ModelSpec
+
 _VALID = 0.999
 """Share of the pixels that are to be valid: a few of a reconstruction are off."""
 
@@ -23,6 +26,13 @@ _VALID = 0.999
 _INFORMED = 3.0
 """Odds that contrast is right, over those that an entry of the first stage's gradient is no noise:
 1 is nearer on batches of 4 and 8, by 0.1 dB, and costs where images come out better, as of 2."""
+
+
+def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalizes the pixels 0 and 1: (C, 1, 1) each, of the type and device of `like`."""
+    ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, 1, 1)
+    low, high = normalize(ends.expand(2, spec.input_shape[0], 1, 1), spec)
+    return low, high
 
 
 def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:

@@ -10,9 +10,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
     Matched,
@@ -33,7 +34,7 @@ class Descent(AttackState):
     converged: bool = False
 
 
-class GradientDistance(Attack[Descent]):
+class GradientDistance(IterativeAttack[Descent]):
     """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
 
     iterations: Annotated[int, Field(ge=1)] = 300
@@ -102,7 +103,3 @@ class GradientDistance(Attack[Descent]):
             loss=float(loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.base import denormalize, normalize
+from fedsim.models.base import denormalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.gradient_matching._contrast import valid_range
 from fedsim_attacks.labels.label_inference import infer_labels
 
 
@@ -154,10 +155,7 @@ class Matching:
         self._groups = observation.num_clients
         if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
-        bounds = torch.tensor([0.0, 1.0], dtype=dtype, device=self.device).view(2, 1, 1, 1)
-        bounds = bounds.expand(2, observation.model.input_shape[0], 1, 1)
-        low, high = normalize(bounds, observation.model)
-        self.box = low, high
+        self.box = valid_range(observation.model, self._target.square)
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
 
     @property

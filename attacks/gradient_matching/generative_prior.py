@@ -18,11 +18,12 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.system.paths import from_home
 from fedsim.types import ModelSpec, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._generator import (
     Generator,
     over_parameterized,
@@ -35,7 +36,8 @@ from fedsim_attacks.gradient_matching._matching import (
     cosine_distance,
     granted_labels,
 )
-from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+from fedsim_attacks.gradient_matching._schedules import decayed
+from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 
 _LATENT_SHARE = 11
 """One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
@@ -66,7 +68,7 @@ class Search(AttackState):
 
 
 @final
-class GenerativePrior(Attack[Search]):
+class GenerativePrior(IterativeAttack[Search]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
     Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
@@ -176,10 +178,6 @@ class GenerativePrior(Attack[Search]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Search) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Search) -> Reconstruction:
         """The iterate of least own loss."""
         return Reconstruction(
@@ -188,10 +186,6 @@ class GenerativePrior(Attack[Search]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _searching_codes(self) -> int:
         if self.latent_iterations is not None:

@@ -14,9 +14,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._forward_prior import ForwardPrior
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -51,7 +52,7 @@ class Group(AttackState):
 
 
 @final
-class GradInversion(Attack[Group]):
+class GradInversion(IterativeAttack[Group]):
     """Several seeds match the gradient, held to image priors and to their common mean.
 
     Labels are taken as the threat model grants them (inferred ones by `label_inference`, in place
@@ -134,10 +135,6 @@ class GradInversion(Attack[Group]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Group) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Group) -> Reconstruction:
         """The seed of least own loss, or the registered mean of all, if its loss is less."""
         answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
@@ -149,10 +146,6 @@ class GradInversion(Attack[Group]):
             loss=float(losses[best]),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _fidelity(self, state: Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """A candidate's own loss without the group's term, its slopes in images and in logits."""

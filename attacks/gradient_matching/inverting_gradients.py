@@ -16,9 +16,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._contrast import exposed
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -28,7 +29,7 @@ from fedsim_attacks.gradient_matching._matching import (
     cosine_distance,
     granted_labels,
 )
-from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._schedules import decayed, half_cosine
 from fedsim_attacks.gradient_matching._variation import (
     Variation,
     opponent_variation,
@@ -38,7 +39,6 @@ from fedsim_attacks.gradient_matching._variation import (
 _WARMUP = 50
 """Iterations in which the step size rises, before it falls as a cosine."""
 _VARIATIONS: dict[str, Variation] = {"absolute": total_variation, "opponents": opponent_variation}
-_DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
 
 @dataclass(kw_only=True)
@@ -55,7 +55,7 @@ class Inversion(AttackState):
 
 
 @final
-class InvertingGradients(Attack[Inversion]):
+class InvertingGradients(IterativeAttack[Inversion]):
     """Matches the direction of the update: cosine distance, total variation, signed Adam.
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
@@ -140,10 +140,6 @@ class InvertingGradients(Attack[Inversion]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Inversion) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Inversion) -> Reconstruction:
         """The iterate of least own loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
@@ -153,10 +149,6 @@ class InvertingGradients(Attack[Inversion]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _schedule(self, optimizer: torch.optim.Adam) -> torch.optim.lr_scheduler.LRScheduler:
         if self.decay == "steps":
@@ -177,12 +169,6 @@ def tiled(images: Tensor, side: int) -> Tensor:
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side
     return images[:, :, rows][..., columns].contiguous()
-
-
-def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
-    """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
-    milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
 
 
 def regularized(

@@ -21,6 +21,7 @@ from fedsim_attacks.head_features._feature_solver import FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
 from fedsim_attacks.head_features._lbfgs import ITERATIONS, lbfgs
+from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
 from fedsim_attacks.head_features._whole_head import WholeHead
@@ -70,10 +71,9 @@ class JointSolver(FeatureSolver):
         while len(attempts) <= len(_EXPLAINED):  # by turns, since the span may lead astray
             for directions in (inside, head):
                 drawn = list(random_starts(directions, 2 * starts, rng))
-                fit = OutputSolver.start(
-                    directions, drawn[:starts], budget, second_starts=drawn[starts:]
-                )
-                attempts.insert(0, fit)
+                fit = OutputFit.start(directions, drawn[:starts])
+                attempt = OutputSolver(attempt=fit, budget=budget, second_starts=drawn[starts:])
+                attempts.insert(0, attempt)
         output = attempts.pop()
         return cls(head=head, output=output, attempts=attempts, loss=output.loss)
 

@@ -28,7 +28,7 @@ _RUNS = 5
 """Runs of L-BFGS after which the variables are scaled anew."""
 _EQUATIONS = 10
 """Equations for each unknown that a subset of the neurons is to have."""
-WEIGHTS = 1 << 18
+_WEIGHTS = 1 << 18
 """Weights of the neurons in a subset; fewer would gain no time."""
 _LITTLE, _POLISH = 0.03, 1e-4
 """Relative gains of a run below which a split is tried, and below which the fit ends."""
@@ -86,7 +86,7 @@ class OutputFit:
         *,
         splitting: bool = True,
         all_neurons: bool = False,
-        weights: int = WEIGHTS,
+        weights: int = _WEIGHTS,
     ) -> OutputFit:
         """Prepares a fit from the best of `starts` (N, d).
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -13,7 +12,7 @@ from fedsim_attacks.head_features._feature_solver import FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
 from fedsim_attacks.head_features._lbfgs import ITERATIONS
-from fedsim_attacks.head_features._output_fit import WEIGHTS, OutputFit
+from fedsim_attacks.head_features._output_fit import OutputFit
 
 _ENOUGH = 1e-7
 """Share of ∂L/∂A's energy left unexplained at which nothing more is worth an iteration."""
@@ -33,38 +32,11 @@ class OutputSolver(FeatureSolver):
     first: tuple[Tensor, Tensor] | None = None
     """Loss and features of the first attempt, once the second has begun."""
 
-    @classmethod
-    def start(
-        cls,
-        head: HeadGradient,
-        starts: list[Tensor],
-        budget: int,
-        *,
-        second_starts: Sequence[Tensor] = (),
-        splitting: bool = True,
-        all_neurons: bool = False,
-        weights: int = WEIGHTS,
-    ) -> OutputSolver:
-        """Prepares the first attempt.
+    loss: Tensor = field(init=False)
 
-        Args:
-            head: the observed gradient.
-            starts: features (N, d) to start from.
-            budget: iterations, over all attempts.
-            second_starts: those of the second attempt; without any there is none.
-            splitting: as `OutputFit.start`, of both attempts.
-            all_neurons: as `OutputFit.start`, of the first.
-            weights: as `OutputFit.start`, of the first.
-
-        Raises:
-            AttackFailed: nothing is left of ∂L/∂A.
-        """
-        attempt = OutputFit.start(
-            head, starts, splitting=splitting, all_neurons=all_neurons, weights=weights
-        )
-        return cls(
-            attempt=attempt, budget=budget, second_starts=list(second_starts), loss=attempt.loss
-        )
+    def __post_init__(self) -> None:
+        """Begins with the loss of the first attempt."""
+        self.loss = self.attempt.loss
 
     @property
     def finished(self) -> bool:
@@ -129,7 +101,8 @@ class OutputSolver(FeatureSolver):
 
 def descended(head: HeadGradient, features: Tensor, budget: int) -> Tensor:
     """Fits ∂L/∂A from `features` (N, d), within `budget` iterations; returns the fitted ones."""
-    solver = OutputSolver.start(head, [features], budget, splitting=False, all_neurons=True)
+    fit = OutputFit.start(head, [features], splitting=False, all_neurons=True)
+    solver = OutputSolver(attempt=fit, budget=budget)
     while not solver.finished:
         solver.improve()
     return solver.scaled()
@@ -144,41 +117,17 @@ class CoarseToFine(FeatureSolver):
     fit: OutputSolver
     """The coarse one, then the fine one."""
     budget: int
-    """Of iterations, half of them for the coarse fit."""
+    """Of iterations, together."""
     second_starts: list[Tensor]
     """Starts (N, d) of the fine fit's second attempt."""
     fine: bool = False
     """Whether `fit` is in all directions by now."""
 
-    @classmethod
-    def start(
-        cls,
-        head: HeadGradient,
-        directions: HeadGradient,
-        starts: list[Tensor],
-        budget: int,
-        second_starts: list[Tensor],
-    ) -> CoarseToFine:
-        """Prepares the coarse fit.
+    loss: Tensor = field(init=False)
 
-        Args:
-            head: the observed gradient.
-            directions: the same within the directions of the coarse fit.
-            starts: coordinates in them to start from.
-            budget: iterations of both fits.
-            second_starts: coordinates that the fine fit's second attempt starts from.
-
-        Raises:
-            AttackFailed: nothing is left of ∂L/∂A.
-        """
-        fit = OutputSolver.start(directions, starts, budget // 2, splitting=False, all_neurons=True)
-        return cls(
-            head=head,
-            fit=fit,
-            budget=budget,
-            second_starts=[directions.lifted(each) for each in second_starts],
-            loss=fit.loss,
-        )
+    def __post_init__(self) -> None:
+        """Begins with the loss of the coarse fit."""
+        self.loss = self.fit.loss
 
     @property
     def finished(self) -> bool:
@@ -195,13 +144,9 @@ class CoarseToFine(FeatureSolver):
     def _refine(self) -> None:
         """Goes on in all directions: with all neurons if a subset would lead away."""
         coarse = self.fit.attempt
-        self.fit = OutputSolver.start(
-            self.head,
-            [coarse.head.lifted(coarse.features)],
-            self.budget,
-            second_starts=self.second_starts,
-            all_neurons=float(coarse.loss) < _NEARLY,
-        )
+        start = coarse.head.lifted(coarse.features)
+        fine = OutputFit.start(self.head, [start], all_neurons=float(coarse.loss) < _NEARLY)
+        self.fit = OutputSolver(attempt=fine, budget=self.budget, second_starts=self.second_starts)
         self.fit.iteration, self.fine = self.iteration, True
 
     @property

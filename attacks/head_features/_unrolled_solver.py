@@ -29,6 +29,7 @@ from fedsim.types import Reconstruction
 from fedsim_attacks.head_features._feature_norms import norms
 from fedsim_attacks.head_features._feature_solver import FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
 from fedsim_attacks.head_features.spectral_features import span
@@ -104,7 +105,8 @@ class UnrolledSolver(FeatureSolver):
         size = min(head.num_images * head.steps, head.hidden.shape[1])
         inside = head.within(span(head.grad_hidden, size)[0].to(head.hidden.dtype))
         starts = list(random_starts(inside, _STARTS, rng))
-        fit = OutputSolver.start(inside, starts, iterations, weights=_WEIGHTS)
+        fit = OutputFit.start(inside, starts, weights=_WEIGHTS)
+        solver = OutputSolver(attempt=fit, budget=iterations)
         return cls(
             loss=fit.loss,
             head=inside,
@@ -112,9 +114,9 @@ class UnrolledSolver(FeatureSolver):
             iterations=iterations,
             trials=trials,
             static=head.steps == 1,
-            fit=fit,
-            lowest=fit,
-            first_step=fit.attempt.features,
+            fit=solver,
+            lowest=solver,
+            first_step=fit.features,
         )
 
     @property
@@ -164,9 +166,8 @@ class UnrolledSolver(FeatureSolver):
         unit = torch.linalg.vector_norm(features, dim=1, keepdim=True)
         start = features + by * unit * F.normalize(noise, dim=1)
         # An image's features are alike: they are not to be merged.
-        return OutputSolver.start(
-            self.head, [start], self.iterations, splitting=False, weights=_WEIGHTS
-        )
+        fit = OutputFit.start(self.head, [start], splitting=False, weights=_WEIGHTS)
+        return OutputSolver(attempt=fit, budget=self.iterations)
 
     def _end_trial(self) -> None:
         """Keeps the trial's features if the first head explains them better, and hops on."""

@@ -24,6 +24,7 @@ from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureS
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._joint_fit import JointSolver
 from fedsim_attacks.head_features._lbfgs import ITERATIONS
+from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import CoarseToFine, OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
 from fedsim_attacks.head_features._unrolled_solver import UnrolledSolver
@@ -125,9 +126,17 @@ class BestFeatures(FeatureAttack[Best]):
         first, second = starts[: self.starts], starts[self.starts :]
         if len(known):
             first = [torch.cat([known, start[len(known) :]]) for start in first]
+        budget = self.total()
         if head is whole or head.exact:
-            return OutputSolver.start(head, first, self.total(), second_starts=second)
-        return CoarseToFine.start(whole, head, first, self.total(), second)
+            fit = OutputFit.start(head, first)
+            return OutputSolver(attempt=fit, budget=budget, second_starts=second)
+        fit = OutputFit.start(head, first, splitting=False, all_neurons=True)
+        return CoarseToFine(
+            head=whole,
+            fit=OutputSolver(attempt=fit, budget=budget // 2),
+            budget=budget,
+            second_starts=[head.lifted(start) for start in second],
+        )
 
 
 def _peeled(head: HeadGradient) -> Peeling | None:

@@ -12,6 +12,7 @@ from fedsim.types import Observation
 from fedsim_attacks.head_features._feature_solver import FeatureAttack
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._lbfgs import ITERATIONS
+from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
 
@@ -45,7 +46,8 @@ class HeadFit(FeatureAttack[OutputSolver]):
         head = HeadGradient.of(observation)
         starts = list(random_starts(head, 2 * self.starts, rng))
         first, second = starts[: self.starts], starts[self.starts :]
-        return OutputSolver.start(head, first, self.total(), second_starts=second)
+        fit = OutputFit.start(head, first)
+        return OutputSolver(attempt=fit, budget=self.total(), second_starts=second)
 
     def total(self) -> int:
         """Counts `iterations`, and those of the starts that are not the best."""

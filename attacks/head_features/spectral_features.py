@@ -7,30 +7,22 @@ right-singular vectors remain the best estimate of a span of that dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
 _CHUNK = 4096
 
 
-@dataclass(kw_only=True)
-class Span(AttackState):
-    """What was found."""
-
-    basis: Tensor
-    """(N, d)."""
-
-
 @final
-class SpectralFeatures(Attack[Span]):
+class SpectralFeatures(DirectAttack):
     """The span of the features, by the leading right-singular vectors of ∂L/∂W.
 
     It returns an orthonormal basis: the span is what is recovered, not single features.
@@ -41,8 +33,10 @@ class SpectralFeatures(Attack[Span]):
         "Attacks and Defenses, section 4.1"
     )
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Span:
-        """Everything happens here.
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the basis. The loss is the share of the gradient's energy outside the span.
 
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.
@@ -51,23 +45,7 @@ class SpectralFeatures(Attack[Span]):
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
         basis, left = span(head.rows, head.rank)
-        return Span(loss=left, basis=basis)
-
-    def step(self, state: Span) -> Span:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Span) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Span) -> Reconstruction:
-        """The basis. The loss is the share of the gradient's energy outside the span."""
-        return Reconstruction(features=state.basis.float(), loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        return Reconstruction(features=basis.float(), loss=float(left), iterations=0)
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:

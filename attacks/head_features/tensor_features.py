@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -19,10 +18,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._cp_decomposition import components
 from fedsim_attacks.head_features._head_gradient import HeadGradient
@@ -33,16 +33,8 @@ _ROUNDING = 5e-7
 alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
 
 
-@dataclass(kw_only=True)
-class Decomposed(AttackState):
-    """What was found."""
-
-    features: Tensor
-    """(N, d) unit vectors."""
-
-
 @final
-class TensorFeatures(Attack[Decomposed]):
+class TensorFeatures(DirectAttack):
     """Moments of ∂L/∂A with Hermite functions of the planted weights, and their decomposition.
 
     Recovers directions, not norms. The defaults are the plain estimator that the paper writes down.
@@ -78,10 +70,10 @@ class TensorFeatures(Attack[Decomposed]):
         """The true features, for the oracle."""
         return Grant.least(features="known") if self.oracle else self.needs
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Decomposed:
-        """Everything happens here.
+    ) -> Reconstruction:
+        """Returns unit features. The loss is the share of the tensor that they do not explain.
 
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
@@ -99,23 +91,7 @@ class TensorFeatures(Attack[Decomposed]):
         if self.oracle:
             assert knowledge.true_features is not None
             found = greedily_ordered(found, knowledge.true_features.to(found))
-        return Decomposed(loss=left, features=found)
-
-    def step(self, state: Decomposed) -> Decomposed:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Decomposed) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Decomposed) -> Reconstruction:
-        """Unit features. The loss is the share of the tensor that they do not explain."""
-        return Reconstruction(features=state.features.float(), loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        return Reconstruction(features=found.float(), loss=float(left), iterations=0)
 
 
 def decompose(

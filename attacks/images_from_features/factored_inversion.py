@@ -18,9 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import AttackState, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._contrast import exposing
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid
@@ -67,7 +68,7 @@ class Descent(AttackState):
 
 
 @final
-class FactoredInversion(Attack[Descent]):
+class FactoredInversion(IterativeAttack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs a two-layer head and no knowledge of labels. Several local steps are
@@ -154,10 +155,6 @@ class FactoredInversion(Attack[Descent]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Descent) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Descent) -> Reconstruction:
         """The iterate of least own loss, and the labels and features that it was built on."""
         return Reconstruction(
@@ -167,10 +164,6 @@ class FactoredInversion(Attack[Descent]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _settings(self) -> Settings:
         return Settings(

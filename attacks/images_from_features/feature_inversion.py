@@ -8,7 +8,7 @@ the features that R holds candidates to are also fed to the U-Net.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.base import normalize
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import (
     Candidate,
@@ -32,14 +32,12 @@ from fedsim_attacks.gradient_matching._matching import (
     cosine_distance,
     granted_labels,
 )
-from fedsim_attacks.gradient_matching._unet import UNet
-from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.images_from_features._body_gradient import signals
 
 _ROUNDING = 1e-11
 """Share of the update's energy below which a tensor is rounding."""
-_RATES = {"pixel": 0.1, "unet": 1e-3}
 
 
 def reweighted_cosine(weights: Sequence[float]) -> Distance:
@@ -73,22 +71,17 @@ class Inversion(AttackState):
     """What draws the images, its optimizer, and what they are held to."""
 
     matching: Matching
-    draw: Callable[[], Tensor]
-    """The images (N, C, H, W), normalized; differentiable in what is optimized."""
-    pixels: Tensor | None
-    """What is optimized, if it is the images themselves."""
+    drawing: Drawing
     labels: Tensor
     prior: ForwardPrior
     distance: Distance
-    optimizer: torch.optim.Adam
-    schedule: torch.optim.lr_scheduler.MultiStepLR
     features: Tensor | None
     best: Tensor
     best_loss: Tensor
 
 
 @final
-class FeatureInversion(Attack[Inversion]):
+class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
     With `features` it needs a two-layer head, and takes labels from it; without, labels as the
@@ -101,7 +94,7 @@ class FeatureInversion(Attack[Inversion]):
 
     iterations: Annotated[int, Field(ge=1)] = 10_000
     """Of Adam."""
-    prior: Literal["unet", "pixel"] = "unet"
+    prior: Canvas = "unet"
     """What is optimized: the weights of an untrained U-Net, or the pixels."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
@@ -144,29 +137,18 @@ class FeatureInversion(Attack[Inversion]):
             labels = granted_labels(observation, Knowledge(grant=Grant(labels="inferred")))
             assert labels is not None
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
-        pixels, network = None, None
-        if self.prior == "pixel":
-            pixels = matching.random_candidate(labels, rng).images
-            variables = [pixels]
-        else:
-            with streams.global_stream(seed):
-                network = UNet(
-                    observation.num_images,
-                    observation.model.input_shape,
-                    0 if features is None else features.shape[1],
-                    self.width,
-                ).to(matching.device)
-            variables = list(network.parameters())
-        told = None if features is None else _scaled(features)
-
-        def draw() -> Tensor:
-            if network is None:
-                assert pixels is not None
-                return pixels
-            return normalize(network(told), observation.model)
-
-        rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
-        optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        drawing = Drawing(
+            self.prior,
+            observation.num_images,
+            observation.model,
+            features=None if features is None else _scaled(features),
+            width=self.width,
+            rate=self.learning_rate,
+            iterations=self.iterations,
+            seed=seed,
+            rng=rng,
+            device=matching.device,
+        )
         counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
         infinite = torch.full((), torch.inf, device=matching.device)
         wanted: Features | None = None
@@ -175,8 +157,7 @@ class FeatureInversion(Attack[Inversion]):
         return Inversion(
             loss=infinite,
             matching=matching,
-            draw=draw,
-            pixels=pixels,
+            drawing=drawing,
             labels=labels,
             prior=ForwardPrior(
                 observation,
@@ -186,17 +167,14 @@ class FeatureInversion(Attack[Inversion]):
                 batch_norm=self.batch_norm,
             ),
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
-            optimizer=optimizer,
-            schedule=decayed(optimizer, self.iterations),
             features=features,
-            best=draw().detach().clone(),
+            best=drawing.draw().detach().clone(),
             best_loss=infinite,
         )
 
     def step(self, state: Inversion) -> Inversion:
         """One step of Adam; pixels stay valid."""
-        with torch.enable_grad():
-            drawn = state.draw()
+        drawn = state.drawing.draw()
         images = drawn.detach()
         candidate = Candidate(images, state.labels, None)
         loss, (slope,) = regularized(
@@ -207,21 +185,9 @@ class FeatureInversion(Attack[Inversion]):
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        state.optimizer.zero_grad()
-        if state.pixels is None:
-            torch.autograd.backward(drawn, slope)
-        else:
-            state.pixels.grad = slope
-        state.optimizer.step()
-        state.schedule.step()
-        if state.pixels is not None:
-            state.pixels.data.clamp_(*state.matching.box)
+        state.drawing.step(drawn, slope)
         state.iteration += 1
         return state
-
-    def terminate(self, state: Inversion) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
 
     def postprocess(self, state: Inversion) -> Reconstruction:
         """The iterate of least own loss."""
@@ -232,10 +198,6 @@ class FeatureInversion(Attack[Inversion]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
 
 def _scaled(features: Tensor) -> Tensor:

@@ -7,15 +7,14 @@ its features. It takes seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.best_features import BestFeatures
@@ -28,19 +27,8 @@ _MIXED = 0.3
 which the right one is the larger part."""
 
 
-@dataclass(kw_only=True)
-class Regressed(AttackState):
-    """What features say of their images."""
-
-    matching: Matching
-    images: Tensor
-    """(N, C, H, W), normalized."""
-    labels: Tensor
-    features: Tensor
-
-
 @final
-class FeatureRegression(Attack[Regressed]):
+class FeatureRegression(DirectAttack):
     """Recovers features, and guesses their images by a regression on public ones.
 
     The guess of least squared error that is linear in the features: blurred, but with the right
@@ -55,10 +43,10 @@ class FeatureRegression(Attack[Regressed]):
     )
     needs: ClassVar[Grant] = Grant.least(public="test")
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Regressed:
-        """Everything happens here.
+    ) -> Reconstruction:
+        """Returns images, labels and features; the loss is that of the features.
 
         Raises:
             AttackFailed: the model has no two-layer head, nothing is left of its gradient, or the
@@ -72,28 +60,10 @@ class FeatureRegression(Attack[Regressed]):
         seen = HeadGradient.of(observation)
         told = _image_features.settled(seen, found.features, _MIXED)
         law = prior.law(found.features) if told else prior.ignorant(len(found.features))
-        return Regressed(
-            loss=torch.tensor(found.loss),
-            matching=Matching(observation),
-            images=law.means,
+        return Reconstruction(
+            images=Matching(observation).pixels(law.means),
             labels=signals(observation, found.features).labels,
             features=found.features,
-        )
-
-    def step(self, state: Regressed) -> Regressed:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Regressed) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Regressed) -> Reconstruction:
-        """The images, with labels and features; the loss is that of the features."""
-        return Reconstruction(
-            images=state.matching.pixels(state.images),
-            labels=state.labels,
-            features=state.features,
-            loss=float(state.loss),
+            loss=found.loss,
             iterations=0,
         )

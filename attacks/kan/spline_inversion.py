@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
 from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
 
@@ -96,7 +97,7 @@ class Posterior(AttackState):
 
 
 @final
-class SplineInversion(Attack[Posterior]):
+class SplineInversion(IterativeAttack[Posterior]):
     """Reads a batch off the first layer of a KAN's update, in closed form.
 
     Without noise the images of a batch are exact, if they are no more than the hidden units, and
@@ -205,10 +206,6 @@ class SplineInversion(Attack[Posterior]):
             loss=float(state.loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
 
 def _expect(state: Posterior, image: int, target: Tensor | None, precision: float) -> None:

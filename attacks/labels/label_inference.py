@@ -13,7 +13,6 @@ Leakage in Federated Learning, 2021).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -21,27 +20,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
 from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32
 _ROUNDS = 20
 _SLACK = 0.1
 
 
-@dataclass(kw_only=True)
-class Inferred(AttackState):
-    """The labels."""
-
-    labels: Tensor
-
-
 @final
-class LabelInference(Attack[Inferred]):
+class LabelInference(DirectAttack):
     """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
 
     paper: ClassVar[str] = (
@@ -50,28 +43,12 @@ class LabelInference(Attack[Inferred]):
     )
     needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Inferred:
-        """Everything happens here."""
+    ) -> Reconstruction:
+        """Returns labels alone. The loss is the mean distance of estimated counts from integers."""
         labels, residual = _infer(observation)
-        return Inferred(labels=labels, loss=residual)
-
-    def step(self, state: Inferred) -> Inferred:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Inferred) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Inferred) -> Reconstruction:
-        """Labels alone. The loss is the mean distance of the estimated counts from integers."""
-        return Reconstruction(labels=state.labels, loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        return Reconstruction(labels=labels, loss=float(residual), iterations=0)
 
 
 def infer_labels(observation: Observation) -> Tensor:

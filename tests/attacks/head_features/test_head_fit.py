@@ -52,7 +52,8 @@ def solved(
     budget: int = 1500,
     second_starts: Sequence[Tensor] = (),
 ) -> OutputSolver:
-    solver = OutputSolver.start(seen, starts, budget, second_starts=second_starts)
+    fit = _output_fit.OutputFit.start(seen, starts)
+    solver = OutputSolver(attempt=fit, budget=budget, second_starts=list(second_starts))
     while not solver.finished:
         solver.improve()
     return solver
