@@ -166,10 +166,12 @@ class HeadGradient:
         others follow from D. Those with most are taken, or every so many.
         """
         m = self.hidden.shape[0]
-        left = (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
-        left = left.clamp(max=self.num_images)
-        order = left.argsort(descending=True, stable=True)
-        count = max(fewest, 1 + int((left[order].cumsum(0) < equations).sum()))
+        entries = (
+            (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
+        )
+        entries = entries.clamp(max=self.num_images)
+        order = entries.argsort(descending=True, stable=True)
+        count = max(fewest, 1 + int((entries[order].cumsum(0) < equations).sum()))
         if 2 * count > m:
             return self
         chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]

@@ -55,7 +55,7 @@ class Objective:
         self._errors: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Value:
-        """At `features` (n, d)."""
+        """Evaluates the objective at `features` (n, d)."""
         head = self.head
         with torch.enable_grad():
             preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
@@ -68,7 +68,7 @@ class Objective:
         return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """R (n, n) such that the objective in R⁻¹ `features` curves alike in all directions.
+        """Computes R (n, n) such that the objective in R⁻¹ `features` curves alike everywhere.
 
         Away from the span of the features its Gauss-Newton matrix is, for Gaussian W,
         (D'D ∘ P) ⊗ I with P_ik the share of neurons that both features activate. Images of one
@@ -87,9 +87,9 @@ class Objective:
         return scale
 
     def noise_floor(self, variance: float, unknowns: int = 0) -> float:
-        """The share that noise of that variance in each entry leaves unexplained at the truth.
+        """Computes the loss at the truth, by noise of that variance in each entry.
 
-        Less what as many `unknowns` fit of the noise itself: at the best fit.
+        With `unknowns`, at the best fit, which explains some of the noise itself.
         """
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
@@ -128,7 +128,7 @@ class Objective:
 
 
 def _solve(gram: Tensor, right: Tensor) -> Tensor:
-    """D (K, n) of the normal equations: gram (K or 1, n, n), right (K, n), in float64."""
+    """Solves normal equations for D (K, n): gram (K or 1, n, n), right (K, n), in float64."""
     n = gram.shape[-1]
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean() + torch.finfo(gram.dtype).tiny
     regular = gram + ridge * torch.eye(n, dtype=gram.dtype, device=gram.device)

@@ -28,20 +28,20 @@ _RIDGE = 1e-5
 
 
 def applies(head: HeadGradient) -> bool:
-    """Whether pruning has left enough of ∂L/∂W."""
+    """Says whether pruning has left enough of ∂L/∂W."""
     unknowns = head.num_images * head.hidden.shape[1]
     return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
 
 
 def unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Share of what is left of ∂L/∂W that `features` (N, d) at their norms and D (K, N) miss."""
+    """Computes the share of kept ∂L/∂W that `features` (N, d) at their norms and D (K, N) miss."""
     kept = head.grad_hidden != 0
     missed = (_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
     return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
 def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Features (N, d) that explain the rows best, from near ones at their norms and D (K, N)."""
+    """Fits the rows of ∂L/∂W by features (N, d), from near ones at their norms and D (K, N)."""
     signals, sure = _signals(head, features, errors)
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
@@ -64,7 +64,7 @@ def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
 
 
 def _signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """What each image adds to each row in units of its feature (m, N), and which rows are sure."""
+    """Computes each image's coefficient in each row (m, N), and which rows are reliable (m,)."""
     with torch.enable_grad():
         preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
         (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)

@@ -44,14 +44,15 @@ class SpectralFeatures(DirectAttack):
         head = HeadGradient.of(observation)
         if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
-        basis, left = span(head.rows, head.rank)
-        return Reconstruction(features=basis.float(), loss=float(left), iterations=0)
+        basis, outside = span(head.rows, head.rank)
+        return Reconstruction(features=basis.float(), loss=float(outside), iterations=0)
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The `rank` leading right-singular vectors of (m, d) `rows`: ((rank, d) float64, share left).
+    """Computes the `rank` leading right-singular vectors of (m, d) `rows`: (rank, d) float64.
 
-    By the eigenvectors of rows' rows in float64, which costs m d² and is exact for directions down
+    Also returns the share of energy outside their span (0-d). They are eigenvectors of
+    rows' rows in float64, which costs m d² and is exact for directions down
     to 1e-8 of the strongest: beyond the float32 of the rows. Of no rows, arbitrary directions.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
@@ -59,12 +60,12 @@ def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         chunk = chunk.double()
         gram.addmm_(chunk.T, chunk)
     values, vectors = eigenvectors(gram)
-    left = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)
-    return vectors.flip(1)[:, :rank].T.contiguous(), left
+    outside = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)
+    return vectors.flip(1)[:, :rank].T.contiguous(), outside
 
 
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
+    """Computes ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
 
     LAPACK's divide and conquer, which torch uses, may give up where many eigenvalues are the same,
     as in the span of the few rows that heavy pruning leaves; QR iteration does not.
@@ -74,6 +75,6 @@ def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     except torch.linalg.LinAlgError:
         from scipy.linalg import eigh
 
-        found = eigh(matrix.cpu().numpy(), driver="ev")
-        values, vectors = (torch.from_numpy(part).to(matrix) for part in found)
+        solution = eigh(matrix.cpu().numpy(), driver="ev")
+        values, vectors = (torch.from_numpy(part).to(matrix) for part in solution)
     return values, vectors

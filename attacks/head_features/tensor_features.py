@@ -67,7 +67,7 @@ class TensorFeatures(DirectAttack):
     best, and the order says nothing."""
 
     def required(self) -> Grant:
-        """The true features, for the oracle."""
+        """Asks for the true features, for the oracle."""
         return Grant.least(features="known") if self.oracle else self.needs
 
     def reconstruct(
@@ -79,7 +79,7 @@ class TensorFeatures(DirectAttack):
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
         """
         head = HeadGradient.of(observation)
-        found, left = decompose(
+        estimates, residual = decompose(
             head,
             variance_reduction=self.variance_reduction,
             whiten=self.whiten,
@@ -90,8 +90,8 @@ class TensorFeatures(DirectAttack):
         )
         if self.oracle:
             assert knowledge.true_features is not None
-            found = greedily_ordered(found, knowledge.true_features.to(found))
-        return Reconstruction(features=found.float(), loss=float(left), iterations=0)
+            estimates = greedily_ordered(estimates, knowledge.true_features.to(estimates))
+        return Reconstruction(features=estimates.float(), loss=float(residual), iterations=0)
 
 
 def decompose(
@@ -104,7 +104,7 @@ def decompose(
     contraction: Literal["auto", "second", "third"],
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Unit features (N, d) float64, and the share of the projected tensor left unexplained.
+    """Finds unit features (N, d) float64, and the relative residual of the projected tensor.
 
     Args:
         head: the head's gradient.
@@ -157,12 +157,12 @@ def decompose(
         # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
         # labels apart, and their third moments those of one label.
         slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
-    directions, left = components(torch.cat(slices, 2), rng)
-    return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), left
+    directions, residual = components(torch.cat(slices, 2), rng)
+    return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), residual
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """At most `rank` rows (q, m) of mean square 1 that span what ∂L/∂A (K, m) holds of the images.
+    """Finds at most `rank` rows (q, m) of mean square 1 that span those of ∂L/∂A (K, m).
 
     ∂L/∂A = D H, H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal rows of H, so
     that orthonormal combinations of the rows of D H are nearly those of H turned: the sum of
@@ -177,7 +177,7 @@ def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """C^(-1/2) of a symmetric positive definite C (d, d); of fewer neurons than d, on its range."""
+    """Computes C^(-1/2) of a symmetric C (d, d), on its range if there are fewer neurons than d."""
     values: Tensor
     vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
@@ -185,17 +185,17 @@ def inverse_root(covariance: Tensor) -> Tensor:
     return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
 
 
-def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
-    """`found` (r, d) in the order and with the signs of `truth` (N, d), r <= N: (N, d).
+def greedily_ordered(estimates: Tensor, truth: Tensor) -> Tensor:
+    """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d).
 
-    Each found direction, one after the other, goes to the free true feature that it has the largest
+    Each estimate, one after the other, goes to the free true feature that it has the largest
     |cosine| with (Liu et al., Data Reconstruction Attacks and Defenses, Appendix D). Truths beyond
     r get zeros.
     """
-    cosines = F.normalize(found, dim=1) @ F.normalize(truth, dim=1).T
+    cosines = F.normalize(estimates, dim=1) @ F.normalize(truth, dim=1).T
     ordered = torch.zeros_like(truth)
     free = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
-    for direction, cosine in zip(found, cosines, strict=True):
+    for direction, cosine in zip(estimates, cosines, strict=True):
         place = int(torch.where(free, cosine.abs(), -1).argmax())
         ordered[place] = torch.copysign(direction.new_ones(()), cosine[place]) * direction
         free[place] = False
@@ -203,7 +203,7 @@ def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def combine(head: HeadGradient) -> Tensor:
-    """g (v,) = Σ_k c_k ∂L/∂a_kj, with r_i = Σ_k c_k (p_ki - y_ki) as constant as the rows allow.
+    """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki).
 
     Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
     p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
@@ -217,7 +217,7 @@ def combine(head: HeadGradient) -> Tensor:
 
 
 def derivative_moments(name: Activation) -> dict[int, float]:
-    """p -> E[σ^(p)(z)] = E[σ(z) He_p(z)] for standard normal z and p = 2, 3, 4 (quadrature)."""
+    """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4."""
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
     value = activation(name)(z)
@@ -228,7 +228,7 @@ def derivative_moments(name: Activation) -> dict[int, float]:
 def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
-    """(d, rank) orthonormal: the leading eigenvectors of Σ P², P symmetric (d, d).
+    """Computes the leading eigenvectors of Σ P², P symmetric (d, d): (d, rank), orthonormal.
 
     Of one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
     squared, so that eigenvalues of both signs count).
@@ -242,7 +242,7 @@ def power_method(
 
 
 def _signed(directions: Tensor, head: HeadGradient) -> Tensor:
-    """Directions (N, d) with the signs under which they explain ∂L/∂A best.
+    """Gives directions (N, d) the signs under which they explain ∂L/∂A best.
 
     The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
     them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
@@ -252,18 +252,18 @@ def _signed(directions: Tensor, head: HeadGradient) -> Tensor:
     norm = 1 / head.config.planted_std
     signs = directions.new_ones(len(directions))
 
-    def left(signs: Tensor) -> float:
+    def residual(signs: Tensor) -> float:
         hidden = head.activation(norm * (signs[:, None] * directions) @ w.T + b)
         fit = torch.linalg.lstsq(hidden.T, outer.T).solution
         return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
 
-    best = left(signs)
+    best = residual(signs)
     improved = True
     while improved:
         improved = False
         for i in range(len(signs)):
             signs[i] = -signs[i]
-            value = left(signs)
+            value = residual(signs)
             if value < best * (1 - 1e-12):
                 best, improved = value, True
             else:
