@@ -1,8 +1,8 @@
 """Batch and group normalization with a second derivative in closed form.
 
-Notation: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics (batch norm: a
-channel; group norm: the channels of one image that belong together), y = γ x̂ + β with γ and β per
-channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and g = γ gy:
+Notation: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics (batch norm:
+a channel; group norm: the channels of one image that belong together), y = γ x̂ + β with γ and β
+per channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and g = γ gy:
 
     gx = r (g - m(g) - x̂ m(g x̂))        gγ = Σ gy x̂        gβ = Σ gy
 

@@ -36,10 +36,10 @@ def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """(N, 1, 1, 1): what makes each of the normalized `images` (N, C, H, W) fill the `box`.
+    """Computes factors (N, 1, 1, 1) that make normalized `images` (N, C, H, W) fill the `box`.
 
-    `box` is the normalized images of the pixels 0 and 1, of opposite signs; of its `contrast`, in
-    [0, 1], so much is left.
+    `box` has the normalized images of the pixels 0 and 1, of opposite signs. The factors are
+    multiplied by `contrast`, in [0, 1].
     """
     low, high = box
     share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
@@ -47,14 +47,14 @@ def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) 
 
 
 def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Normalized `images` (N, C, H, W), each multiplied by what makes it fill the `box`."""
+    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
     return exposing(images, box, contrast) * images
 
 
 def trusted(noise: float) -> float:
-    """The contrast, in [0, 1], of images whose first stage's gradient has that share of noise.
+    """Computes the contrast, in [0, 1], to show at that share of noise in the first stage's gradient.
 
-    What has correlation c with the truth is nearest to it with c of its contrast.
+    An estimate of correlation c with the truth is nearest to it with c of its contrast.
     """
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))

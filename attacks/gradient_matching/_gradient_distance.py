@@ -48,10 +48,10 @@ class GradientDistance(IterativeAttack[Descent]):
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """(N,) int64; None to optimize soft labels with the images."""
+        """Chooses labels (N,) int64; None to optimize soft labels with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Images (and logits of soft labels) from N(0, 1).
+        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1).
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -72,7 +72,7 @@ class GradientDistance(IterativeAttack[Descent]):
         return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
 
     def step(self, state: Descent) -> Descent:
-        """A few iterations."""
+        """Runs a few iterations."""
 
         def closure() -> Tensor:
             loss, gradients = state.matching.differentiate(state.candidate, squared_distance)
@@ -91,11 +91,11 @@ class GradientDistance(IterativeAttack[Descent]):
         return state
 
     def terminate(self, state: Descent) -> bool:
-        """After `iterations`, or where no step improves the objective."""
+        """Says whether `iterations` are over, or no step improves the objective."""
         return state.converged or state.iteration >= self.iterations
 
     def postprocess(self, state: Descent) -> Reconstruction:
-        """The last iterate."""
+        """Returns the last iterate."""
         loss, _ = state.matching.differentiate(state.candidate, squared_distance)
         return Reconstruction(
             images=state.matching.pixels(state.candidate.images),

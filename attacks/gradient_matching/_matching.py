@@ -52,7 +52,7 @@ the update is scale * direction. Closed forms: autograd would keep a graph of th
 def cosine_distance(
     update: Sequence[Tensor], target: Target
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """1 - <u, t> / (|u| |t|) over all parameters together (Geiping et al. 2020, equation 4)."""
+    """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
     product, square = _dots(update, target.tensors), _dots(update, update)
     norms = square.sqrt() * target.square.sqrt()
     similarity = product / norms
@@ -64,7 +64,7 @@ def cosine_distance(
 def squared_distance(
     update: Sequence[Tensor], target: Target
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """|u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
+    """Computes |u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (_dots(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
@@ -97,14 +97,14 @@ class Candidate:
         return [self.images] if self.logits is None else [self.images, self.logits]
 
     def targets(self) -> Tensor:
-        """Labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
+        """Returns labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
         if self.logits is not None:
             return self.logits.softmax(1)
         assert self.labels is not None
         return self.labels
 
     def hard_labels(self) -> Tensor:
-        """(N,) int64."""
+        """Returns the labels, the likeliest of soft ones: (N,) int64."""
         return self.targets() if self.logits is None else self.logits.argmax(1)
 
 
@@ -120,7 +120,7 @@ class Matching:
         width: float = 0.0,
         tensors: Matched = "all",
     ) -> None:
-        """Prepare the observed update for comparison.
+        """Prepares the observed update for comparison.
 
         Args:
             observation: What the server saw.
@@ -164,11 +164,11 @@ class Matching:
         return next(iter(self._observation.parameters.values())).device
 
     def _lay(self, tensor: Tensor) -> Tensor:
-        """A detached copy in the precision and the memory order that are used here."""
+        """Copies a tensor, detached, to the precision and the memory order that are used here."""
         return tensor.detach().to(self._dtype).clone(memory_format=layout(tensor))
 
     def _live(self, name: str, tensor: Tensor) -> Tensor:
-        """The entries of a parameter, or of its update, that meet anything but padding."""
+        """Selects the entries of a parameter, or of its update, that meet anything but padding."""
         window = self._windows.get(name)
         return self._lay(tensor if window is None else tensor[window])
 
@@ -189,7 +189,7 @@ class Matching:
         )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """A candidate that starts at normalized `images`; of labels and logits one is None."""
+        """Makes a candidate of normalized `images`; of labels and logits one is None."""
         return Candidate(
             images.detach().to(self._dtype, copy=True).requires_grad_(),
             labels,
@@ -199,7 +199,7 @@ class Matching:
     def random_candidate(
         self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
     ) -> Candidate:
-        """Images from N(0, std²); where there are no labels, logits of soft ones from N(0, 1)."""
+        """Draws images from N(0, std²) and, without labels, logits of soft ones from N(0, 1)."""
         count, model = self._observation.num_images, self._observation.model
         images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
@@ -208,7 +208,7 @@ class Matching:
         return self.candidate(images, labels, logits)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """What the clients would have sent of the compared tensors, had `images` been theirs.
+        """Computes what clients with these `images` would have sent of the compared tensors.
 
         If `create_graph`, differentiable in the normalized images and, if they are probabilities,
         in the labels. Images are those of the first client's first step, then of its second, and
@@ -226,7 +226,7 @@ class Matching:
     def differentiate(
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Distance from the observed update (0-d, detached) and its gradients in the variables."""
+        """Computes the distance from the observed update (0-d), and its gradients in variables."""
         labels = candidate.labels
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
             function = partial(self._differentiate, distance, labels)
@@ -249,7 +249,7 @@ class Matching:
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""
+        """Converts normalized images to (N, C, H, W) float32 pixels in [0, 1]."""
         pixels = denormalize(images.detach(), self._observation.model).clamp(0, 1)
         return pixels.float().contiguous()
 
@@ -258,11 +258,11 @@ class Matching:
 
     def _detached(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
         # The accelerated layers know a first differentiation by the graph that it makes.
-        found = self._direction(parameters, images, labels)
-        return {name: each.detach() for name, each in found.items()}
+        update = self._direction(parameters, images, labels)
+        return {name: each.detach() for name, each in update.items()}
 
     def _batches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """One batch per step, from the images of one group."""
+        """Splits the images of one group into one batch per step."""
         steps = self._training.steps
         if self._training.batches == "same":
             return [(images, labels)] * steps
@@ -270,7 +270,7 @@ class Matching:
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
-    """(N,) int64 labels: true or inferred as `knowledge` grants; None if neither is granted."""
+    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None if it grants none."""
     if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels
@@ -284,7 +284,7 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
 
 
 def layout(tensor: Tensor) -> torch.memory_format:
-    """The order of memory that kernels of the tensor's device like best."""
+    """Chooses the order of memory that is fastest on the tensor's device."""
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format

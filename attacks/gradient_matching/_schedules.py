@@ -10,7 +10,7 @@ _DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
 
 def half_cosine(done: float, final: float = 0.0) -> float:
-    """From 1 at `done` = 0 to `final` at 1, flat at both ends; all three in [0, 1].
+    """Falls from 1 at `done` = 0 to `final` at 1, flat at both ends; all three in [0, 1].
 
     Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017,
     equation 5, without restarts.

@@ -61,7 +61,7 @@ class Search(AttackState):
     best_loss: Tensor
 
     def draw(self) -> Tensor:
-        """The images (N, C, H, W), normalized; differentiable in what is optimized."""
+        """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
         shares = self.codes.chunk(len(self.generators))
         drawn = [draw(codes) for draw, codes in zip(self.generators, shares, strict=True)]
         return normalize(torch.cat(drawn), self.spec)
@@ -116,7 +116,7 @@ class GenerativePrior(IterativeAttack[Search]):
         return self
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
-        """Random codes; the generator from its file, or of random weights.
+        """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -153,9 +153,9 @@ class GenerativePrior(IterativeAttack[Search]):
         )
 
     def step(self, state: Search) -> Search:
-        """One step of Adam, in the codes or in the weights."""
+        """Takes a step of Adam, in the codes or in the weights."""
         if state.iteration == self._searching_codes():
-            self._turn_to_weights(state)
+            self._start_weights(state)
         with torch.enable_grad():
             drawn = state.draw()
         images = drawn.detach()
@@ -179,7 +179,7 @@ class GenerativePrior(IterativeAttack[Search]):
         return state
 
     def postprocess(self, state: Search) -> Reconstruction:
-        """The iterate of least own loss."""
+        """Returns the iterate of least own loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
@@ -192,7 +192,7 @@ class GenerativePrior(IterativeAttack[Search]):
             return self.latent_iterations
         return 0 if self.weights is None else self.iterations // _LATENT_SHARE
 
-    def _turn_to_weights(self, state: Search) -> None:
+    def _start_weights(self, state: Search) -> None:
         (generator,) = state.generators
         copies = 1 if self.weights is None else len(state.codes)
         state.codes = state.best_codes

@@ -94,7 +94,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
-        """Random images; labels known, inferred or soft.
+        """Draws random images; labels are known, inferred or soft.
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -116,7 +116,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         )
 
     def step(self, state: Inversion) -> Inversion:
-        """One step of Adam along signs, projected onto valid pixels."""
+        """Takes a step of Adam along signs, projected onto valid pixels."""
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
         state.loss, (slope, *rest) = regularized(
@@ -141,7 +141,7 @@ class InvertingGradients(IterativeAttack[Inversion]):
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """The iterate of least own loss, `stretched` if asked for."""
+        """Returns the iterate of least own loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
         return Reconstruction(
             images=state.matching.pixels(exposed(images, box) if self.stretched else images),
@@ -160,12 +160,12 @@ class InvertingGradients(IterativeAttack[Inversion]):
 
 
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
-    """tanh(`softness` g) / `softness` of each entry g: the slope itself where it is small."""
+    """Computes tanh(`softness` g) / `softness` of each entry g: nearly g where that is small."""
     return (softness * slope).tanh_().div_(softness)
 
 
 def tiled(images: Tensor, side: int) -> Tensor:
-    """Images (N, C, H, W) that repeat the first `side` by `side` pixels of each of `images`."""
+    """Tiles images (N, C, H, W) with the first `side` by `side` pixels of each."""
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side
     return images[:, :, rows][..., columns].contiguous()
@@ -178,7 +178,7 @@ def regularized(
     weight: float,
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Distance + `weight` times the variation (0-d), and its gradients in the variables.
+    """Computes distance + `weight` times the variation (0-d), and its gradients in the variables.
 
     Args:
         matching: The observed update.

@@ -72,7 +72,7 @@ class PriorOnly(IterativeAttack[Drawn]):
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
-        """Random weights or pixels; of the observation only the shape of its images counts."""
+        """Draws random weights or pixels; of the observation only the images' shape is used."""
         device = next(iter(observation.parameters.values())).device
         drawing = Drawing(
             self.prior,
@@ -109,7 +109,7 @@ class PriorOnly(IterativeAttack[Drawn]):
         return state
 
     def postprocess(self, state: Drawn) -> Reconstruction:
-        """The images of least total variation, `stretched` if asked for."""
+        """Returns the images of least total variation, `stretched` if asked for."""
         images = exposed(state.best, state.drawing.box) if self.stretched else state.best
         return Reconstruction(
             images=denormalize(images, state.spec).clamp(0, 1).float().contiguous(),

@@ -65,8 +65,8 @@ class ImprintAttack(DirectAttack):
                 "nothing is left of the imprint module's gradient: lower model.imprint.scale, or "
                 "remove less of the update"
             )
-        found = segment(rows, min(observation.num_images, len(rows)))
-        jumps = _clear_jumps(rows, found, drifting=observation.training.steps > 1)
+        segmentation = segment(rows, min(observation.num_images, len(rows)))
+        jumps = _clear_jumps(rows, segmentation, drifting=observation.training.steps > 1)
         if not len(jumps):
             raise AttackFailed(
                 "no image stands out of the noise in the imprint module's gradient: lower "
@@ -77,20 +77,20 @@ class ImprintAttack(DirectAttack):
         jumps = jumps[: observation.num_images]
         images = (jumps[:, :-1] / jumps[:, -1:]).view(-1, *observation.model.input_shape)
         pixels = denormalize(images, observation.model).clamp(0, 1).float()
-        loss = float(found.residual.clamp_min(0) / rows.square().sum())
+        loss = float(segmentation.residual.clamp_min(0) / rows.square().sum())
         return Reconstruction(images=pixels, loss=loss, iterations=0)
 
 
-def _clear_jumps(rows: Tensor, found: Segmentation, drifting: bool) -> Tensor:
-    """Differences of consecutive pieces of `rows` (k, m) that are neither noise nor rounding."""
+def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Tensor:
+    """Computes differences of consecutive pieces of `rows` (k, m), without noise and rounding."""
     if drifting:
         jumps = -torch.cat([rows, torch.zeros_like(rows[:1])]).diff(dim=0)
-        jumps = jumps[torch.tensor(found.ends, device=rows.device) - 1]
+        jumps = jumps[torch.tensor(segmentation.ends, device=rows.device) - 1]
         lengths = rows.new_ones(len(jumps))
     else:
-        jumps = -found.means(rows).diff(dim=0)
-        lengths = torch.tensor([0, *found.ends], device=rows.device).diff().to(rows.dtype)
-    spread = found.residual / max(1, len(rows) - len(jumps))
+        jumps = -segmentation.means(rows).diff(dim=0)
+        lengths = torch.tensor([0, *segmentation.ends], device=rows.device).diff().to(rows.dtype)
+    spread = segmentation.residual / max(1, len(rows) - len(jumps))
     # The variance of a mean; the zero after the last piece has none.
     noise = 1 / lengths + torch.cat([1 / lengths[1:], lengths.new_zeros(1)])
     least = (_CLEAR * spread * noise).clamp_min(_ROUNDING * rows.square().sum(1).max())
