@@ -52,7 +52,7 @@ def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -
 
 
 def trusted(noise: float) -> float:
-    """Computes the contrast, in [0, 1], to show at that share of noise in the first stage's gradient.
+    """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
 
     An estimate of correlation c with the truth is nearest to it with c of its contrast.
     """

@@ -14,12 +14,9 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Matched,
-    Matching,
-    squared_distance,
-)
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import squared_distance
+from fedsim_attacks.gradient_matching._matching import Matched, Matching
 
 _CHUNK = 20
 

@@ -7,8 +7,8 @@ several local steps, for one client as for the mean of many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, final
 
@@ -24,88 +24,15 @@ from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.gradient_matching._candidate import Candidate
 from fedsim_attacks.gradient_matching._contrast import valid_range
+from fedsim_attacks.gradient_matching._distances import Distance, Target, inner_product
 from fedsim_attacks.labels.label_inference import infer_labels
-
-
-@dataclass(frozen=True)
-class Target:
-    """The observed update, in the parts that candidates can reach."""
-
-    tensors: list[Tensor]
-    square: Tensor
-    """|t|² of the whole update (0-d)."""
-    outside: Tensor
-    """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
-
 
 Matched = Literal["all", "body"]
 """Which tensors of an update are compared: `all`, or those of the `body`, which are all but the
 classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
 energy, and what images do to the rest is hardly seen in a distance over all of it."""
-
-Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
-"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
-the update is scale * direction. Closed forms: autograd would keep a graph of them."""
-
-
-def cosine_distance(
-    update: Sequence[Tensor], target: Target
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
-    product, square = _dots(update, target.tensors), _dots(update, update)
-    norms = square.sqrt() * target.square.sqrt()
-    similarity = product / norms
-    pull = -product / square
-    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target.tensors, strict=True)]
-    return 1 - similarity, direction, -1 / norms
-
-
-def squared_distance(
-    update: Sequence[Tensor], target: Target
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """Computes |u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
-    direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
-    distance = (_dots(direction, direction) + target.outside) / target.square
-    return distance, direction, 2 / target.square
-
-
-def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
-    return torch.stack(products).sum()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    # In the order in which channels-last weights lie in memory: a view, not a copy.
-    return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What is optimized: normalized images, and the logits of soft labels or fixed labels."""
-
-    images: Tensor
-    """(N, C, H, W)."""
-    labels: Tensor | None
-    """(N,) int64, where they are fixed."""
-    logits: Tensor | None
-    """(N, K), where they are not."""
-
-    @property
-    def variables(self) -> list[Tensor]:
-        """The tensors to optimize."""
-        return [self.images] if self.logits is None else [self.images, self.logits]
-
-    def targets(self) -> Tensor:
-        """Returns labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
-        if self.logits is not None:
-            return self.logits.softmax(1)
-        assert self.labels is not None
-        return self.labels
-
-    def hard_labels(self) -> Tensor:
-        """Returns the labels, the likeliest of soft ones: (N,) int64."""
-        return self.targets() if self.logits is None else self.logits.argmax(1)
 
 
 @final
@@ -184,7 +111,7 @@ class Matching:
             outside.append(dead.square().sum())
         return Target(
             tensors=[self._live(name, tensor) for name, tensor in update],
-            square=_dots(*[[tensor for _, tensor in update]] * 2) if update else zero,
+            square=inner_product(*[[tensor for _, tensor in update]] * 2) if update else zero,
             outside=torch.stack([zero, *outside]).sum(),
         )
 

@@ -24,18 +24,14 @@ from fedsim.models.base import normalize
 from fedsim.system.paths import from_home
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import cosine_distance
 from fedsim_attacks.gradient_matching._generator import (
     Generator,
     over_parameterized,
     read_generator,
 )
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Matched,
-    Matching,
-    cosine_distance,
-    granted_labels,
-)
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching._schedules import decayed
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 

@@ -20,15 +20,10 @@ from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
 from fedsim_attacks.gradient_matching._contrast import exposed
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Distance,
-    Matched,
-    Matching,
-    cosine_distance,
-    granted_labels,
-)
+from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching._schedules import decayed, half_cosine
 from fedsim_attacks.gradient_matching._variation import (
     Variation,

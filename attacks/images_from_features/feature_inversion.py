@@ -21,27 +21,21 @@ from fedsim.contracts.attack import AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import Distance, Target, cosine_distance
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Distance,
-    Matched,
-    Matching,
-    Target,
-    cosine_distance,
-    granted_labels,
-)
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 from fedsim_attacks.head_features.best_features import BestFeatures
-from fedsim_attacks.images_from_features._body_gradient import signals
+from fedsim_attacks.images_from_features._signals import signals
 
 _ROUNDING = 1e-11
 """Share of the update's energy below which a tensor is rounding."""
 
 
 def reweighted_cosine(weights: Sequence[float]) -> Distance:
-    """Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
+    """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
 
     A tensor whose observed gradient is nothing but rounding (a bias before batch norm) has no
     direction, and does not count.
@@ -119,7 +113,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
-        """Recover features; then random pixels, or a U-Net of random weights.
+        """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
             AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
@@ -173,7 +167,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
         )
 
     def step(self, state: Inversion) -> Inversion:
-        """One step of Adam; pixels stay valid."""
+        """Takes a step of Adam; pixels stay valid."""
         drawn = state.drawing.draw()
         images = drawn.detach()
         candidate = Candidate(images, state.labels, None)
@@ -190,7 +184,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
         return state
 
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """The iterate of least own loss."""
+        """Returns the iterate of least own loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
@@ -201,5 +195,5 @@ class FeatureInversion(IterativeAttack[Inversion]):
 
 
 def _scaled(features: Tensor) -> Tensor:
-    """Entries of about 1, as a network likes its inputs."""
+    """Scales features to entries of about 1, as inputs of a network should have."""
     return F.normalize(features, dim=1) * math.sqrt(features.shape[1])

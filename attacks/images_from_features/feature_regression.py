@@ -19,8 +19,8 @@ from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import signals
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
+from fedsim_attacks.images_from_features._signals import signals
 
 _MIXED = 0.3
 """How much of their difference two features may have exchanged: their images are then blends, of
@@ -55,15 +55,19 @@ class FeatureRegression(DirectAttack):
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))
-        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
-        assert found.features is not None
-        seen = HeadGradient.of(observation)
-        told = _image_features.settled(seen, found.features, _MIXED)
-        law = prior.law(found.features) if told else prior.ignorant(len(found.features))
+        recovered = solve(BestFeatures(), observation, knowledge, seed).reconstruction
+        assert recovered.features is not None
+        head = HeadGradient.of(observation)
+        determined_features = _image_features.determined(head, recovered.features, _MIXED)
+        distribution = (
+            prior.given_features(recovered.features)
+            if determined_features
+            else prior.unconditional(len(recovered.features))
+        )
         return Reconstruction(
-            images=Matching(observation).pixels(law.means),
-            labels=signals(observation, found.features).labels,
-            features=found.features,
-            loss=found.loss,
+            images=Matching(observation).pixels(distribution.means),
+            labels=signals(observation, recovered.features).labels,
+            features=recovered.features,
+            loss=recovered.loss,
             iterations=0,
         )

@@ -399,7 +399,7 @@ MUTATIONS = (
     Mutation(
         name="bounds of removed entries ignored",
         item=6,
-        file="attacks/images_from_features/_body_gradient.py",
+        file="attacks/images_from_features/_part_update.py",
         old="    if removed is None or observation.effect.noisy:\n",
         new="    if removed:\n",
         tests=(EFFECTS,),

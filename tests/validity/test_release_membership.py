@@ -73,7 +73,7 @@ def scores(
             value = sketch(whole, COLUMNS, stream)
         else:
             value = normal_solution(whole, COLUMNS, stream)
-        absent, there = replace(known, seen=value).log_likelihood(worlds)
+        absent, there = replace(known, observed=value).log_likelihood(worlds)
         found.append(there - absent)
     return torch.stack(found)
 

@@ -154,7 +154,7 @@ def test_of_summed_coefficients_the_others_are_taken_away() -> None:
     """Without randomness what is left is the target client's own solution."""
     observation, knowledge = observed("least_squares", method="ols", clients=3)
     found = release_likelihood(observation, knowledge)
-    torch.testing.assert_close(found.seen, solve(ROWS.chunk(3)[0]), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.observed, solve(ROWS.chunk(3)[0]), rtol=1e-6, atol=1e-6)
     assert ratio(found) < -1e3
 
 
@@ -220,7 +220,7 @@ def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
     clipped, _ = observed("least_squares", method="ols", defense=({"name": "clip", "norm": bound},))
     found = release_likelihood(clipped, knowledge)
     assert found.scale == pytest.approx(1 / 3, rel=1e-6)
-    torch.testing.assert_close(found.seen, best / 3, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.observed, best / 3, rtol=1e-6, atol=1e-9)
     assert ratio(found) < -1e3
 
 
