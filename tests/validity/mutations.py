@@ -360,7 +360,8 @@ MUTATIONS = (
         name="a control without the attack's stretching",
         item=7,
         file="attacks/gradient_matching/prior_only.py",
-        old="        images = exposed(state.best, state.box) if self.stretched else state.best\n",
+        old="        images = exposed(state.best, state.drawing.box) if self.stretched "
+        "else state.best\n",
         new="        images = state.best\n",
         tests=("tests/attacks/gradient_matching/test_prior_only.py",),
     ),
