@@ -45,7 +45,7 @@ class KernelPosterior:
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
-    def released(self) -> Tensor:
+    def payload(self) -> Tensor:
         """Returns the released row itself and its classes' probabilities: (d + c,)."""
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 

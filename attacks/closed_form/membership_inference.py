@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.types import Observation, Reconstruction, Released
+from fedsim.types import Observation, Payload, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.closed_form._kernel_posterior import class_prior, log_normal
@@ -46,7 +46,7 @@ class MembershipInference(DirectAttack):
         "Reconstructing Training Data with Informed Adversaries, S&P 2022"
     )
     needs: ClassVar[Grant] = Grant.least(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
+    reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
     asked_of_candidates: ClassVar[bool] = True
 
     alpha: bool = True
@@ -58,7 +58,7 @@ class MembershipInference(DirectAttack):
         """Returns the ratio's logarithm. The loss is the lesser negative log-likelihood."""
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
-        if observation.released in KERNELS:
+        if observation.payload in KERNELS:
             absent, present = self._exchanged(observation, knowledge, knowledge.candidate)
         else:
             worlds = torch.stack([torch.zeros_like(knowledge.candidate), knowledge.candidate])

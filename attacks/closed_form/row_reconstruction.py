@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.types import Observation, Reconstruction, Released
+from fedsim.types import Observation, Payload, Reconstruction
 from fedsim_attacks.closed_form._kernel_posterior import KernelPosterior
 from fedsim_attacks.closed_form._kernel_release import KERNELS, known_rows, match_rows, read_model
 from fedsim_attacks.closed_form._release_likelihood import (
@@ -64,7 +64,7 @@ class RowReconstruction(Attack[Search]):
         "and Bishop, JRSS-B 1999"
     )
     needs: ClassVar[Grant] = Grant.least(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
+    reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"
     """What a row is expected to be: like the others, or anything within the declared ranges."""
@@ -80,7 +80,7 @@ class RowReconstruction(Attack[Search]):
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
         """Chooses the likeliest of the closed-form estimates as starts."""
-        if observation.released in KERNELS:
+        if observation.payload in KERNELS:
             return self._unmatched(observation, knowledge, rng)
         known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")

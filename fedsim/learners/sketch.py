@@ -34,7 +34,7 @@ class Sketch(Learner):
     columns: Annotated[int, Field(ge=1, le=1_000_000)]
     """r. Estimates err by 1/sqrt(r); privacy costs more the more columns there are."""
 
-    def released(self) -> ReleaseKind:
+    def payload(self) -> ReleaseKind:
         """A sketch."""
         return "sketch"
 
@@ -48,7 +48,7 @@ class _Sketching(ClosedForm):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         return sketch(rows, self.release.columns, rng)
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The sum over the clients."""
         return {VALUE: mean[VALUE] * clients}
 

@@ -135,7 +135,7 @@ class Workload(Server):
         )
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(self.scenario.seed, "defense", *path, *again)
-        with self.stack.recalling(state) as remembered:
+        with self.stack.memory_of(state) as remembered:
             computed = self.computation.compute(request, stream)
         update = {name: value.cpu() for name, value in computed.update.items()}
         before = state or self.stack.init(update, self._declared(probe), self.release)

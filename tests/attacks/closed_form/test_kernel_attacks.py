@@ -382,7 +382,7 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
     row = truth.rows[target, :d]
     worst = row + beta / math.sqrt(d)
     limit = auc_limit(epsilon, delta)
-    assert mechanism.law(observation_release()) == {
+    assert mechanism.public_parameters(observation_release()) == {
         "scale": model.scale,
         "bound": model.bound,
     }
