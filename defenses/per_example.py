@@ -93,14 +93,15 @@ def _lengths(grads: Tensor) -> Tensor:
     """
     rows = _rows(grads)
     count = rows.shape[1] // _BLOCK
-    blocks = rows[:, : count * _BLOCK].unflatten(1, (count, _BLOCK))
+    blocks = torch.unflatten(rows[:, : count * _BLOCK], 1, (count, _BLOCK))
     parts = [
         torch.linalg.vector_norm(blocks, dim=2, dtype=_wide(grads)),
         torch.linalg.vector_norm(
             rows[:, count * _BLOCK :], dim=1, keepdim=True, dtype=_wide(grads)
         ),
     ]
-    return torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
+    lengths: Tensor = torch.linalg.vector_norm(torch.cat(parts, dim=1).double(), dim=1)
+    return lengths
 
 
 def _wide(grads: Tensor) -> torch.dtype:

@@ -1,11 +1,12 @@
 """The posterior mean of the row of a kernel regression that the attacker lacks.
 
-Three things tell of the row x. It is like the others: a normal distribution of its class's mean and
-of their covariance, estimated as Ledoit and Wolf do (J. Multivariate Anal. 2004). Its noisy version
-x̃ was released: Laplace noise is normal noise whose variance is exponential, so that Gibbs sampling
-draws x and the variances in turn (Park and Casella, The Bayesian Lasso, JASA 2008). And
-(K̃ + λ I) α̃ = Y holds, from which a mixture of the columns tells K(x_j, x) of each other row x_j, up
-to what sampling K̃ adds: of the covariance of a Wishart matrix, and none where α̃ is of K itself.
+Three things determine the row x. It is like the others: a normal distribution of its class's mean
+and of their covariance, estimated as Ledoit and Wolf do (J. Multivariate Anal. 2004). Its noisy
+version x̃ was released: Laplace noise is normal noise whose variance is exponential, so that Gibbs
+sampling draws x and the variances in turn (Park and Casella, The Bayesian Lasso, JASA 2008). And
+(K̃ + λ I) α̃ = Y holds, from which a mixture of the columns tells K(x_j, x) of each other row x_j,
+up to what sampling K̃ adds: of the covariance of a Wishart matrix, and none where α̃ is of K
+itself.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _EXACT = 1e-4
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPosterior:
-    """Of the row that is left over in a match."""
+    """The posterior of the row that no known one was matched with."""
 
     matched: Matched
     others: Tensor
@@ -36,26 +37,26 @@ class KernelPosterior:
     learned: bool
     """Whether the row is like the others; else any unit vector."""
     alpha: bool
-    """Whether what the coefficients tell is used, too."""
+    """Whether the coefficients are used, too."""
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Rows no longer than a unit vector, but for the classes."""
+        """Scales features down to unit length at most; the classes stay."""
         d = self._dimension
         norm = torch.linalg.vector_norm(rows[:, :d], dim=1, keepdim=True).clamp_min(1)
         return torch.cat([rows[:, :d] / norm, rows[:, d:]], dim=1)
 
-    def seen(self) -> Tensor:
-        """(d + c,) the released row itself and its classes' probabilities."""
+    def released(self) -> Tensor:
+        """Returns the released row itself and its classes' probabilities: (d + c,)."""
         return torch.cat([self.matched.model.rows[-1], self._classes()])
 
     def loss(self) -> Tensor:
-        """Negative log-likelihood of the match."""
+        """Returns the negative log-likelihood of the match."""
         return -self.matched.model.rows.new_tensor(self.matched.likelihood)
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """(d + c,) of the row, `maxima` being its released version."""
-        like = likeness(self.others, self._dimension, self.learned)
-        row = posterior_mean(self.matched, like, self.alpha, samples, rng)
+        """Estimates the mean of the row (d + c,), `maxima` being its released version."""
+        prior = class_prior(self.others, self._dimension, self.learned)
+        row = posterior_mean(self.matched, prior, self.alpha, samples, rng)
         return self.scaled(torch.cat([row, self._classes()])[None])[0]
 
     @property
@@ -65,12 +66,12 @@ class KernelPosterior:
     def _classes(self) -> Tensor:
         if self.alpha:
             return self.matched.model.labels[-1]
-        return likeness(self.others, self._dimension, self.learned).shares
+        return class_prior(self.others, self._dimension, self.learned).shares
 
 
 @dataclass(frozen=True, kw_only=True)
-class Likeness:
-    """Rows like the others: a normal distribution of each class's features, and the classes."""
+class ClassPrior:
+    """A normal distribution of each class's features, and the shares of the classes."""
 
     means: Tensor
     """(c, d)."""
@@ -80,15 +81,15 @@ class Likeness:
     """(c,) of rows in each class."""
 
     def marginal(self) -> tuple[Tensor, Tensor]:
-        """(mean (d,), covariance (d, d)) of the features, whatever the class."""
+        """Computes mean (d,) and covariance (d, d) of the features over all classes."""
         mean = self.shares @ self.means
-        away = self.means - mean
-        return mean, self.covariance + (away.T * self.shares) @ away
+        deviation = self.means - mean
+        return mean, self.covariance + (deviation.T * self.shares) @ deviation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Equations:
-    """What α̃ tells of the row: K(x_j, x) of the others, with normal errors."""
+    """Values of K(x_j, x) that α̃ determines, with normal errors, for the others x_j."""
 
     rows: Tensor
     """(m, d) x_j."""
@@ -100,14 +101,14 @@ class Equations:
     """(m, m) inverse of the errors' covariance."""
 
     def linear(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """(K(x_j, x) (m,), its slopes (m, d)) at (d,) `row`."""
+        """Computes K(x_j, x) (m,) and its slopes (m, d) at (d,) `row`."""
         inner, smooth = self.rows @ row, self.rows @ (self.kernel @ row)
         slopes = smooth[:, None] * self.rows + inner[:, None] * (self.rows @ self.kernel)
         return inner * smooth, slopes
 
 
-def likeness(others: Tensor, dimension: int, learned: bool) -> Likeness:
-    """From (m, d + c) other rows if `learned`, d being `dimension`; else any unit vector.
+def class_prior(others: Tensor, dimension: int, learned: bool) -> ClassPrior:
+    """Fits (m, d + c) other rows if `learned`, d being `dimension`; else takes any unit vector.
 
     A class's mean is drawn towards that of all rows, as far as predicts each row best from the
     rest; the covariance is of what those predictions miss.
@@ -118,19 +119,19 @@ def likeness(others: Tensor, dimension: int, learned: bool) -> Likeness:
     if not learned or len(others) < 2:
         means = torch.zeros(c, dimension, dtype=torch.float64)
         shares = torch.full((c,), 1 / c, dtype=torch.float64)
-        return Likeness(means=means, covariance=any_direction, shares=shares)
+        return ClassPrior(means=means, covariance=any_direction, shares=shares)
     from sklearn.covariance import ledoit_wolf
 
     total, sums, counts = features.sum(0), labels.T @ features, labels.sum(0)
     rest = (total - features) / (len(others) - 1)
-    missed = []
+    residuals = []
     for weight in _WEIGHTS:
         own = labels @ sums - features + weight * rest
-        missed.append(features - own / (labels @ counts - 1 + weight)[:, None])
-    best = min(range(len(missed)), key=lambda i: float(missed[i].square().sum()))
-    covariance, _ = ledoit_wolf(missed[best].numpy(), assume_centered=True)
+        residuals.append(features - own / (labels @ counts - 1 + weight)[:, None])
+    best = min(range(len(residuals)), key=lambda i: float(residuals[i].square().sum()))
+    covariance, _ = ledoit_wolf(residuals[best].numpy(), assume_centered=True)
     weight = _WEIGHTS[best]
-    return Likeness(
+    return ClassPrior(
         means=(sums + weight * total / len(others)) / (counts[:, None] + weight),
         # Nothing is singular, even if all rows are alike.
         covariance=torch.from_numpy(covariance) + 1e-9 * any_direction,
@@ -139,7 +140,7 @@ def likeness(others: Tensor, dimension: int, learned: bool) -> Likeness:
 
 
 def equations(matched: Matched, row: Tensor) -> Equations | None:
-    """What α̃ tells of the target, near (d,) `row`; None if it tells nothing of the kernel.
+    """Derives K(x_j, x) from α̃ near (d,) `row`; None if α̃ does not depend on the kernel.
 
     The mixture α̃ u of the columns is that with 1 at the target and the least error.
     """
@@ -172,51 +173,61 @@ def equations(matched: Matched, row: Tensor) -> Equations | None:
 
 def posterior_mean(
     matched: Matched,
-    like: Likeness,
+    prior: ClassPrior,
     alpha: bool,
     samples: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """(d,) the target's features; with `alpha` also from what α̃ tells, its label and equations.
+    """Estimates the target's features (d,); with `alpha` also from its label and equations.
 
-    Of `samples` draws, after a fifth as many that are thrown away.
+    Averages `samples` draws, after a fifth as many that are thrown away.
+
+    Args:
+        matched: the model and the known rows.
+        prior: of the features.
+        alpha: whether the coefficients are used.
+        samples: draws that count.
+        generator: of the draws.
     """
     model = matched.model
-    seen = model.rows[-1]
+    released = model.rows[-1]
     if not model.scale:
-        return seen
-    mean, covariance = like.marginal()
+        return released
+    mean, covariance = prior.marginal()
     if alpha:
-        mean, covariance = model.labels[-1] @ like.means, like.covariance
+        mean, covariance = model.labels[-1] @ prior.means, prior.covariance
     precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
     pull = precision @ mean
-    noise = torch.full_like(seen, model.variance())
-    row = torch.linalg.solve(precision + (1 / noise).diag(), pull + seen / noise)
-    told = equations(matched, row) if alpha else None
-    total = torch.zeros_like(seen)
-    thrown = max(20, samples // 5)
-    for draw in range(thrown + samples):
+    noise = torch.full_like(released, model.variance())
+    row = torch.linalg.solve(precision + (1 / noise).diag(), pull + released / noise)
+    exact = equations(matched, row) if alpha else None
+    total = torch.zeros_like(released)
+    burn_in = max(20, samples // 5)
+    for draw in range(burn_in + samples):
         inverse = 1 / noise
-        own, right = precision + inverse.diag(), pull + seen * inverse
-        if told:
-            values, slopes = told.linear(row)
-            weighted = slopes.T @ told.precision
+        own, right = precision + inverse.diag(), pull + released * inverse
+        if exact:
+            values, slopes = exact.linear(row)
+            weighted = slopes.T @ exact.precision
             own = own + weighted @ slopes
-            right = right + weighted @ (told.values - values + slopes @ row)
+            right = right + weighted @ (exact.values - values + slopes @ row)
         lower = torch.linalg.cholesky(own)
         center = torch.cholesky_solve(right[:, None], lower)[:, 0]
-        step = torch.randn(len(seen), 1, generator=generator, dtype=torch.float64)
+        step = torch.randn(len(released), 1, generator=generator, dtype=torch.float64)
         row = center + torch.linalg.solve_triangular(lower.T, step, upper=True)[:, 0]
-        noise = 1 / _inverse_variances((seen - row).abs(), model.scale, generator)
-        if draw >= thrown:
+        noise = 1 / _inverse_variances((released - row).abs(), model.scale, generator)
+        if draw >= burn_in:
             total += center
-    found = total / samples
-    return seen + (found - seen).clamp(-model.bound, model.bound)
+    mean_row = total / samples
+    return released + (mean_row - released).clamp(-model.bound, model.bound)
 
 
 def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -> Tensor:
-    """Of the normal noise that turned out so large: inverse Gaussian of mean 1 / (b |e|) and shape
-    1 / b² (Michael, Schucany and Haas, The American Statistician 1976)."""
+    """Draws the inverse variances of normal noise of this `size` |e| from their posterior.
+
+    It is inverse Gaussian of mean 1 / (b |e|) and shape 1 / b² (Michael, Schucany and Haas, The
+    American Statistician 1976).
+    """
     mean = 1 / (scale * size.clamp_min(1e-9 * scale))
     shape = 1 / scale**2
     chi = torch.randn(size.shape, generator=generator, dtype=torch.float64).square()
@@ -228,8 +239,8 @@ def _inverse_variances(size: Tensor, scale: float, generator: torch.Generator) -
 
 
 def log_normal(rows: Tensor, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Log density of each of (n, d) rows: (n,)."""
-    lower = torch.linalg.cholesky(covariance)
-    inner = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
+    """Evaluates the log density of (n, d) rows: (n,)."""
+    lower: Tensor = torch.linalg.cholesky(covariance)
+    inner: Tensor = torch.linalg.solve_triangular(lower, (rows - mean).T, upper=False)
     level = lower.diagonal().log().sum() + len(mean) / 2 * math.log(2 * math.pi)
     return -inner.square().sum(0) / 2 - level

@@ -1,9 +1,9 @@
 """A released kernel regression, read as what it is made of: X̃, α̃ and the labels.
 
 Learner `ntk` releases a model (X̃, α̃), or the predictor that it makes, of which `quadratic_form`
-recovers it: from nothing else where the rows are few, and given all other rows where X̃ is X. X̃ are
-the rows of a client behind truncated Laplace noise, or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃ being
-the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects labels: Y'α̃ =
+recovers it: from nothing else where the rows are few, and given all other rows where X̃ is X. X̃
+are the rows of a client behind truncated Laplace noise, or as they are, and α̃ = (K̃ + λ I)⁻¹ Y, K̃
+being the covariance of a few draws of N(0, K + γ I), or K itself. Nothing protects labels: Y'α̃ =
 Y'(K̃ + λ I)⁻¹ Y is symmetric whatever K̃ is, and of all ways to label the rows only the true one
 makes it so, but for coincidences.
 """
@@ -24,7 +24,7 @@ from fedsim.words import number_of
 from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
 
 KERNELS: tuple[ReleaseKind, ...] = ("kernel_regression", "kernel_model")
-"""The kinds of release that `read` reads."""
+"""The kinds of release that `read_model` reads."""
 
 _EXACT = 1e-6
 """Scale of the noise on rows to which none was added: they are read as exactly as that."""
@@ -34,8 +34,8 @@ _FAR = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
-    """What was released, in whatever order of the rows."""
+class KernelModel:
+    """A released kernel regression; its rows are in any order."""
 
     rows: Tensor
     """(n, d) X̃."""
@@ -59,23 +59,23 @@ class Model:
     """Of how many clients the rows are; each has coefficients of its own."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Of every row of X̃ as the noisy one of each of (m, d) `rows`: (m, n)."""
+        """Evaluates each row of X̃ as the noisy version of each of (m, d) `rows`: (m, n)."""
         scale = self.scale or _EXACT
-        away = (self.rows - rows[:, None]).abs()
+        deviation = (self.rows - rows[:, None]).abs()
         level = math.log(-2 * scale * math.expm1(-self.bound / scale))
-        beyond = (away > self.bound * (1 + 1e-9)).sum(2)
-        return -away.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
+        beyond = (deviation > self.bound * (1 + 1e-9)).sum(2)
+        return -deviation.sum(2) / scale - rows.shape[1] * level - _FAR * beyond
 
     def variance(self) -> float:
-        """Of the noise on an entry, but for what its bound cuts off."""
+        """Computes the variance of the noise on an entry, as if it had no bound."""
         return 2 * (self.scale or _EXACT) ** 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matched:
-    """A model with the known rows in it found."""
+    """A model whose rows are matched with the known ones."""
 
-    model: Model
+    model: KernelModel
     """The others' rows first, in the order in which they are known; then the target's."""
     others: Tensor
     """(n - 1, d + c) the others: unit features and label."""
@@ -83,40 +83,40 @@ class Matched:
     """Log-likelihood of the match."""
 
 
-def read(observation: Observation, known: Tensor) -> Model:
-    """The model that was released, given (m, d + c) other rows.
+def read_model(observation: Observation, known: Tensor) -> KernelModel:
+    """Reads the model that was released, given (m, d + c) other rows.
 
     A predictor x'Qx is the same for x and -x: rows of it are those of the two that are more like
     the others.
 
     Raises:
-        AttackFailed: it cannot be told from the release, or a defense is not known here.
+        AttackFailed: the release does not determine it, or a defense is not known here.
     """
     spec = observation.release
-    foreign = [] if observation.effect == Effect() else ["the defense of the update"]
-    laws = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
-    foreign += [name for name, law in spec.statistics.items() if set(law) != laws.get(name)]
-    if foreign:
-        raise AttackFailed(f"what {foreign[0]} does to a kernel regression is not known here")
+    unknown = [] if observation.effect == Effect() else ["the defense of the update"]
+    parameters = {"features": {"scale", "bound"}, "kernel": {"samples", "lift"}}
+    unknown += [name for name, own in spec.statistics.items() if set(own) != parameters.get(name)]
+    if unknown:
+        raise AttackFailed(f"what {unknown[0]} does to a kernel regression is not known here")
     noise = spec.statistics.get("features", {"scale": 0.0, "bound": math.inf})
     sampling = spec.statistics.get("kernel", {"samples": math.inf, "lift": 0.0})
     kernel = observation.buffers["kernel"].double().cpu()
     if spec.kind == "kernel_model":
         rows, alpha = (observation.update[name].double().cpu() for name in ("features", "alpha"))
-        there = rows.any(1) | alpha.any(1)
-        rows, alpha = rows[there], alpha[there]
-        labels = told_labels(alpha)
+        nonzero = rows.any(1) | alpha.any(1)
+        rows, alpha = rows[nonzero], alpha[nonzero]
+        labels = symmetric_labels(alpha)
     else:
         d, form = len(kernel), observation.num_clients * observation.update["form"].double().cpu()
         if noise["scale"] == 0 and len(known) >= d:
             rows, alpha = completed(form, kernel, known[:, :d])
-            labels = _told_last(alpha, known[:, d:])
+            labels = _last_label(alpha, known[:, d:])
         else:
             rows, alpha = _decomposed(form.numpy().tobytes(), kernel.numpy().tobytes(), d)
-            labels = told_labels(alpha)
+            labels = symmetric_labels(alpha)
         usual = known[:, :d].sum(0)
         rows = torch.where((rows @ usual < 0)[:, None], -rows, rows)
-    found = Model(
+    model = KernelModel(
         rows=rows,
         alpha=alpha,
         labels=labels,
@@ -128,11 +128,11 @@ def read(observation: Observation, known: Tensor) -> Model:
         kernel=kernel,
         clients=observation.num_clients,
     )
-    return _lengthened(found) if spec.kind == "kernel_regression" and found.scale else found
+    return _rescaled(model) if spec.kind == "kernel_regression" and model.scale else model
 
 
-def told_labels(alpha: Tensor) -> Tensor:
-    """(n, c) Y, one 1 a row, that makes Y'α symmetric, of (n, c) `alpha`, or nearly so.
+def symmetric_labels(alpha: Tensor) -> Tensor:
+    """Searches Y (n, c), one 1 a row, that makes Y'α of (n, c) `alpha` symmetric, or nearly so.
 
     The search starts where a row's coefficient is largest, and changes the label that helps most.
     Of two classes and many rows, where symmetry is a single equation, it may end elsewhere.
@@ -156,8 +156,8 @@ def told_labels(alpha: Tensor) -> Tensor:
     return eye[labels]
 
 
-def _told_last(alpha: Tensor, known: Tensor) -> Tensor:
-    """(n, c) Y, the last row's label being that which makes Y'α of (n, c) `alpha` most symmetric.
+def _last_label(alpha: Tensor, known: Tensor) -> Tensor:
+    """Completes the labels to Y (n, c): the last makes Y'α of (n, c) `alpha` most symmetric.
 
     `known` are the (n - 1, c) labels of the others.
     """
@@ -167,8 +167,8 @@ def _told_last(alpha: Tensor, known: Tensor) -> Tensor:
     return torch.cat([known, eye[gaps.argmin()][None]])
 
 
-def match(model: Model, others: Tensor, alpha: bool) -> Matched:
-    """Find (m, d + c) `others` among the m + 1 rows; with `alpha` only where the labels agree.
+def match_rows(model: KernelModel, others: Tensor, alpha: bool) -> Matched:
+    """Matches (m, d + c) `others` with the m + 1 rows; with `alpha` only where the labels agree.
 
     Raises:
         AttackFailed: there are not as many rows.
@@ -178,32 +178,32 @@ def match(model: Model, others: Tensor, alpha: bool) -> Matched:
             f"of {number_of(len(model.rows), 'released row')} {len(others)} are known; the attack "
             "is on the one that is not"
         )
-    places, likelihood = assigned(log_likelihoods(model, others, alpha))
-    left = sorted(set(range(len(model.rows))) - set(places))
-    order = torch.tensor([*places, *left])
+    places, likelihood = best_assignment(log_likelihoods(model, others, alpha))
+    unmatched = sorted(set(range(len(model.rows))) - set(places))
+    order = torch.tensor([*places, *unmatched])
     ordered = replace(
         model, rows=model.rows[order], alpha=model.alpha[order], labels=model.labels[order]
     )
     return Matched(model=ordered, others=others, likelihood=likelihood)
 
 
-def log_likelihoods(model: Model, rows: Tensor, alpha: bool) -> Tensor:
-    """(m, n) of each place for each of (m, d + c) `rows`; with `alpha` also by its label."""
+def log_likelihoods(model: KernelModel, rows: Tensor, alpha: bool) -> Tensor:
+    """Computes (m, n) of each place for each of (m, d + c) `rows`; with `alpha` also by label."""
     d = model.rows.shape[1]
-    found = model.log_density(rows[:, :d])
-    return found - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else found
+    density = model.log_density(rows[:, :d])
+    return density - _FAR * (1 - rows[:, d:] @ model.labels.T) if alpha else density
 
 
-def assigned(likelihoods: Tensor) -> tuple[list[int], float]:
-    """(the place of each row, log-likelihood) of the likeliest match by (m, n) `likelihoods`."""
+def best_assignment(likelihoods: Tensor) -> tuple[list[int], float]:
+    """Assigns places to rows by (m, n) `likelihoods`; returns them and the log-likelihood."""
     from scipy.optimize import linear_sum_assignment
 
     rows, places = linear_sum_assignment(likelihoods.numpy(), maximize=True)
     return places.tolist(), float(likelihoods[rows, places].sum())
 
 
-def others(knowledge: Knowledge) -> Tensor:
-    """(m, d + c) all rows that are known.
+def known_rows(knowledge: Knowledge) -> Tensor:
+    """Concatenates all rows that are known: (m, d + c).
 
     Raises:
         AttackFailed: none were granted.
@@ -225,8 +225,8 @@ def _decomposed(form: bytes, kernel: bytes, dimension: int) -> tuple[Tensor, Ten
     )
 
 
-def _lengthened(model: Model) -> Model:
-    """Noisy rows are of no known length: all expected to be, or as the symmetry of Y'α tells.
+def _rescaled(model: KernelModel) -> KernelModel:
+    """Rescales noisy rows: to the expected length, or as the symmetry of Y'α tells.
 
     With w the squared lengths' inverses, Y' diag(w) α' is symmetric for the α' that belong to rows
     of length 1: linear equations that determine w up to a factor, if there are enough.

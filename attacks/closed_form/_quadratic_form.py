@@ -32,7 +32,7 @@ _MISSED = 1e-6
 """Share of Q that rows and coefficients may fail to explain."""
 
 _STARTS = 4
-"""Eigenvectors, of either end, from which a missing row is looked for."""
+"""Eigenvectors, of either end, from which a missing row is searched."""
 
 _STEPS = 60
 """Of Gauss and Newton from each."""
@@ -42,7 +42,7 @@ _LARGEST = 10**8
 
 
 def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """(rows of length 1 (n, d), coefficients (n, c)) of `form` Q (c, d, d).
+    """Decomposes `form` Q (c, d, d) into rows of length 1 (n, d) and coefficients (n, c).
 
     `kernel` is S (d, d). The signs of the rows are arbitrary.
 
@@ -51,8 +51,10 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
     """
     parts = _unsmoothed(form, kernel)
     c, d = parts.shape[:2]
-    left, values, _ = torch.linalg.svd(parts.transpose(0, 1).reshape(d, c * d), full_matrices=False)
-    basis = left[:, values > _RANK * values[0]]
+    left_vectors, values, _ = torch.linalg.svd(
+        parts.transpose(0, 1).reshape(d, c * d), full_matrices=False
+    )
+    basis = left_vectors[:, values > _RANK * values[0]]
     inner = basis.T @ parts @ basis
     best: tuple[float, Tensor, Tensor] | None = None
     for _ in range(_TRIES):
@@ -65,10 +67,10 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
         # Of rows with equal ratios and of no such rows at all they may be complex: then they fail.
         rows = torch.nn.functional.normalize(vectors.real.T @ basis.T, dim=1)
         alpha = _coefficients(rows, parts)
-        missed = torch.einsum("kc,ki,kj->cij", alpha, rows, rows) - parts
-        share = float(missed.norm() / parts.norm())
-        if best is None or share < best[0]:
-            best = share, rows, alpha
+        residual = torch.einsum("kc,ki,kj->cij", alpha, rows, rows) - parts
+        error = float(residual.norm() / parts.norm())
+        if best is None or error < best[0]:
+            best = error, rows, alpha
     if best is None or not best[0] < _MISSED:
         raise AttackFailed(
             f"the predictor does not tell its rows apart: it is of no fewer than {d}, of rows with "
@@ -78,7 +80,7 @@ def decomposed(form: Tensor, kernel: Tensor, generator: torch.Generator) -> tupl
 
 
 def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows, coefficients (n, c)) of `form` Q (c, d, d), given (n - 1, d) all rows but one.
+    """Completes (n - 1, d) known rows to all n of `form` Q (c, d, d), with coefficients (n, c).
 
     The known rows come first, as they are; the last one has length 1 and an arbitrary sign.
     `kernel` is S (d, d).
@@ -97,42 +99,42 @@ def completed(form: Tensor, kernel: Tensor, known: Tensor) -> tuple[Tensor, Tens
     packed, spanned = pack(parts), pack(known[:, :, None] * known[:, None, :])
     basis = torch.linalg.qr(spanned.T).Q
     rest = packed - (packed @ basis) @ basis.T
-    _, values, seen = torch.linalg.svd(rest, full_matrices=False)
+    _, values, target = torch.linalg.svd(rest, full_matrices=False)
     if values[0] < _RANK * packed.norm() or values[1:].norm() > _MISSED * values[0]:
         raise AttackFailed(
             "the predictor is not of the known rows and one other: none is missing or several are, "
             "or noise was added to it"
         )
-    missing = _square_root_of(seen[0], basis, d)
+    missing = _missing_row(target[0], basis, d)
     rows = torch.cat([known, missing[None]])
     spanned = pack(rows[:, :, None] * rows[:, None, :])
     alpha = torch.linalg.lstsq(spanned.T, packed.T, driver="gelsd").solution
     return rows, alpha
 
 
-def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
-    """(d,) x of length 1 with x x', less what is in the (entries, m) `basis`, along ± `seen`."""
-    whole = unpack(seen[None], dimension)[0]
+def _missing_row(target: Tensor, basis: Tensor, dimension: int) -> Tensor:
+    """Finds x (d,) of length 1 with x x', projected off `basis` (entries, m), along ± `target`."""
+    whole = unpack(target[None], dimension)[0]
     _, vectors = torch.linalg.eigh(whole)
     best = torch.inf, vectors[:, 0]
     for start in (*vectors[:, :_STARTS].T, *vectors[:, -_STARTS:].T.flip(0)):
         x, sign, damping = start, float(torch.sign(start @ whole @ start)) or 1.0, 1e-3
-        missed = _missed(x, sign * seen, basis)
+        residual = _residual(x, sign * target, basis)
         for _ in range(_STEPS):
             slopes = _eye(x)[:, :, None] * x
             slopes = pack(slopes + slopes.transpose(1, 2))
             slopes = slopes - (slopes @ basis) @ basis.T
-            gram, pull = slopes @ slopes.T, slopes @ missed
+            gram, pull = slopes @ slopes.T, slopes @ residual
             step = torch.linalg.solve(gram + damping * gram.diagonal().mean() * _eye(x), pull)
-            moved = _missed(x - step, sign * seen, basis)
-            if moved.norm() < missed.norm():
-                x, missed, damping = x - step, moved, damping / 10
+            trial = _residual(x - step, sign * target, basis)
+            if trial.norm() < residual.norm():
+                x, residual, damping = x - step, trial, damping / 10
             else:
                 damping *= 10
-            if missed.norm() < _MISSED**2 or damping > 1e8:
+            if residual.norm() < _MISSED**2 or damping > 1e8:
                 break
-        if float(missed.norm()) < best[0]:
-            best = float(missed.norm()), x
+        if float(residual.norm()) < best[0]:
+            best = float(residual.norm()), x
         if best[0] < _MISSED:
             break
     else:
@@ -140,10 +142,10 @@ def _square_root_of(seen: Tensor, basis: Tensor, dimension: int) -> Tensor:
     return torch.nn.functional.normalize(best[1], dim=0)
 
 
-def _missed(x: Tensor, seen: Tensor, basis: Tensor) -> Tensor:
-    """(entries,) what x x', less what is in the basis, and `seen` differ by."""
+def _residual(x: Tensor, target: Tensor, basis: Tensor) -> Tensor:
+    """Computes x x', projected off `basis`, minus `target`: (entries,)."""
     packed = pack(torch.outer(x, x)[None])[0]
-    return packed - basis @ (packed @ basis) - seen
+    return packed - basis @ (packed @ basis) - target
 
 
 def _eye(like: Tensor) -> Tensor:
@@ -151,7 +153,9 @@ def _eye(like: Tensor) -> Tensor:
 
 
 def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:
-    """(c, d, d) A_j of Q_j = (A_j S + S A_j) / 2."""
+    """Solves Q_j = (A_j S + S A_j) / 2 for A_j (c, d, d)."""
+    scales: Tensor
+    turn: Tensor
     scales, turn = torch.linalg.eigh(kernel)
     if not float(scales[0]) > _RANK * float(scales[-1]):
         raise AttackFailed(
@@ -162,7 +166,7 @@ def _unsmoothed(form: Tensor, kernel: Tensor) -> Tensor:
 
 
 def _coefficients(rows: Tensor, parts: Tensor) -> Tensor:
-    """(n, c): the least-squares α of Σ_k α_kj x_k x_k' = A_j."""
+    """Solves Σ_k α_kj x_k x_k' = A_j for α (n, c) by least squares."""
     gram = (rows @ rows.T).square()
     right = torch.einsum("ki,cij,kj->kc", rows, parts, rows)
     solution: Tensor = torch.linalg.lstsq(gram, right, driver="gelsd").solution

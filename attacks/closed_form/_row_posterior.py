@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedsim_attacks.closed_form._release_law import Law
+from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form._row_prior import Prior
 
 _WIDER = 1.2
@@ -28,42 +28,45 @@ fails where it draws too narrowly."""
 class Posterior:
     """Of a row before it is scaled to the bound."""
 
-    law: Law
+    likelihood: ReleaseLikelihood
     prior: Prior
 
     def loss(self, rows: Tensor) -> Tensor:
-        """Negative log density of (k, d + 1) rows, up to a constant: (k,)."""
-        return -self.law.log_likelihood(self.prior.scaled(rows)) - self.prior.log_density(rows)
+        """Computes the negative log density of (k, d + 1) rows, up to a constant: (k,)."""
+        return -self.likelihood.log_likelihood(self.prior.scaled(rows)) - self.prior.log_density(
+            rows
+        )
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Rows as clients use them."""
+        """Scales rows as clients do."""
         return self.prior.scaled(rows)
 
     @property
     def free(self) -> Tensor:
         """(d + 1,) bool: the entries that can be anything in their range; a class cannot."""
-        found = self.prior.low < self.prior.high
-        found[-1] &= not self.prior.targets
-        return found
+        free = self.prior.low < self.prior.high
+        free[-1] &= not self.prior.targets
+        return free
 
     def width(self, row: Tensor, places: Tensor) -> Tensor:
-        """(k, k) coordinates of the entries `places` in which the density falls as fast in all
-        directions, at (d + 1,) `row`.
+        """Computes coordinates (k, k) in which the density at (d + 1,) `row` falls alike.
 
-        A release may tell some directions a million times as well as others.
+        They are of the entries `places`. A release may tell some directions a million times as well
+        as others.
         """
 
-        def loss(entries: Tensor) -> Tensor:
-            return self.loss(row.index_copy(0, places, entries)[None])[0]
-
-        values, vectors = torch.linalg.eigh(
-            torch.autograd.functional.hessian(loss, row[places].clone())
-        )
+        with torch.enable_grad():
+            entries = row[places].clone().requires_grad_()
+            loss = self.loss(row.index_copy(0, places, entries)[None])[0]
+            (slope,) = torch.autograd.grad(loss, entries, create_graph=True)
+        hessian = [torch.autograd.grad(each, entries, retain_graph=True)[0] for each in slope]
+        values, vectors = torch.linalg.eigh(torch.stack(hessian))
         values = values.abs()
-        return vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
+        width: Tensor = vectors / values.clamp_min(1e-12 * float(values.max()) + 1e-300).sqrt()
+        return width
 
     def mean(self, maxima: Sequence[Tensor], samples: int, rng: torch.Generator) -> Tensor:
-        """(d + 1,) of the row as its client uses it, scaled; from `samples` draws of each part.
+        """Estimates the mean (d + 1,) of the scaled row, from `samples` draws of each part.
 
         `maxima` are (d + 1,) rows, the likeliest first; if no draw is within the ranges, that is
         returned.
@@ -86,13 +89,13 @@ class Posterior:
         return weights.softmax(0) @ self.prior.scaled(rows)
 
     def _expected(self, places: Tensor, target: float | None) -> _Part:
-        """The prior of the entries `places`, given the others and the class."""
+        """Conditions the prior of the entries `places` on the others and the class."""
         center = self.prior.mean.clone()
         if target is not None:
             center[-1] = target
         own = self.prior.precision[places][:, places]
-        away = center - self.prior.mean
-        center[places] -= torch.linalg.solve(own, self.prior.precision[places] @ away)
+        deviation = center - self.prior.mean
+        center[places] -= torch.linalg.solve(own, self.prior.precision[places] @ deviation)
         covariance = torch.linalg.inv(own)
         spread = torch.linalg.cholesky((covariance + covariance.T) / 2)
         return _Part(center=center, spread=spread, target=target)
@@ -108,15 +111,17 @@ class _Part:
     target: float | None
 
     def draw(self, places: Tensor, samples: int, rng: torch.Generator) -> Tensor:
-        """(samples, d + 1) rows."""
+        """Draws (samples, d + 1) rows."""
         steps = torch.randn(samples, len(places), generator=rng, dtype=torch.float64)
         rows = self.center.repeat(samples, 1)
         rows[:, places] += steps @ self.spread.T
         return rows
 
     def log_density(self, rows: Tensor, places: Tensor) -> Tensor:
-        """Of each of (n, d + 1) rows, up to a constant that all parts share; -inf elsewhere."""
-        away = (rows - self.center)[:, places]
-        steps = torch.linalg.solve(self.spread, away.T)
-        found = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
-        return found if self.target is None else found.where(rows[:, -1] == self.target, -math.inf)
+        """Evaluates (n, d + 1) rows, up to a constant that all parts share; -inf elsewhere."""
+        deviation = (rows - self.center)[:, places]
+        steps = torch.linalg.solve(self.spread, deviation.T)
+        density: Tensor = -steps.square().sum(0) / 2 - torch.linalg.slogdet(self.spread).logabsdet
+        return (
+            density if self.target is None else density.where(rows[:, -1] == self.target, -math.inf)
+        )

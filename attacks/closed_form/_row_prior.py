@@ -34,18 +34,19 @@ class Prior:
     """What the target can be, if it is of two classes."""
 
     def log_density(self, rows: Tensor) -> Tensor:
-        """Of (k, d + 1) rows, up to a constant: (k,)."""
-        away = rows - self.mean
-        return -((away @ self.precision) * away).sum(1) / 2
+        """Evaluates (k, d + 1) rows, up to a constant: (k,)."""
+        deviation = rows - self.mean
+        return -((deviation @ self.precision) * deviation).sum(1) / 2
 
     def scaled(self, rows: Tensor) -> Tensor:
-        """Rows as clients use them: longer ones are scaled down to the bound."""
+        """Scales rows as clients do: longer ones down to the bound."""
         norm = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        return rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
+        scaled: Tensor = rows * (self.row_norm / norm.clamp_min(1e-300)).clamp(max=1)
+        return scaled
 
 
 def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
-    """Of the target; from the other rows if `learned`, else only what is public."""
+    """Builds the target's prior: from the other rows if `learned`, else from what is public."""
     size = len(spec.names)
     low, high = -torch.ones(size, dtype=torch.float64), torch.ones(size, dtype=torch.float64)
     rows = torch.zeros(0, size, dtype=torch.float64)
@@ -57,9 +58,9 @@ def prior(spec: ReleaseSpec, knowledge: Knowledge, learned: bool) -> Prior:
     mean = rows.sum(0) / (len(rows) + 1)
     if spec.intercept:
         mean[-2] = 1
-    away = rows - mean
+    deviation = rows - mean
     spread = _UNIFORM_VARIANCE * torch.eye(size, dtype=torch.float64)
-    covariance = (away.T @ away + size * spread) / (len(rows) + size)
+    covariance = (deviation.T @ deviation + size * spread) / (len(rows) + size)
     return Prior(
         mean=mean,
         precision=torch.linalg.inv(covariance),

@@ -7,13 +7,13 @@ from torch import Tensor
 
 
 def pack(symmetric: Tensor) -> Tensor:
-    """(n, k, k) -> (n, k (k + 1) / 2), an isometry."""
+    """Packs (n, k, k) into (n, k (k + 1) / 2), an isometry."""
     row, column = torch.triu_indices(*symmetric.shape[1:], device=symmetric.device)
     return symmetric[:, row, column] * _weights(row, column, symmetric)
 
 
 def unpack(packed: Tensor, size: int) -> Tensor:
-    """(n, k (k + 1) / 2) -> (n, k, k) for a k of `size`: the inverse of `pack`."""
+    """Unpacks (n, k (k + 1) / 2) into (n, k, k) for a k of `size`: the inverse of `pack`."""
     row, column = torch.triu_indices(size, size, device=packed.device)
     symmetric = packed.new_zeros(len(packed), size, size)
     entries = packed / _weights(row, column, packed)

@@ -32,26 +32,30 @@ from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Payload, Reconstruction
 from fedsim_attacks.closed_form._kernel_posterior import KernelPosterior
-from fedsim_attacks.closed_form._kernel_release import KERNELS, match, others, read
-from fedsim_attacks.closed_form._release_law import KNOWN, Law, law
+from fedsim_attacks.closed_form._kernel_release import KERNELS, known_rows, match_rows, read_model
+from fedsim_attacks.closed_form._release_likelihood import (
+    KNOWN,
+    ReleaseLikelihood,
+    release_likelihood,
+)
 from fedsim_attacks.closed_form._row_posterior import Posterior
 from fedsim_attacks.closed_form._row_prior import Prior, prior
 
 
 @dataclass(kw_only=True)
-class Searched(AttackState):
-    """The best rows so far, and where to search next."""
+class Search(AttackState):
+    """The best rows so far, and the starts of further searches."""
 
     posterior: Posterior | KernelPosterior
     starts: list[Tensor]
     """(d + 1,) each, rows before they are scaled to the bound."""
-    found: list[tuple[Tensor, Tensor]]
+    candidates: list[tuple[Tensor, Tensor]]
     """(loss, row), the best first."""
     rng: torch.Generator
 
 
 @final
-class RowReconstruction(Attack[Searched]):
+class RowReconstruction(Attack[Search]):
     """Estimates the missing row from the release and all other rows: the mean of its posterior."""
 
     paper: ClassVar[str] = (
@@ -72,45 +76,44 @@ class RowReconstruction(Attack[Searched]):
     """Draws of each part of the posterior for its mean; 0: its maximum is returned instead, of a
     kernel regression the released row itself."""
     alpha: bool = True
-    """Of a kernel regression, whether what its coefficients α̃ tell is used, too."""
+    """Of a kernel regression, whether its coefficients α̃ are used, too."""
 
-    def init(
-        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Searched:
-        """The likeliest of the closed-form estimates."""
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
+        """Chooses the likeliest of the closed-form estimates as starts."""
         if observation.payload in KERNELS:
-            return self._left_over(observation, knowledge, rng)
-        known = law(observation, knowledge)
+            return self._unmatched(observation, knowledge, rng)
+        known = release_likelihood(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")
-        posterior = Posterior(law=known, prior=expected)
-        starts = [_within(row, expected) for row in (expected.mean, *_estimates(known, expected))]
+        posterior = Posterior(likelihood=known, prior=expected)
+        starts = [_clamped(row, expected) for row in (expected.mean, *_estimates(known, expected))]
         starts = [other for row in starts for other in _with_targets(row, expected)]
         losses = posterior.loss(torch.stack(starts))
         starts = [starts[i] for i in losses.argsort()[: self.starts].tolist()]
-        return Searched(
+        return Search(
             posterior=posterior,
             starts=starts,
-            found=[(losses.min(), starts[0])],
+            candidates=[(losses.min(), starts[0])],
             rng=rng,
             loss=losses.min(),
         )
 
-    def step(self, state: Searched) -> Searched:
-        """Search from the next start."""
+    def step(self, state: Search) -> Search:
+        """Searches from the next start."""
         assert isinstance(state.posterior, Posterior)
         row = self._search(state.posterior, state.starts[state.iteration])
         loss = state.posterior.loss(row[None])[0]
-        found = sorted([*state.found, (loss, row)], key=lambda entry: float(entry[0]))
-        return replace(state, found=found, loss=found[0][0], iteration=state.iteration + 1)
+        candidates = sorted([*state.candidates, (loss, row)], key=lambda entry: float(entry[0]))
+        return replace(
+            state, candidates=candidates, loss=candidates[0][0], iteration=state.iteration + 1
+        )
 
-    def terminate(self, state: Searched) -> bool:
-        """After every start."""
+    def terminate(self, state: Search) -> bool:
+        """Says whether all starts have been searched from."""
         return state.iteration >= len(state.starts)
 
-    def postprocess(self, state: Searched) -> Reconstruction:
-        """The row as its client used it. The loss is the negative log of the posterior density at
-        its maximum."""
-        posterior, maxima = state.posterior, [row for _, row in state.found]
+    def postprocess(self, state: Search) -> Reconstruction:
+        """Returns the scaled row. The loss is the least negative log posterior density."""
+        posterior, maxima = state.posterior, [row for _, row in state.candidates]
         row = posterior.scaled(maxima[0][None])
         if self.samples:
             row = posterior.mean(maxima, self.samples, state.rng)[None]
@@ -119,41 +122,41 @@ class RowReconstruction(Attack[Searched]):
         )
 
     def total(self) -> int:
-        """Starts."""
+        """Counts the starts."""
         return self.starts
 
-    def _left_over(
+    def _unmatched(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Searched:
-        """The released row that is none of the known ones, of which nothing is left to search."""
-        known = others(knowledge)
-        model = read(observation, known)
+    ) -> Search:
+        """Matches released rows with the known ones; of the last one nothing is searched."""
+        known = known_rows(knowledge)
+        model = read_model(observation, known)
         posterior = KernelPosterior(
-            matched=match(model, known, self.alpha),
+            matched=match_rows(model, known, self.alpha),
             others=known,
             learned=self.prior == "others",
             alpha=self.alpha,
         )
-        row, loss = posterior.seen(), posterior.loss()
-        return Searched(posterior=posterior, starts=[], found=[(loss, row)], rng=rng, loss=loss)
+        row, loss = posterior.released(), posterior.loss()
+        return Search(posterior=posterior, starts=[], candidates=[(loss, row)], rng=rng, loss=loss)
 
     def _search(self, posterior: Posterior, start: Tensor) -> Tensor:
-        """The nearest maximum of the posterior within the ranges, at the start's class.
+        """Searches the nearest maximum of the posterior within the ranges, at the start's class.
 
         Entries that leave their range are set to its end, and the others searched again.
         """
         row, free = start, posterior.free
         while bool(free.any()):
-            found = self._climb(posterior, row, free.nonzero().flatten())
-            row = found.clamp(posterior.prior.low, posterior.prior.high)
-            left = (found != row) & free
-            if not bool(left.any()):
+            maximum = self._maximize(posterior, row, free.nonzero().flatten())
+            row = maximum.clamp(posterior.prior.low, posterior.prior.high)
+            outside = (maximum != row) & free
+            if not bool(outside.any()):
                 break
-            free &= ~left
+            free &= ~outside
         return row
 
-    def _climb(self, posterior: Posterior, start: Tensor, places: Tensor) -> Tensor:
-        """`start` with its entries `places` where the posterior is at a maximum."""
+    def _maximize(self, posterior: Posterior, start: Tensor, places: Tensor) -> Tensor:
+        """Maximizes the posterior over the entries `places` of `start`."""
         from scipy.optimize import minimize
 
         basis = posterior.width(start, places)
@@ -169,15 +172,15 @@ class RowReconstruction(Attack[Searched]):
 
         options = {"maxiter": self.iterations}
         origin = np.zeros(len(places))
-        found = minimize(value, origin, jac=True, method="L-BFGS-B", options=options)
-        return at(torch.from_numpy(found.x))
+        result = minimize(value, origin, jac=True, method="L-BFGS-B", options=options)
+        return at(torch.from_numpy(result.x))
 
 
-def _estimates(known: Law, expected: Prior) -> Iterator[Tensor]:
-    """Rows that the release alone points to, of either sign or of several scales."""
+def _estimates(known: ReleaseLikelihood, expected: Prior) -> Iterator[Tensor]:
+    """Yields rows that the release alone suggests, of either sign or of several scales."""
     if known.kind == "sketch":
         factor = torch.linalg.cholesky(known.gram)
-        white = torch.linalg.solve_triangular(factor, known.seen, upper=False)
+        white = torch.linalg.solve_triangular(factor, known.observed, upper=False)
         values, vectors = torch.linalg.eigh(white @ white.T / known.columns)
         excess = (values[-1] - 1).clamp_min(0).sqrt() / known.scale
         row = factor @ vectors[:, -1] * excess
@@ -185,7 +188,7 @@ def _estimates(known: Law, expected: Prior) -> Iterator[Tensor]:
         if expected.low[-2] == 1:  # the constant feature tells the sign and the scale
             yield row / row[-2]
         return
-    coefficients = known.seen / known.scale
+    coefficients = known.observed / known.scale
     direction = known.gram[:-1, :-1] @ coefficients - known.gram[:-1, -1]
     if not bool(direction.any()):
         return
@@ -195,7 +198,7 @@ def _estimates(known: Law, expected: Prior) -> Iterator[Tensor]:
 
 
 def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list[Tensor]:
-    """What t - f'x may be, given that f is `direction` over it.
+    """Lists what t - f'x may be, given that f is `direction` over it.
 
     The constant feature tells. Without one, it is at least what keeps f within its ranges; a target
     of two classes leaves the roots of ρ² - t ρ + direction'x = 0.
@@ -203,22 +206,22 @@ def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list
     if expected.low[-2] == 1:
         return [direction[-1]]
     least = direction.abs().max()
-    found = [sign * factor * least for sign in (-1, 1) for factor in (1.0, 1.5, 2.5, 5.0)]
+    residuals = [sign * factor * least for sign in (-1, 1) for factor in (1.0, 1.5, 2.5, 5.0)]
     product = direction @ coefficients
     for target in expected.targets:
         square = target**2 - 4 * product
         if square >= 0:
-            found += [(target + sign * square.sqrt()) / 2 for sign in (-1, 1)]
-    return [residual for residual in found if residual != 0]
+            residuals += [(target + sign * square.sqrt()) / 2 for sign in (-1, 1)]
+    return [residual for residual in residuals if residual != 0]
 
 
-def _within(row: Tensor, expected: Prior) -> Tensor:
-    """A row before it is scaled to the bound, each entry in its range."""
+def _clamped(row: Tensor, expected: Prior) -> Tensor:
+    """Clamps each entry of a row to its range."""
     return row.nan_to_num().clamp(expected.low, expected.high)
 
 
 def _with_targets(row: Tensor, expected: Prior) -> list[Tensor]:
-    """The row with each class as its target; itself if the target is a quantity."""
+    """Lists the row with each class as its target; itself if the target is a quantity."""
     if not expected.targets:
         return [row]
     return [torch.cat([row[:-1], row.new_tensor([target])]) for target in expected.targets]

@@ -1,8 +1,8 @@
 """Batch and group normalization with a second derivative in closed form.
 
-Notation: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics (batch norm: a
-channel; group norm: the channels of one image that belong together), y = γ x̂ + β with γ and β per
-channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and g = γ gy:
+Notation: x̂ = (x - μ) r with r = 1/σ over a *group* of elements that share statistics (batch norm:
+a channel; group norm: the channels of one image that belong together), y = γ x̂ + β with γ and β
+per channel; m is the mean over a group, Σ the sum over a channel. For gy = ∂L/∂y and g = γ gy:
 
     gx = r (g - m(g) - x̂ m(g x̂))        gγ = Σ gy x̂        gβ = Σ gy
 
@@ -63,7 +63,7 @@ class _Layer(NamedTuple):
         """Sums over groups, at each of their channels, from local sums (..., C, 1, 1)."""
         if self.groups is None:
             return local
-        parts = local.unflatten(-3, (self.groups, -1))
+        parts = torch.unflatten(local, -3, (self.groups, -1))
         return parts.sum(-3, keepdim=True).expand_as(parts).flatten(-4, -3)
 
     def spread(self, statistic: Tensor, channels: int) -> Tensor:
@@ -88,6 +88,7 @@ class _Normalization(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
+        y: Tensor
         if layer.groups is None:
             fixed = layer.fixed or (None, None)
             y, mean, r = _aten.native_batch_norm(
@@ -102,7 +103,7 @@ class _Normalization(torch.autograd.Function):
             )
         ctx.save_for_backward(x, gamma, beta, mean, r)
         ctx.layer = layer
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor | None, ...]:

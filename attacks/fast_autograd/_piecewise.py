@@ -24,14 +24,18 @@ def relu(x: Tensor) -> Tensor:
 def max_pool(module: nn.MaxPool2d, x: Tensor) -> Tensor:
     """`module(x)` for x (N, C, H, W) and a module that returns no indices."""
     pool = _Pool(
-        *(
-            [size, size] if isinstance(size, int) else list(size)
-            for size in (module.kernel_size, module.stride, module.padding, module.dilation)
-        ),
-        module.ceil_mode,
+        kernel=_sides(module.kernel_size),
+        stride=_sides(module.stride),
+        padding=_sides(module.padding),
+        dilation=_sides(module.dilation),
+        ceil=module.ceil_mode,
     )
     y: Tensor = _MaxPool.apply(x, pool)
     return y
+
+
+def _sides(size: int | tuple[int, ...]) -> list[int]:
+    return [size, size] if isinstance(size, int) else list(size)
 
 
 class _Pool(NamedTuple):

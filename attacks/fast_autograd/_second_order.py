@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from fedsim_attacks.fast_autograd._convolution import Algorithm, Direct, Geometry, Patches, Problem
+from fedsim_attacks.fast_autograd._forward import replace_forward
 from fedsim_attacks.fast_autograd._normalization import batch_norm, group_norm
 from fedsim_attacks.fast_autograd._piecewise import max_pool, relu
 from fedsim_attacks.fast_autograd._pruned import is_wanted, is_wanted_of_input
@@ -41,15 +42,15 @@ def accelerate(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             if geometry := Geometry.of(module):
-                module.forward = _Layer(module, geometry)  # type: ignore[method-assign]
+                replace_forward(module, _Layer(module, geometry))
         elif isinstance(module, nn.BatchNorm2d) and module.affine:
-            module.forward = partial(batch_norm, module)  # type: ignore[method-assign]
+            replace_forward(module, partial(batch_norm, module))
         elif isinstance(module, nn.GroupNorm) and module.affine:
-            module.forward = partial(group_norm, module)  # type: ignore[method-assign]
+            replace_forward(module, partial(group_norm, module))
         elif isinstance(module, nn.ReLU):
-            module.forward = relu  # type: ignore[method-assign]
+            replace_forward(module, relu)
         elif isinstance(module, nn.MaxPool2d) and not module.return_indices:
-            module.forward = partial(max_pool, module)  # type: ignore[method-assign]
+            replace_forward(module, partial(max_pool, module))
 
 
 def drop_dead_weights(
@@ -76,14 +77,14 @@ def drop_dead_weights(
         model.eval()(torch.zeros(1, *input_shape, dtype=like.dtype, device=like.device))
     for hook in hooks:
         hook.remove()
-    windows = {}
+    windows: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d) and len(shapes.get(module, ())) == 1:
             geometry, (size,) = Geometry.of(module), shapes[module]
             found = geometry and geometry.live_window(size, module.weight.shape[2:])
             if found:
                 less, rows, columns = found
-                module.forward = _Layer(module, less)  # type: ignore[method-assign]
+                replace_forward(module, _Layer(module, less))
                 windows[f"{name}.weight"] = (slice(None), slice(None), rows, columns)
     return windows
 

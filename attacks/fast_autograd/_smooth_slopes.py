@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedsim_attacks.fast_autograd._forward import replace_forward
+
 
 def smooth(model: nn.Module, width: float | Tensor) -> None:
     """Give the ReLUs and max pools of `model` smooth second derivatives of that `width`.
@@ -31,9 +33,9 @@ def smooth(model: nn.Module, width: float | Tensor) -> None:
     """
     for module in model.modules():
         if isinstance(module, nn.ReLU):
-            module.forward = partial(relu, width=width)  # type: ignore[method-assign]
+            replace_forward(module, partial(relu, width=width))
         elif isinstance(module, nn.MaxPool2d) and _plain(module):
-            module.forward = partial(max_pool, module, width=width)  # type: ignore[method-assign]
+            replace_forward(module, partial(max_pool, module, width=width))
 
 
 def relu(x: Tensor, *, width: float | Tensor) -> Tensor:

@@ -16,6 +16,9 @@ import math
 import torch
 from torch import Tensor
 
+from fedsim.models.base import normalize
+from fedsim.types import ModelSpec
+
 _VALID = 0.999
 """Share of the pixels that are to be valid: a few of a reconstruction are off."""
 
@@ -25,11 +28,18 @@ _INFORMED = 3.0
 1 is nearer on batches of 4 and 8, by 0.1 dB, and costs where images come out better, as of 2."""
 
 
-def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """(N, 1, 1, 1): what makes each of the normalized `images` (N, C, H, W) fill the `box`.
+def valid_range(spec: ModelSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Normalizes the pixels 0 and 1: (C, 1, 1) each, of the type and device of `like`."""
+    ends = torch.tensor([0.0, 1.0], dtype=like.dtype, device=like.device).view(2, 1, 1, 1)
+    low, high = normalize(ends.expand(2, spec.input_shape[0], 1, 1), spec)
+    return low, high
 
-    `box` is the normalized images of the pixels 0 and 1, of opposite signs; of its `contrast`, in
-    [0, 1], so much is left.
+
+def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
+    """Computes factors (N, 1, 1, 1) that make normalized `images` (N, C, H, W) fill the `box`.
+
+    `box` has the normalized images of the pixels 0 and 1, of opposite signs. The factors are
+    multiplied by `contrast`, in [0, 1].
     """
     low, high = box
     share = torch.maximum(images / low, images / high).flatten(1).quantile(_VALID, dim=1)
@@ -37,14 +47,14 @@ def exposing(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) 
 
 
 def exposed(images: Tensor, box: tuple[Tensor, Tensor], contrast: float = 1.0) -> Tensor:
-    """Normalized `images` (N, C, H, W), each multiplied by what makes it fill the `box`."""
+    """Multiplies normalized `images` (N, C, H, W) by the factors that make them fill `box`."""
     return exposing(images, box, contrast) * images
 
 
 def trusted(noise: float) -> float:
-    """The contrast, in [0, 1], of images whose first stage's gradient has that share of noise.
+    """Computes the contrast to show, in [0, 1], at a share of noise in the first stage's gradient.
 
-    What has correlation c with the truth is nearest to it with c of its contrast.
+    An estimate of correlation c with the truth is nearest to it with c of its contrast.
     """
     clear = _INFORMED * max(0.0, 1 - noise)
     return math.sqrt(clear / (noise + clear))

@@ -26,11 +26,11 @@ class Features(NamedTuple):
     values: Tensor
     measure: Literal["squared_cosine", "relative"]
 
-    def misfit(self, found: Tensor) -> Tensor:
-        """Mean over the images: 1 - cos², or |x - f|² / |f|²."""
+    def misfit(self, features: Tensor) -> Tensor:
+        """Computes the mean over the images of 1 - cos², or of |x - f|² / |f|²."""
         if self.measure == "squared_cosine":
-            return (1 - F.cosine_similarity(found, self.values).square()).mean()
-        away = (found - self.values).square().sum(1)
+            return (1 - F.cosine_similarity(features, self.values).square()).mean()
+        away = (features - self.values).square().sum(1)
         return (away / self.values.square().sum(1)).mean()
 
 
@@ -47,7 +47,7 @@ class ForwardPrior:
         feature_weight: float = 1.0,
         batch_norm: float = 0.0,
     ) -> None:
-        """Without features, and without statistics that `knowledge` grants, it is zero."""
+        """Reads the granted statistics; the prior is zero without them and without features."""
         self._features, self._feature_weight = features, feature_weight
         self._statistics = _statistics(observation, knowledge) if batch_norm else {}
         self._batch_norm = batch_norm
@@ -58,22 +58,24 @@ class ForwardPrior:
         parameters = {n: t.detach() for n, t in observation.parameters.items()}
         buffers = {n: t.clone() for n, t in observation.buffers.items()}
         forward = features_function(model, buffers, observation.training)
-        self._forward = lambda images: forward(parameters, images)
+        self._forward: Callable[[Tensor], Tensor] = lambda images: forward(parameters, images)
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Value (0-d) and slope (N, C, H, W) at normalized `images`."""
+        """Computes value (0-d) and slope (N, C, H, W) at normalized `images`."""
         if self._features is None and not self._statistics:
             return images.new_zeros(()), torch.zeros_like(images)
         with torch.enable_grad():
             variable = images.detach().clone().requires_grad_()
-            found = self._forward(variable)
+            features = self._forward(variable)
             value = variable.new_zeros(())
             if self._features is not None:
-                value = value + self._feature_weight * self._features.misfit(found)
+                value = value + self._feature_weight * self._features.misfit(features)
             for name, (mean, variance) in self._statistics.items():
-                seen = self._inputs[name]
-                gap = torch.linalg.vector_norm(seen.mean((0, 2, 3)) - mean)
-                gap = gap + torch.linalg.vector_norm(seen.var((0, 2, 3), unbiased=False) - variance)
+                layer_input = self._inputs[name]
+                gap = torch.linalg.vector_norm(layer_input.mean((0, 2, 3)) - mean)
+                gap = gap + torch.linalg.vector_norm(
+                    layer_input.var((0, 2, 3), unbiased=False) - variance
+                )
                 value = value + self._batch_norm * gap
         (slope,) = torch.autograd.grad(value, variable)
         return value.detach(), slope
@@ -86,14 +88,14 @@ class ForwardPrior:
 
 
 def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tuple[Tensor, Tensor]]:
-    """Batch-norm layer -> (mean, variance) of its input, as far as `knowledge` grants them."""
+    """Reads batch-norm layer -> (mean, variance) of its input, as far as `knowledge` grants it."""
     layers = {
         n: m for n, m in rebuild(observation).named_modules() if isinstance(m, nn.BatchNorm2d)
     }
     if knowledge.grant.bn == "exact" and knowledge.exact_bn is not None:
         exact = knowledge.exact_bn
         return {name: (exact[f"{name}.mean"], exact[f"{name}.var"]) for name in layers}
-    found = {}
+    statistics = {}
     for name, layer in layers.items():
         keys = f"{name}.running_mean", f"{name}.running_var"
         before = [observation.buffers[key] for key in keys if key in observation.buffers]
@@ -104,7 +106,7 @@ def _statistics(observation: Observation, knowledge: Knowledge) -> dict[str, tup
             # new = (1 - m) old + m batch, its variance unbiased: of many positions, nearly the same
             m = layer.momentum
             mean, variance = ((b - (1 - m) * a) / m for a, b in zip(before, after, strict=True))
-            found[name] = mean, variance.clamp_min(0)
+            statistics[name] = mean, variance.clamp_min(0)
         elif knowledge.grant.bn in ("running", "inferred") and len(before) == 2:
-            found[name] = before[0], before[1]
-    return found
+            statistics[name] = before[0], before[1]
+    return statistics

@@ -33,7 +33,7 @@ class Generator(nn.Module):
     """Codes (N, latent) -> pixels (N, C, H, W) in (0, 1). Of a code only the direction counts."""
 
     def __init__(self, shape: tuple[int, int, int], latent: int, width: int) -> None:
-        """`width` channels everywhere. Weights are drawn from torch's global stream."""
+        """Makes layers of `width` channels. Weights are drawn from torch's global stream."""
         super().__init__()
         self.shape, self.latent, self.width = shape, latent, width
         channels, height, columns = shape
@@ -49,14 +49,14 @@ class Generator(nn.Module):
         self.rest = nn.Sequential(*parts, nn.Conv2d(width, channels, 1), nn.Sigmoid())
 
     def forward(self, codes: Tensor) -> Tensor:
-        """See the class."""
+        """Draws images from codes, as the class says."""
         codes = codes * codes.square().mean(1, keepdim=True).rsqrt()
         pixels: Tensor = self.rest(self.first(codes).unflatten(1, self._base))
         return pixels
 
 
 def over_parameterized(count: int, shape: tuple[int, int, int]) -> Generator:
-    """With more than four weights for each of the positions of `count` images (Zhang et al.)."""
+    """Makes a generator of more than four weights for each position of `count` images."""
     width = _LEAST_WIDTH
     while True:
         generator = Generator(shape, LATENT, width)
@@ -78,7 +78,7 @@ class _Header(BaseModel):
 
 
 def pack_generator(generator: Generator, public: str) -> bytes:
-    """`generator` as a safetensors file that says that it was trained on `public`."""
+    """Packs `generator` into a safetensors file that says that it was trained on `public`."""
     header = _Header(
         shape=generator.shape, latent=generator.latent, width=generator.width, public=public
     )
@@ -87,7 +87,7 @@ def pack_generator(generator: Generator, public: str) -> bytes:
 
 
 def read_generator(path: Path, shape: tuple[int, int, int], public: str) -> Generator:
-    """The generator in `path`, which has to draw images of `shape` and to know only `public`.
+    """Reads the generator in `path`, which has to draw images of `shape` and to know only `public`.
 
     Raises:
         FedsimError: it is missing, damaged, no generator, or another one.

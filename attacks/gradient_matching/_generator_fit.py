@@ -28,7 +28,7 @@ def fit_generator(
     seed: int,
     told: Callable[[int, Tensor], None] = lambda iteration, loss: None,
 ) -> Generator:
-    """A generator of `width` channels that draws `images`, pixels (M, C, H, W) in [0, 1].
+    """Fits a generator of `width` channels to `images`, pixels (M, C, H, W) in [0, 1].
 
     After each iteration `told` gets its number, from 1, and the mean squared error of its batch
     (0-d). Same arguments, same weights.
@@ -49,7 +49,7 @@ def fit_generator(
         chosen = torch.randperm(len(images), generator=stream)[:_BATCH]
         loss = F.mse_loss(generator(codes[chosen]), images[chosen])
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         optimizer.step()
         schedule.step()
         told(iteration, loss.detach())

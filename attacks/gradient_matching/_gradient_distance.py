@@ -10,15 +10,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Matched,
-    Matching,
-    squared_distance,
-)
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import squared_distance
+from fedsim_attacks.gradient_matching._matching import Matched, Matching
 
 _CHUNK = 20
 
@@ -33,7 +31,7 @@ class Descent(AttackState):
     converged: bool = False
 
 
-class GradientDistance(Attack[Descent]):
+class GradientDistance(IterativeAttack[Descent]):
     """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
 
     iterations: Annotated[int, Field(ge=1)] = 300
@@ -47,10 +45,10 @@ class GradientDistance(Attack[Descent]):
 
     @abstractmethod
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """(N,) int64; None to optimize soft labels with the images."""
+        """Chooses labels (N,) int64; None to optimize soft labels with the images."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Images (and logits of soft labels) from N(0, 1).
+        """Draws images from N(0, `initial_std`²), and logits of soft labels from N(0, 1).
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -71,7 +69,7 @@ class GradientDistance(Attack[Descent]):
         return Descent(loss=loss, matching=matching, candidate=candidate, optimizer=optimizer)
 
     def step(self, state: Descent) -> Descent:
-        """A few iterations."""
+        """Runs a few iterations."""
 
         def closure() -> Tensor:
             loss, gradients = state.matching.differentiate(state.candidate, squared_distance)
@@ -90,11 +88,11 @@ class GradientDistance(Attack[Descent]):
         return state
 
     def terminate(self, state: Descent) -> bool:
-        """After `iterations`, or where no step improves the objective."""
+        """Says whether `iterations` are over, or no step improves the objective."""
         return state.converged or state.iteration >= self.iterations
 
     def postprocess(self, state: Descent) -> Reconstruction:
-        """The last iterate."""
+        """Returns the last iterate."""
         loss, _ = state.matching.differentiate(state.candidate, squared_distance)
         return Reconstruction(
             images=state.matching.pixels(state.candidate.images),
@@ -102,7 +100,3 @@ class GradientDistance(Attack[Descent]):
             loss=float(loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations

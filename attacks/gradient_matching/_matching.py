@@ -7,8 +7,8 @@ several local steps, for one client as for the mean of many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Literal, final
 
@@ -17,94 +17,22 @@ from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.base import denormalize, normalize
+from fedsim.models.base import denormalize
 from fedsim.models.local import gradient, local_update, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
 from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._contrast import valid_range
+from fedsim_attacks.gradient_matching._distances import Distance, Target, inner_product
 from fedsim_attacks.labels.label_inference import infer_labels
-
-
-@dataclass(frozen=True)
-class Target:
-    """The observed update, in the parts that candidates can reach."""
-
-    tensors: list[Tensor]
-    square: Tensor
-    """|t|² of the whole update (0-d)."""
-    outside: Tensor
-    """|t|² of the entries that are zero in every recomputed update and left out (0-d)."""
-
 
 Matched = Literal["all", "body"]
 """Which tensors of an update are compared: `all`, or those of the `body`, which are all but the
 classifier's head (parameters not called `head.…`). A planted head has nearly all of the update's
 energy, and what images do to the rest is hardly seen in a distance over all of it."""
-
-Distance = Callable[[Sequence[Tensor], Target], tuple[Tensor, list[Tensor], Tensor]]
-"""(update, target) -> (distance (0-d), direction, scale (0-d)): the derivative of the distance in
-the update is scale * direction. Closed forms: autograd would keep a graph of them."""
-
-
-def cosine_distance(
-    update: Sequence[Tensor], target: Target
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """1 - <u, t> / (|u| |t|) over all parameters together (Geiping et al. 2020, equation 4)."""
-    product, square = _dots(update, target.tensors), _dots(update, update)
-    norms = square.sqrt() * target.square.sqrt()
-    similarity = product / norms
-    pull = -product / square
-    direction = [torch.addcmul(t, u, pull) for u, t in zip(update, target.tensors, strict=True)]
-    return 1 - similarity, direction, -1 / norms
-
-
-def squared_distance(
-    update: Sequence[Tensor], target: Target
-) -> tuple[Tensor, list[Tensor], Tensor]:
-    """|u - t|² / |t|²: equation 4 of Zhu et al. 2019 in units of the observed update."""
-    direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
-    distance = (_dots(direction, direction) + target.outside) / target.square
-    return distance, direction, 2 / target.square
-
-
-def _dots(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:
-    products = [torch.dot(_flat(x), _flat(y)) for x, y in zip(a, b, strict=True)]
-    return torch.stack(products).sum()
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    # In the order in which channels-last weights lie in memory: a view, not a copy.
-    return (tensor.permute(0, 2, 3, 1) if tensor.ndim == 4 else tensor).flatten()
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """What is optimized: normalized images, and the logits of soft labels or fixed labels."""
-
-    images: Tensor
-    """(N, C, H, W)."""
-    labels: Tensor | None
-    """(N,) int64, where they are fixed."""
-    logits: Tensor | None
-    """(N, K), where they are not."""
-
-    @property
-    def variables(self) -> list[Tensor]:
-        """The tensors to optimize."""
-        return [self.images] if self.logits is None else [self.images, self.logits]
-
-    def targets(self) -> Tensor:
-        """Labels (N,) int64 or probabilities (N, K), differentiable in the logits."""
-        if self.logits is not None:
-            return self.logits.softmax(1)
-        assert self.labels is not None
-        return self.labels
-
-    def hard_labels(self) -> Tensor:
-        """(N,) int64."""
-        return self.targets() if self.logits is None else self.logits.argmax(1)
 
 
 @final
@@ -119,7 +47,7 @@ class Matching:
         width: float = 0.0,
         tensors: Matched = "all",
     ) -> None:
-        """Prepare the observed update for comparison.
+        """Prepares the observed update for comparison.
 
         Args:
             observation: What the server saw.
@@ -154,10 +82,7 @@ class Matching:
         self._groups = observation.num_clients
         if self._training.algorithm == "fedsgd" and not _couples_batch(model, self._training):
             self._groups = 1  # the mean of the clients' gradients is that of the pooled batch's
-        bounds = torch.tensor([0.0, 1.0], dtype=dtype, device=self.device).view(2, 1, 1, 1)
-        bounds = bounds.expand(2, observation.model.input_shape[0], 1, 1)
-        low, high = normalize(bounds, observation.model)
-        self.box = low, high
+        self.box = valid_range(observation.model, self._target.square)
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
 
     @property
@@ -166,11 +91,11 @@ class Matching:
         return next(iter(self._observation.parameters.values())).device
 
     def _lay(self, tensor: Tensor) -> Tensor:
-        """A detached copy in the precision and the memory order that are used here."""
+        """Copies a tensor, detached, to the precision and the memory order that are used here."""
         return tensor.detach().to(self._dtype).clone(memory_format=layout(tensor))
 
     def _live(self, name: str, tensor: Tensor) -> Tensor:
-        """The entries of a parameter, or of its update, that meet anything but padding."""
+        """Selects the entries of a parameter, or of its update, that meet anything but padding."""
         window = self._windows.get(name)
         return self._lay(tensor if window is None else tensor[window])
 
@@ -186,12 +111,12 @@ class Matching:
             outside.append(dead.square().sum())
         return Target(
             tensors=[self._live(name, tensor) for name, tensor in update],
-            square=_dots(*[[tensor for _, tensor in update]] * 2) if update else zero,
+            square=inner_product(*[[tensor for _, tensor in update]] * 2) if update else zero,
             outside=torch.stack([zero, *outside]).sum(),
         )
 
     def candidate(self, images: Tensor, labels: Tensor | None, logits: Tensor | None) -> Candidate:
-        """A candidate that starts at normalized `images`; of labels and logits one is None."""
+        """Makes a candidate of normalized `images`; of labels and logits one is None."""
         return Candidate(
             images.detach().to(self._dtype, copy=True).requires_grad_(),
             labels,
@@ -201,7 +126,7 @@ class Matching:
     def random_candidate(
         self, labels: Tensor | None, rng: torch.Generator, std: float = 1.0
     ) -> Candidate:
-        """Images from N(0, std²); where there are no labels, logits of soft ones from N(0, 1)."""
+        """Draws images from N(0, std²) and, without labels, logits of soft ones from N(0, 1)."""
         count, model = self._observation.num_images, self._observation.model
         images = std * torch.randn(count, *model.input_shape, generator=rng).to(self.device)
         logits = None
@@ -210,7 +135,7 @@ class Matching:
         return self.candidate(images, labels, logits)
 
     def update(self, images: Tensor, labels: Tensor, *, create_graph: bool = True) -> list[Tensor]:
-        """What the clients would have sent of the compared tensors, had `images` been theirs.
+        """Computes what clients with these `images` would have sent of the compared tensors.
 
         If `create_graph`, differentiable in the normalized images and, if they are probabilities,
         in the labels. Images are those of the first client's first step, then of its second, and
@@ -228,7 +153,7 @@ class Matching:
     def differentiate(
         self, candidate: Candidate, distance: Distance
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Distance from the observed update (0-d, detached) and its gradients in the variables."""
+        """Computes the distance from the observed update (0-d), and its gradients in variables."""
         labels = candidate.labels
         if self._bound is None or self._bound[0] is not distance or self._bound[1] is not labels:
             function = partial(self._differentiate, distance, labels)
@@ -251,7 +176,7 @@ class Matching:
         return loss, *(slope.mul_(scale).contiguous() for slope in slopes)
 
     def pixels(self, images: Tensor) -> Tensor:
-        """Normalized images -> (N, C, H, W) float32 pixels in [0, 1]."""
+        """Converts normalized images to (N, C, H, W) float32 pixels in [0, 1]."""
         pixels = denormalize(images.detach(), self._observation.model).clamp(0, 1)
         return pixels.float().contiguous()
 
@@ -260,11 +185,11 @@ class Matching:
 
     def _detached(self, parameters: Tensors, images: Tensor, labels: Tensor) -> Tensors:
         # The accelerated layers know a first differentiation by the graph that it makes.
-        found = self._direction(parameters, images, labels)
-        return {name: each.detach() for name, each in found.items()}
+        update = self._direction(parameters, images, labels)
+        return {name: each.detach() for name, each in update.items()}
 
     def _batches(self, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """One batch per step, from the images of one group."""
+        """Splits the images of one group into one batch per step."""
         steps = self._training.steps
         if self._training.batches == "same":
             return [(images, labels)] * steps
@@ -272,7 +197,7 @@ class Matching:
 
 
 def granted_labels(observation: Observation, knowledge: Knowledge) -> Tensor | None:
-    """(N,) int64 labels: true or inferred as `knowledge` grants; None if neither is granted."""
+    """Returns labels (N,) int64, true or inferred as `knowledge` grants; None if it grants none."""
     if knowledge.grant.labels == "known":
         assert knowledge.true_labels is not None
         return knowledge.true_labels
@@ -286,7 +211,7 @@ def _chunks(images: Tensor, labels: Tensor, count: int) -> list[tuple[Tensor, Te
 
 
 def layout(tensor: Tensor) -> torch.memory_format:
-    """The order of memory that kernels of the tensor's device like best."""
+    """Chooses the order of memory that is fastest on the tensor's device."""
     # CPU kernels take channels-last images and weights as they are, and reorder all others.
     last = tensor.ndim == 4 and tensor.device.type == "cpu"
     return torch.channels_last if last else torch.contiguous_format

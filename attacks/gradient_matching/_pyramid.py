@@ -37,7 +37,7 @@ class Pyramid:
         self._optimizer = torch.optim.Adam([images, *self._coarse], betas=betas, fused=True)
 
     def step(self, slope: Tensor, step_size: float) -> None:
-        """One step of Adam on every level, given the objective's gradient in the images."""
+        """Takes a step of Adam on every level, given the objective's gradient in the images."""
         before = [level.clone() for level in self._coarse]
         self.images.grad = slope
         for level in self._coarse:
@@ -49,11 +49,11 @@ class Pyramid:
             self.images.add_(self._prolonged(level - old))
 
     def _prolonged(self, level: Tensor) -> Tensor:
-        """To the images' size, bilinearly."""
+        """Enlarges a level to the images' size, bilinearly."""
         return F.interpolate(level, self.images.shape[2:], mode="bilinear", align_corners=False)
 
     def _restricted(self, slope: Tensor, level: Tensor) -> Tensor:
-        """The gradient in one level: the transpose of `_prolonged`."""
+        """Computes the gradient in one level, by the transpose of `_prolonged`."""
         with torch.enable_grad():
             variable = level.detach().requires_grad_()
             (gradient,) = torch.autograd.grad(self._prolonged(variable), variable, slope)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
-    """`images` (N, C, H, W), each shifted to where it comes closest to its `target` (N, C, H, W).
+    """Shifts each of `images` (N, C, H, W) to where it is closest to its `target` (N, C, H, W).
 
     All whole shifts of up to `reach` pixels down and across are tried, and the one of least squared
     distance is taken. What a shift uncovers repeats the border. No value is read back.

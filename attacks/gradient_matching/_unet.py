@@ -28,8 +28,10 @@ class UNet(nn.Module):
     8, 4 for images of 32x32. The first has `width` channels, the others twice as many.
     """
 
+    start: Tensor
+
     def __init__(self, count: int, shape: tuple[int, int, int], features: int, width: int) -> None:
-        """Weights and input are drawn from torch's global stream."""
+        """Draws weights and input from torch's global stream."""
         super().__init__()
         channels, height, columns = shape
         levels = resolutions(height, columns)
@@ -51,7 +53,7 @@ class UNet(nn.Module):
         )
 
     def forward(self, features: Tensor | None) -> Tensor:
-        """(N, C, H, W), each entry in (0, 1); `features` (N, d), as long as they are many."""
+        """Draws (N, C, H, W), each entry in (0, 1); `features` (N, d), as long as they are many."""
         x, skips = self.start, []
         for level, blocks in enumerate(self.down):
             x = blocks(x, features)
@@ -66,7 +68,7 @@ class UNet(nn.Module):
 
 
 def resolutions(height: int, width: int) -> int:
-    """How many: each halves the one before, for as long as both sizes are even and stay at 4."""
+    """Counts the resolutions: each halves the one before, while both sizes are even and >= 4."""
     levels = 1
     while _halves(height, levels) and _halves(width, levels):
         levels += 1

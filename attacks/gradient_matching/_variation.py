@@ -18,7 +18,7 @@ _COLOR = 3.0
 
 
 def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean absolute difference of vertical plus of horizontal neighbours, and its gradient."""
+    """Computes the mean absolute difference of neighbours, down plus across, and its gradient."""
     slope = torch.zeros_like(images)
     for difference, later, earlier in (
         (images[:, :, 1:] - images[:, :, :-1], slope[:, :, 1:], slope[:, :, :-1]),
@@ -32,7 +32,7 @@ def total_variation(images: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def chromatic_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean absolute difference of neighbours, in brightness and three times that in color.
+    """Computes the mean absolute difference of neighbours, three times as much in color.
 
     Of `images` (N, 3, H, W), with its gradient in them; of any other number of channels
     `total_variation`.
@@ -52,7 +52,7 @@ _TINY = 1e-8
 
 
 def opponent_variation(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean length of the step to the next pixel, over channels and their differences.
+    """Computes the mean length of the step to the next pixel, over channels and their differences.
 
     Of each pixel of each map sqrt(vertical² + horizontal²), where the maps are the channels of
     `images` (N, C, H, W) and the differences of any two of them (double opponents: red - green,

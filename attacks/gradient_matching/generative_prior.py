@@ -18,24 +18,22 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.system.paths import from_home
 from fedsim.types import ModelSpec, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import cosine_distance
 from fedsim_attacks.gradient_matching._generator import (
     Generator,
     over_parameterized,
     read_generator,
 )
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Matched,
-    Matching,
-    cosine_distance,
-    granted_labels,
-)
-from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
+from fedsim_attacks.gradient_matching._schedules import decayed
+from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 
 _LATENT_SHARE = 11
 """One iteration in so many searches the latent space: 500 of 5,500 in the code of Jeon et al."""
@@ -59,14 +57,14 @@ class Search(AttackState):
     best_loss: Tensor
 
     def draw(self) -> Tensor:
-        """The images (N, C, H, W), normalized; differentiable in what is optimized."""
+        """Draws normalized images (N, C, H, W), differentiable in what is optimized."""
         shares = self.codes.chunk(len(self.generators))
         drawn = [draw(codes) for draw, codes in zip(self.generators, shares, strict=True)]
         return normalize(torch.cat(drawn), self.spec)
 
 
 @final
-class GenerativePrior(Attack[Search]):
+class GenerativePrior(IterativeAttack[Search]):
     """Matches the update's direction by what a generator draws: trained elsewhere, or untrained.
 
     Two methods: without `weights` it is not that of Jeon et al. With `weights` (GIAS) codes are
@@ -114,7 +112,7 @@ class GenerativePrior(Attack[Search]):
         return self
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
-        """Random codes; the generator from its file, or of random weights.
+        """Draws random codes; reads the generator from its file, or draws its weights.
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -151,9 +149,9 @@ class GenerativePrior(Attack[Search]):
         )
 
     def step(self, state: Search) -> Search:
-        """One step of Adam, in the codes or in the weights."""
+        """Takes a step of Adam, in the codes or in the weights."""
         if state.iteration == self._searching_codes():
-            self._turn_to_weights(state)
+            self._start_weights(state)
         with torch.enable_grad():
             drawn = state.draw()
         images = drawn.detach()
@@ -166,7 +164,7 @@ class GenerativePrior(Attack[Search]):
         state.best = torch.where(better, images, state.best)
         state.best_codes = torch.where(better, state.codes.detach(), state.best_codes)
         state.optimizer.zero_grad()
-        drawn.backward(slope)  # type: ignore[no-untyped-call]
+        torch.autograd.backward(drawn, slope)
         if self.weights is None and not state.codes.requires_grad:
             for weight in state.generators[0].parameters():
                 assert weight.grad is not None
@@ -176,12 +174,8 @@ class GenerativePrior(Attack[Search]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Search) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Search) -> Reconstruction:
-        """The iterate of least own loss."""
+        """Returns the iterate of least own loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
@@ -189,16 +183,12 @@ class GenerativePrior(Attack[Search]):
             iterations=state.iteration,
         )
 
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
-
     def _searching_codes(self) -> int:
         if self.latent_iterations is not None:
             return self.latent_iterations
         return 0 if self.weights is None else self.iterations // _LATENT_SHARE
 
-    def _turn_to_weights(self, state: Search) -> None:
+    def _start_weights(self, state: Search) -> None:
         (generator,) = state.generators
         copies = 1 if self.weights is None else len(state.codes)
         state.codes = state.best_codes

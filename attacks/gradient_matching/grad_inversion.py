@@ -14,17 +14,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import squared_distance
 from fedsim_attacks.gradient_matching._forward_prior import ForwardPrior
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Matched,
-    Matching,
-    granted_labels,
-    squared_distance,
-)
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching._registration import register
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import total_variation
@@ -46,12 +43,12 @@ class Group(AttackState):
     rng: torch.Generator
 
     def candidate(self, images: Tensor) -> Candidate:
-        """Normalized `images` (N, C, H, W) with the labels of all seeds."""
+        """Makes a candidate of normalized `images` (N, C, H, W) and the labels of all seeds."""
         return Candidate(images, self.labels, self.logits)
 
 
 @final
-class GradInversion(Attack[Group]):
+class GradInversion(IterativeAttack[Group]):
     """Several seeds match the gradient, held to image priors and to their common mean.
 
     Labels are taken as the threat model grants them (inferred ones by `label_inference`, in place
@@ -90,7 +87,7 @@ class GradInversion(Attack[Group]):
     classifier's head."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Group:
-        """Random images for every seed; labels known, inferred or soft.
+        """Draws random images for every seed; labels are known, inferred or soft.
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -115,14 +112,14 @@ class GradInversion(Attack[Group]):
         )
 
     def step(self, state: Group) -> Group:
-        """One noisy step of Adam for all seeds, projected onto valid pixels."""
-        found = [self._fidelity(state, one) for one in state.images]
-        losses, slopes, rest = zip(*found, strict=True)
+        """Takes a noisy step of Adam for all seeds, projected onto valid pixels."""
+        evaluated = [self._fidelity(state, one) for one in state.images]
+        losses, slopes, logit_slopes = zip(*evaluated, strict=True)
         state.loss = torch.stack(losses).min()
         pull = consensus_slope(state.images, consensus(state.images, self.reach))
         state.images.grad = torch.stack(slopes).add_(pull, alpha=self.group)
         if state.logits is not None:
-            state.logits.grad = torch.stack([slope for (slope,) in rest]).mean(0)
+            state.logits.grad = torch.stack([slope for (slope,) in logit_slopes]).mean(0)
         rate = self._rate(state.iteration)
         for part in state.optimizer.param_groups:
             part["lr"] = rate
@@ -134,12 +131,8 @@ class GradInversion(Attack[Group]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Group) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Group) -> Reconstruction:
-        """The seed of least own loss, or the registered mean of all, if its loss is less."""
+        """Returns the seed of least own loss, or the registered mean of all if its loss is less."""
         answers = torch.cat([state.images, consensus(state.images, self.reach)[None]])
         losses = torch.stack([self._fidelity(state, answer)[0] for answer in answers])
         best = int(losses.nan_to_num(nan=torch.inf).argmin())
@@ -150,20 +143,20 @@ class GradInversion(Attack[Group]):
             iterations=state.iteration,
         )
 
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
-
     def _fidelity(self, state: Group, images: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """A candidate's own loss without the group's term, its slopes in images and in logits."""
+        """Computes a seed's loss without the group's term, its slopes in images and in logits."""
         candidate = state.candidate(images)
-        loss, (slope, *rest) = state.matching.differentiate(candidate, squared_distance)
+        loss, (slope, *logit_slopes) = state.matching.differentiate(candidate, squared_distance)
         variation, variation_slope = total_variation(images)
         size = _root_mean_square(images)
         known, known_slope = state.prior(images)
         loss = loss + self.total_variation * variation + self.norm * size + known
         slope = slope.add(variation_slope, alpha=self.total_variation).add_(known_slope)
-        return loss, slope.add_(images / (size * images.numel()), alpha=self.norm), tuple(rest)
+        return (
+            loss,
+            slope.add_(images / (size * images.numel()), alpha=self.norm),
+            tuple(logit_slopes),
+        )
 
     def _rate(self, iteration: int) -> float:
         rising = min(1.0, (iteration + 1) / max(1, self.warmup))
@@ -171,7 +164,7 @@ class GradInversion(Attack[Group]):
 
 
 def consensus(images: Tensor, reach: int) -> Tensor:
-    """(N, C, H, W): the mean over seeds of `images` (S, N, C, H, W), registered to their mean.
+    """Averages `images` (S, N, C, H, W) over seeds, registered to their mean: (N, C, H, W).
 
     Equation 12 of the paper.
     """
@@ -180,9 +173,9 @@ def consensus(images: Tensor, reach: int) -> Tensor:
 
 
 def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
-    """The slope of Σ_s rms(x_s - `mean`) in `images` (S, N, C, H, W) (equation 11); 0 at 0."""
-    away = images - mean
-    return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in away])
+    """Computes the slope of Σ_s rms(x_s - `mean`) in `images` (S, N, C, H, W) (equation 11)."""
+    deviation = images - mean
+    return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in deviation])
 
 
 def _root_mean_square(values: Tensor) -> Tensor:

@@ -23,5 +23,5 @@ class IDLG(GradientDistance):
     needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
     def labels(self, observation: Observation, knowledge: Knowledge) -> Tensor | None:
-        """True labels if they are known, else inferred ones."""
+        """Returns true labels if they are known, else inferred ones."""
         return granted_labels(observation, knowledge)

@@ -16,19 +16,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
 from fedsim_attacks.gradient_matching._contrast import exposed
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Distance,
-    Matched,
-    Matching,
-    cosine_distance,
-    granted_labels,
-)
-from fedsim_attacks.gradient_matching._schedules import half_cosine
+from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
+from fedsim_attacks.gradient_matching._schedules import decayed, half_cosine
 from fedsim_attacks.gradient_matching._variation import (
     Variation,
     opponent_variation,
@@ -38,7 +34,6 @@ from fedsim_attacks.gradient_matching._variation import (
 _WARMUP = 50
 """Iterations in which the step size rises, before it falls as a cosine."""
 _VARIATIONS: dict[str, Variation] = {"absolute": total_variation, "opponents": opponent_variation}
-_DECAY_AT = (3 / 8, 5 / 8, 7 / 8)
 
 
 @dataclass(kw_only=True)
@@ -55,7 +50,7 @@ class Inversion(AttackState):
 
 
 @final
-class InvertingGradients(Attack[Inversion]):
+class InvertingGradients(IterativeAttack[Inversion]):
     """Matches the direction of the update: cosine distance, total variation, signed Adam.
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
@@ -94,7 +89,7 @@ class InvertingGradients(Attack[Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
-        """Random images; labels known, inferred or soft.
+        """Draws random images; labels are known, inferred or soft.
 
         Raises:
             AttackFailed: `tensors` is `body`, and nothing of the update is outside of the head.
@@ -116,7 +111,7 @@ class InvertingGradients(Attack[Inversion]):
         )
 
     def step(self, state: Inversion) -> Inversion:
-        """One step of Adam along signs, projected onto valid pixels."""
+        """Takes a step of Adam along signs, projected onto valid pixels."""
         matching, candidate = state.matching, state.candidate
         images = candidate.images.detach()
         state.loss, (slope, *rest) = regularized(
@@ -140,12 +135,8 @@ class InvertingGradients(Attack[Inversion]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Inversion) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """The iterate of least own loss, `stretched` if asked for."""
+        """Returns the iterate of least own loss, `stretched` if asked for."""
         images, box = state.best_images, state.matching.box
         return Reconstruction(
             images=state.matching.pixels(exposed(images, box) if self.stretched else images),
@@ -153,10 +144,6 @@ class InvertingGradients(Attack[Inversion]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _schedule(self, optimizer: torch.optim.Adam) -> torch.optim.lr_scheduler.LRScheduler:
         if self.decay == "steps":
@@ -168,21 +155,15 @@ class InvertingGradients(Attack[Inversion]):
 
 
 def soft_sign(slope: Tensor, softness: float) -> Tensor:
-    """tanh(`softness` g) / `softness` of each entry g: the slope itself where it is small."""
+    """Computes tanh(`softness` g) / `softness` of each entry g: nearly g where that is small."""
     return (softness * slope).tanh_().div_(softness)
 
 
 def tiled(images: Tensor, side: int) -> Tensor:
-    """Images (N, C, H, W) that repeat the first `side` by `side` pixels of each of `images`."""
+    """Tiles images (N, C, H, W) with the first `side` by `side` pixels of each."""
     height, width = images.shape[-2:]
     rows, columns = torch.arange(height) % side, torch.arange(width) % side
     return images[:, :, rows][..., columns].contiguous()
-
-
-def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
-    """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
-    milestones = [int(iterations * fraction) for fraction in _DECAY_AT]
-    return torch.optim.lr_scheduler.MultiStepLR(optimizer, milestones, gamma=0.1)
 
 
 def regularized(
@@ -192,7 +173,7 @@ def regularized(
     weight: float,
     variation: Variation = total_variation,
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Distance + `weight` times the variation (0-d), and its gradients in the variables.
+    """Computes distance + `weight` times the variation (0-d), and its gradients in the variables.
 
     Args:
         matching: The observed update.

@@ -7,7 +7,6 @@ and whether the images are stretched in the end.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
@@ -15,21 +14,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.base import denormalize, normalize
+from fedsim.models.base import denormalize
 from fedsim.types import ModelSpec, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._contrast import exposed
-from fedsim_attacks.gradient_matching._unet import UNet
+from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._variation import (
     chromatic_variation,
     opponent_variation,
     total_variation,
 )
-from fedsim_attacks.gradient_matching.inverting_gradients import decayed
 
-_RATES = {"pixel": 0.1, "unet": 1e-3}
 _VARIATIONS = {
     "absolute": total_variation,
     "chromatic": chromatic_variation,
@@ -38,24 +35,18 @@ _VARIATIONS = {
 
 
 @dataclass(kw_only=True)
-class Drawing(AttackState):
-    """What draws the images, its optimizer, and the images of least own loss."""
+class Drawn(AttackState):
+    """What draws the images, and the images of least own loss."""
 
     spec: ModelSpec
-    draw: Callable[[], Tensor]
-    """The images (N, C, H, W), normalized; differentiable in what is optimized."""
-    pixels: Tensor | None
-    """What is optimized, if it is the images themselves."""
-    box: tuple[Tensor, Tensor]
-    """Normalized images (1, C, 1, 1) of the pixels 0 and 1."""
-    optimizer: torch.optim.Adam
-    schedule: torch.optim.lr_scheduler.MultiStepLR
+    drawing: Drawing
     best: Tensor
+    """(N, C, H, W), normalized."""
     best_loss: Tensor
 
 
 @final
-class PriorOnly(Attack[Drawing]):
+class PriorOnly(IterativeAttack[Drawn]):
     """Minimizes the total variation of images that it draws, and nothing else.
 
     With the defaults it controls feature_inversion; factored_inversion has `prior: pixel`,
@@ -66,7 +57,7 @@ class PriorOnly(Attack[Drawing]):
 
     iterations: Annotated[int, Field(ge=1)] = 100
     """Of Adam; more only make the images flatter."""
-    prior: Literal["unet", "pixel"] = "unet"
+    prior: Canvas = "unet"
     """What is optimized: the weights of an untrained U-Net, or pixels that start at N(0, 1)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
@@ -80,78 +71,48 @@ class PriorOnly(Attack[Drawing]):
     stretched: bool = False
     """Whether each image is finally multiplied by what makes it fill the valid pixels."""
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawing:
-        """Random weights or pixels; of the observation only the shape of its images counts."""
+    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Drawn:
+        """Draws random weights or pixels; of the observation only the images' shape is used."""
         device = next(iter(observation.parameters.values())).device
-        spec, count = observation.model, observation.num_images
-        seed = int(torch.randint(2**31, (), generator=rng))
-        pixels, network = None, None
-        if self.prior == "pixel":
-            pixels = torch.randn(count, *spec.input_shape, generator=rng).to(device)
-            variables = [pixels.requires_grad_()]
-        else:
-            with streams.global_stream(seed):
-                network = UNet(count, spec.input_shape, 0, self.width).to(device)
-            variables = list(network.parameters())
-
-        def draw() -> Tensor:
-            if network is None:
-                assert pixels is not None
-                return pixels
-            return normalize(network(None), spec)
-
-        ends = torch.zeros(1, spec.input_shape[0], 1, 1, device=device)
-        rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
-        optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        drawing = Drawing(
+            self.prior,
+            observation.num_images,
+            observation.model,
+            features=None,
+            width=self.width,
+            rate=self.learning_rate,
+            iterations=self.iterations,
+            seed=int(torch.randint(2**31, (), generator=rng)),
+            rng=rng,
+            device=device,
+        )
         infinite = torch.full((), torch.inf, device=device)
-        return Drawing(
+        return Drawn(
             loss=infinite,
-            spec=spec,
-            draw=draw,
-            pixels=pixels,
-            box=(normalize(ends, spec), normalize(ends + 1, spec)),
-            optimizer=optimizer,
-            schedule=decayed(optimizer, self.iterations),
-            best=draw().detach().clone(),
+            spec=observation.model,
+            drawing=drawing,
+            best=drawing.draw().detach().clone(),
             best_loss=infinite,
         )
 
-    def step(self, state: Drawing) -> Drawing:
-        """One step of Adam; pixels stay valid."""
-        with torch.enable_grad():
-            drawn = state.draw()
+    def step(self, state: Drawn) -> Drawn:
+        """Takes a step of Adam."""
+        drawn = state.drawing.draw()
         images = drawn.detach()
         variation, slope = _VARIATIONS[self.variation](images)
         state.loss = self.total_variation * variation
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        slope = self.total_variation * slope
-        state.optimizer.zero_grad()
-        if state.pixels is None:
-            drawn.backward(slope)  # type: ignore[no-untyped-call]
-        else:
-            state.pixels.grad = slope
-        state.optimizer.step()
-        state.schedule.step()
-        if state.pixels is not None:
-            state.pixels.data.clamp_(*state.box)
+        state.drawing.step(drawn, self.total_variation * slope)
         state.iteration += 1
         return state
 
-    def terminate(self, state: Drawing) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
-    def postprocess(self, state: Drawing) -> Reconstruction:
-        """The images of least total variation, `stretched` if asked for."""
-        images = exposed(state.best, state.box) if self.stretched else state.best
+    def postprocess(self, state: Drawn) -> Reconstruction:
+        """Returns the images of least total variation, `stretched` if asked for."""
+        images = exposed(state.best, state.drawing.box) if self.stretched else state.best
         return Reconstruction(
             images=denormalize(images, state.spec).clamp(0, 1).float().contiguous(),
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations

@@ -21,7 +21,7 @@ _RIDGE = 1e-14
 
 
 def components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Unit u_i with T_ijs ≈ Σ_c u_ci u_cj z_cs: (r, r), and the share of |T| left unexplained.
+    """Finds unit u_c with T_ijs ≈ Σ_c u_ci u_cj z_cs: (r, r), and the relative residual (0-d).
 
     Starts come from the simultaneous diagonalization of two random contractions (Kuleshov, Chaganty
     and Liang, Tensor Factorization via Matrix Factorization, AISTATS 2015, for components that need
@@ -45,14 +45,14 @@ def components(tensor: Tensor, rng: torch.Generator) -> tuple[Tensor, Tensor]:
     tensor = tensor.cpu() / norm.cpu()
     best, least = torch.eye(rank).to(tensor), float("inf")
     for _ in range(_STARTS):
-        found, left = _alternate(tensor, _start(tensor, rng))
-        if left < least:
-            best, least = found, left
+        found, residual = _alternate(tensor, _start(tensor, rng))
+        if residual < least:
+            best, least = found, residual
     return best.to(norm), norm.new_tensor(least)
 
 
 def _start(tensor: Tensor, rng: torch.Generator) -> Tensor:
-    """Eigenvectors (r, r) of one random contraction relative to another, in rows."""
+    """Computes eigenvectors (r, r) of one random contraction relative to another, in rows."""
     one, two = (
         tensor @ torch.randn(tensor.shape[2], generator=rng, dtype=tensor.dtype) for _ in range(2)
     )
@@ -80,5 +80,5 @@ def _alternate(tensor: Tensor, start: Tensor) -> tuple[Tensor, float]:
             l2_reg=_RIDGE,
             return_errors=True,
         )
-    left = float(errors[-1])
-    return F.normalize(torch.from_numpy(found.factors[0]).T, dim=1), left
+    residual = float(errors[-1])
+    return F.normalize(torch.from_numpy(found.factors[0]).T, dim=1), residual

@@ -9,48 +9,48 @@ from torch import Tensor
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
 
-def labels_of(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """(N,) int64: the labels that `errors` D (K, N) imply of `features` (N, d) with their norms.
+def labels_of(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
+    """Infers labels (N,) int64 from `errors` D (K, N) and `features` (N, d) at their norms.
 
     N D_i - softmax(f(x_i)) is -1 at the label and 0 else, which noise hides less than where D_i,
     which is small for a confident model, is least.
     """
-    hidden = seen.activation(features @ seen.hidden.T + seen.bias)
-    chances = (hidden @ seen.output.T).softmax(1)
-    wanted = seen.num_images * errors.T
-    labels = wanted.argmin(1)
-    if seen.clipped:
-        implied = chances - F.one_hot(labels, len(errors))
-        wanted = wanted * (implied.square().sum() / (wanted * implied).sum())
-    return (wanted - chances).argmin(1)
+    hidden = head.activation(features @ head.hidden.T + head.bias)
+    probabilities = (hidden @ head.output.T).softmax(1)
+    targets = head.num_images * errors.T
+    labels = targets.argmin(1)
+    if head.clipped:
+        implied = probabilities - F.one_hot(labels, len(errors))
+        targets = targets * (implied.square().sum() / (targets * implied).sum())
+    return (targets - probabilities).argmin(1)
 
 
-def norms(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """Factors of `features` (n, d) at which they imply `errors` D (K, n), and what is left of them.
+def norms(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Finds factors of `features` (n, d) at which they imply `errors` D (K, n), and residuals.
 
     Under ReLU ∂L/∂A determines D_i |x_i| only; but N D_i = softmax(f(x_i)) - y_i, so each norm is
-    where that holds best, up to the relative squared difference that is left. Both (n,).
+    where that holds best, up to a relative squared residual. Both (n,).
     """
-    preactivation = features @ seen.hidden.T
+    preactivation = features @ head.hidden.T
     label = errors.argmin(0)
-    wanted = seen.num_images * errors.T
+    targets = head.num_images * errors.T
 
     def cost(factors: Tensor) -> Tensor:
-        hidden = seen.activation(factors[:, None] * preactivation + seen.bias)
-        implied = (hidden @ seen.output.T).softmax(1) - F.one_hot(label, len(errors))
+        hidden = head.activation(factors[:, None] * preactivation + head.bias)
+        implied = (hidden @ head.output.T).softmax(1) - F.one_hot(label, len(errors))
         # In the units of the implied error, which a far too small or large norm cannot shrink.
-        left = wanted / factors[:, None] - implied
-        return left.square().sum(1) / implied.square().sum(1)
+        residual = targets / factors[:, None] - implied
+        return residual.square().sum(1) / implied.square().sum(1)
 
     best = features.new_ones(len(features))
-    left = cost(best)
-    if seen.config.activation not in ("relu", "leaky_relu"):
-        return best, left  # others are not homogeneous: the fit has the norm
+    residual = cost(best)
+    if head.config.activation not in ("relu", "leaky_relu"):
+        return best, residual  # others are not homogeneous: the fit has the norm
     for decades, points in ((3.0, 241), (0.025, 21)):
         around = best
         for exponent in torch.linspace(-decades, decades, points).tolist():
             factors = around * 10**exponent
             costs = cost(factors)
-            best = torch.where(costs < left, factors, best)
-            left = torch.minimum(costs, left)
-    return best, left
+            best = torch.where(costs < residual, factors, best)
+            residual = torch.minimum(costs, residual)
+    return best, residual

@@ -56,7 +56,7 @@ class HeadGradient:
     num_images: int
     pruned: bool
     """Whether the declared defenses set entries to zero."""
-    smallest: bool
+    smallest_removed: bool
     """Whether those are smaller than all that are left."""
     noisy: bool
     """Whether they add noise."""
@@ -64,18 +64,20 @@ class HeadGradient:
     """Whether they leave the row space of ∂L/∂W as it is."""
     clipped: bool
     """Whether they may scale the update by a factor of the client's own."""
-    dropped: bool
+    dropout: bool
     """Whether each image met other neurons (dropout), which no formula above allows for."""
     steps: int
     """Local steps E on the same batch; 1 if each had images of its own."""
-    first: float
+    first_share: float
     """Share of the first step in the mean gradient."""
     divisor: float
     """m, if the head divides by it; else 1."""
+    basis: Tensor | None = None
+    """(n, d), if features here are coordinates in it."""
 
     @staticmethod
     def of(observation: Observation) -> HeadGradient:
-        """Read it off an observation.
+        """Reads the gradient off an observation.
 
         A fedavg update is taken as the mean gradient of its steps, which is exact for one step and
         near for a small learning rate; an aggregate, as the gradient of all clients' images.
@@ -90,11 +92,11 @@ class HeadGradient:
                 "..., planted: ...}`)"
             )
         factor = mean_gradient_factor(observation.training)
-        seen = {
+        gradient = {
             name: observation.update[f"head.{name}"].detach() * factor
             for name in ("hidden.weight", "hidden.bias", "output.weight")
         }
-        if not any(bool(part.any()) for part in seen.values()):
+        if not any(bool(part.any()) for part in gradient.values()):
             raise AttackFailed("nothing is left of the update of the head")
         head = model.head
         effect = observation.effect
@@ -107,26 +109,26 @@ class HeadGradient:
             output=head.output.weight.detach() / divisor,
             activation=head.activation,
             config=head.config,
-            grad_hidden=seen["hidden.weight"],
-            grad_bias=seen["hidden.bias"],
-            grad_output=seen["output.weight"] * divisor,
+            grad_hidden=gradient["hidden.weight"],
+            grad_bias=gradient["hidden.bias"],
+            grad_output=gradient["output.weight"] * divisor,
             num_images=observation.num_images,
             pruned=effect.removed is not None,
-            smallest=effect.removed != "others",
+            smallest_removed=effect.removed != "others",
             noisy=effect.noisy,
             exact=effect.exact,
             clipped=effect.scaled,
-            dropped=training.dropout > 0,
+            dropout=training.dropout > 0,
             steps=len(weights) if training.batches == "same" else 1,
-            first=weights[0] / sum(weights),
+            first_share=weights[0] / sum(weights),
             divisor=divisor,
         )
 
     @cached_property
-    def server(self) -> slice:
+    def planted(self) -> slice:
         """The planted neurons; all, if none are."""
-        planted = self.config.planted
-        return slice(self.hidden.shape[0] - planted if planted else 0, None)
+        count = self.config.planted
+        return slice(self.hidden.shape[0] - count if count else 0, None)
 
     @property
     def rows(self) -> Tensor:
@@ -140,25 +142,36 @@ class HeadGradient:
         """
         if self.noisy:
             return self.grad_hidden * self.output.std(0, correction=0)[:, None]
-        length = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
-        seen = length[:, 0] > 0
-        return self.grad_hidden[seen] / length[seen].to(self.grad_hidden.dtype)
+        length: Tensor = torch.linalg.vector_norm(self.grad_hidden.double(), dim=1, keepdim=True)
+        kept = length[:, 0] > 0
+        return self.grad_hidden[kept] / length[kept].to(self.grad_hidden.dtype)
 
     def within(self, basis: Tensor) -> HeadGradient:
-        """The same of features in the span of `basis` (n, d), orthonormal: their n coordinates."""
-        return replace(self, hidden=self.hidden @ basis.T, grad_hidden=self.grad_hidden @ basis.T)
+        """Restricts features to the span of `basis` (n, d), orthonormal: to n coordinates in it."""
+        return replace(
+            self,
+            hidden=self.hidden @ basis.T,
+            grad_hidden=self.grad_hidden @ basis.T,
+            basis=basis,
+        )
 
-    def part(self, equations: int, fewest: int = 1) -> HeadGradient:
-        """The same of as few neurons as make so many equations; all, if it takes most.
+    def lifted(self, features: Tensor) -> Tensor:
+        """Turns coordinates (N, n) in `basis` into features (N, d); without one, they are."""
+        return features if self.basis is None else features @ self.basis
+
+    def subset(self, equations: int, fewest: int = 1) -> HeadGradient:
+        """Selects as few neurons as make so many equations, `fewest` at least; all if that is most.
 
         A neuron makes one for each entry of ∂L/∂A that is left, up to one for each image: the
         others follow from D. Those with most are taken, or every so many.
         """
         m = self.hidden.shape[0]
-        left = (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
-        left = left.clamp(max=self.num_images)
-        order = left.argsort(descending=True, stable=True)
-        count = max(fewest, 1 + int((left[order].cumsum(0) < equations).sum()))
+        entries = (
+            (self.grad_output != 0).sum(0) if self.pruned else torch.full((m,), len(self.output))
+        )
+        entries = entries.clamp(max=self.num_images)
+        order = entries.argsort(descending=True, stable=True)
+        count = max(fewest, 1 + int((entries[order].cumsum(0) < equations).sum()))
         if 2 * count > m:
             return self
         chosen = torch.arange(count) * m // count if not self.pruned else order[:count].sort()[0]

@@ -42,72 +42,78 @@ class Value(NamedTuple):
 class Objective:
     """The share of ∂L/∂A that features leave unexplained, as a function of them."""
 
-    def __init__(self, seen: HeadGradient) -> None:
-        """Of what `seen` shows; entries of zero count as removed if its update was pruned."""
-        self.seen = seen
-        self._observed = seen.grad_output
+    def __init__(self, head: HeadGradient) -> None:
+        """Compares with `head`; entries of zero count as removed if its update was pruned."""
+        self.head = head
+        self._observed = head.grad_output
         self._energy = self._observed.square().sum()
         self._kept: Tensor | None = None
-        if seen.pruned:
+        if head.pruned:
             self._kept = self._observed != 0
             least = self._observed[self._kept].abs().min()
-            self._bound = least if seen.smallest else torch.full_like(least, torch.inf)
+            self._bound = least if head.smallest_removed else torch.full_like(least, torch.inf)
         self._errors: Tensor | None = None
 
     def __call__(self, features: Tensor) -> Value:
-        """At `features` (n, d)."""
-        seen = self.seen
+        """Evaluates the objective at `features` (n, d)."""
+        head = self.head
         with torch.enable_grad():
-            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-            hidden = seen.activation(preactivation)
+            preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
+            hidden = head.activation(preactivation)
         errors, residual = self._project(hidden.detach())
         # At the best D the loss depends on the features through the hidden values alone.
         pull = -2 / self._energy * (errors.T @ residual)
         (slope,) = torch.autograd.grad(hidden, preactivation, pull)
         loss = residual.square().sum() / self._energy
-        return Value(loss, slope @ seen.hidden, errors, residual)
+        return Value(loss, slope @ head.hidden, errors, residual)
 
     def scale(self, value: Value, features: Tensor) -> Tensor:
-        """R (n, n) such that the objective in R⁻¹ `features` curves alike in all directions.
+        """Computes R (n, n) such that the objective in R⁻¹ `features` curves alike everywhere.
 
         Away from the span of the features its Gauss-Newton matrix is, for Gaussian W,
         (D'D ∘ P) ⊗ I with P_ik the share of neurons that both features activate. Images of one
         label have nearly the same column of D and make it ill-conditioned.
         """
-        seen = self.seen
+        head = self.head
         with torch.enable_grad():
-            preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-            (active,) = torch.autograd.grad(seen.activation(preactivation).sum(), preactivation)
+            preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
+            (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
         curvature = ((value.errors.T @ value.errors) * (active @ active.T)).double()
         values, vectors = torch.linalg.eigh(curvature)
         values = values / values[-1].clamp(min=torch.finfo(values.dtype).tiny)
         root = (vectors * values.clamp(min=_WEAKEST).rsqrt()) @ vectors.T
-        return torch.linalg.vector_norm(features, dim=1).mean() * root.to(features.dtype)
+        size = torch.linalg.vector_norm(features, dim=1).mean()
+        scale: Tensor = size * root.to(features.dtype)
+        return scale
 
-    def floor(self, variance: float, unknowns: int = 0) -> float:
-        """The share that noise of that variance in each entry leaves unexplained at the truth.
+    def noise_floor(self, variance: float, unknowns: int = 0) -> float:
+        """Computes the loss at the truth, by noise of that variance in each entry.
 
-        Less what as many `unknowns` fit of the noise itself: at the best fit.
+        With `unknowns`, at the best fit, which explains some of the noise itself.
         """
         return variance * (self._observed.numel() - unknowns) / float(self._energy)
 
     def _project(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The best D (K, n) for hidden values (n, m), and what it leaves (K, m)."""
-        if self._kept is None:
-            gram = (hidden @ hidden.T).double()[None]
-            errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
-            return errors, self._observed - errors @ hidden
+        """Solves for the best D (K, n) of hidden values (n, m); returns it and residuals (K, m)."""
+        if self._kept is not None:
+            return self._censored(hidden, self._kept)
+        gram = (hidden @ hidden.T).double()[None]
+        errors = _solve(gram, (self._observed @ hidden.T).double()).to(hidden.dtype)
+        return errors, self._observed - errors @ hidden
+
+    def _censored(self, hidden: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Does the same where only the entries `kept` (K, m) are known, by Newton steps."""
         n = len(hidden)
         row, column = torch.triu_indices(n, n)
         pairs = hidden[row] * hidden[column]
         errors = self._errors if self._errors is not None and self._errors.shape[1] == n else None
-        target, counted = self._observed, self._kept
+        target, counted = self._observed, kept
         for _ in range(_PASSES):
             before = errors
             if errors is not None:
                 bounded = (errors @ hidden).clamp_(-self._bound, self._bound)
-                counted = self._kept | (bounded.abs() == self._bound)
-                target = torch.where(self._kept, self._observed, bounded)
+                counted = kept | (bounded.abs() == self._bound)
+                target = torch.where(kept, self._observed, bounded)
             weights = counted.to(hidden.dtype)
             gram = hidden.new_empty(len(weights), n, n, dtype=torch.float64)
             gram[:, row, column] = gram[:, column, row] = (weights @ pairs.T).double()
@@ -118,12 +124,13 @@ class Objective:
         self._errors = errors
         predicted = errors @ hidden
         bounded = predicted.clamp(-self._bound, self._bound)
-        return errors, torch.where(self._kept, self._observed, bounded) - predicted
+        return errors, torch.where(kept, self._observed, bounded) - predicted
 
 
 def _solve(gram: Tensor, right: Tensor) -> Tensor:
-    """D (K, n) of the normal equations: gram (K or 1, n, n), right (K, n), in float64."""
+    """Solves normal equations for D (K, n): gram (K or 1, n, n), right (K, n), in float64."""
     n = gram.shape[-1]
     ridge = _RIDGE * gram.diagonal(dim1=1, dim2=2).mean() + torch.finfo(gram.dtype).tiny
     regular = gram + ridge * torch.eye(n, dtype=gram.dtype, device=gram.device)
-    return torch.linalg.solve(regular, right[..., None])[..., 0]
+    solution: Tensor = torch.linalg.solve(regular, right[..., None])
+    return solution[..., 0]

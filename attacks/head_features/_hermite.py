@@ -14,13 +14,13 @@ _CHUNK = 4096
 
 
 def second(g: Tensor, w: Tensor) -> Tensor:
-    """(1/m) Σ_j g_j H_2(w_j): (d, d), from values (m,) and points (m, d). O(m d²)."""
+    """Computes (1/m) Σ_j g_j H_2(w_j): (d, d), from values (m,) and points (m, d). O(m d²)."""
     moment = w.T @ (g[:, None] * w) / len(w)
     return moment - g.mean() * torch.eye(w.shape[1]).to(w)
 
 
 def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
-    """(1/m) Σ_j g_j H_3(w_j)(I, I, a): (d, d), for a unit vector a (d,). O(m d²)."""
+    """Computes (1/m) Σ_j g_j H_3(w_j)(I, I, a): (d, d), a (d,) of length 1. O(m d²)."""
     along = w @ a
     moment = w.T @ ((g * along)[:, None] * w) / len(w)
     mean = (g[:, None] * w).mean(0)
@@ -29,7 +29,7 @@ def third_along(g: Tensor, w: Tensor, a: Tensor) -> Tensor:
 
 
 def third(g: Tensor, y: Tensor) -> Tensor:
-    """(1/m) Σ_j g_j H_3(V'w_j): (r, r, r), from projections y = V'w (m, r), V orthonormal.
+    """Computes (1/m) Σ_j g_j H_3(V'w_j): (r, r, r), from y = V'w (m, r), V orthonormal.
 
     This is T̂(V, V, V) = (1/m) Σ_j g_j H_3(w_j)(V, V, V), without d³ entries. O(m r³), in chunks.
     """
@@ -39,7 +39,7 @@ def third(g: Tensor, y: Tensor) -> Tensor:
 
 
 def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
-    """(1/m) Σ_j g_j H_4(V'w_j)(I, I, I, a): (r, r, r), for a unit vector a (r,)."""
+    """Computes (1/m) Σ_j g_j H_4(V'w_j)(I, I, I, a): (r, r, r), a (r,) of length 1."""
     along = g * (y @ a)
     mean = (along[:, None] * y).mean(0)
     square = y.T @ (g[:, None] * y) / len(y)
@@ -51,15 +51,15 @@ def fourth_along(g: Tensor, y: Tensor, a: Tensor) -> Tensor:
 
 
 def _cubes(g: Tensor, y: Tensor) -> Tensor:
-    """(1/m) Σ_j g_j y_j⊗³."""
+    """Computes (1/m) Σ_j g_j y_j⊗³."""
     rank = y.shape[1]
     total = y.new_zeros(rank, rank * rank)
-    for part, values in zip(y.split(_CHUNK), g.split(_CHUNK), strict=True):
+    for part, values in zip(torch.split(y, _CHUNK), torch.split(g, _CHUNK), strict=True):
         squares = torch.einsum("ma,mb->mab", part, part).flatten(1)
         total += (values[:, None] * part).T @ squares
     return total.view(rank, rank, rank) / len(y)
 
 
 def _placings(term: Tensor) -> Tensor:
-    """The sum over the three placings of the indices of a term that is symmetric in two of them."""
+    """Sums a term that is symmetric in two indices over the three placings of its indices."""
     return term + term.permute(1, 2, 0) + term.permute(2, 0, 1)

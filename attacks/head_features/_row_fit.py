@@ -27,29 +27,29 @@ _OUTLIER = 2.0
 _RIDGE = 1e-5
 
 
-def applies(seen: HeadGradient) -> bool:
-    """Whether pruning has left enough of ∂L/∂W."""
-    unknowns = seen.num_images * seen.hidden.shape[1]
-    return seen.pruned and int((seen.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
+def applies(head: HeadGradient) -> bool:
+    """Says whether pruning has left enough of ∂L/∂W."""
+    unknowns = head.num_images * head.hidden.shape[1]
+    return head.pruned and int((head.grad_hidden != 0).sum()) >= _ENTRIES * unknowns
 
 
-def left(seen: HeadGradient, features: Tensor, errors: Tensor) -> float:
-    """Share of what is left of ∂L/∂W that `features` (N, d) at their norms and D (K, N) miss."""
-    kept = seen.grad_hidden != 0
-    missed = (_signals(seen, features, errors)[0] @ features - seen.grad_hidden) * kept
-    return float(missed.square().sum() / seen.grad_hidden.square().sum())
+def unexplained(head: HeadGradient, features: Tensor, errors: Tensor) -> float:
+    """Computes the share of kept ∂L/∂W that `features` (N, d) at their norms and D (K, N) miss."""
+    kept = head.grad_hidden != 0
+    missed = (_signals(head, features, errors)[0] @ features - head.grad_hidden) * kept
+    return float(missed.square().sum() / head.grad_hidden.square().sum())
 
 
-def improved(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
-    """Features (N, d) that explain the rows best, from near ones at their norms and D (K, N)."""
-    signals, sure = _signals(seen, features, errors)
+def fit_rows(head: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
+    """Fits the rows of ∂L/∂W by features (N, d), from near ones at their norms and D (K, N)."""
+    signals, sure = _signals(head, features, errors)
     n = len(features)
     pairs = (signals[:, :, None] * signals[:, None, :]).flatten(1)
-    kept = seen.grad_hidden != 0
-    bound = float(seen.grad_hidden[kept].abs().min()) if seen.smallest else torch.inf
+    kept = head.grad_hidden != 0
+    bound = float(head.grad_hidden[kept].abs().min()) if head.smallest_removed else torch.inf
     for _ in range(_ROUNDS):
         predicted = signals @ features
-        target = torch.where(kept, seen.grad_hidden, predicted.clamp(-bound, bound))
+        target = torch.where(kept, head.grad_hidden, predicted.clamp(-bound, bound))
         miss = (predicted - target).abs()
         usual = miss[kept].mean() + torch.finfo(miss.dtype).tiny
         weights = (kept | (miss > 0)) * sure[:, None] / (1 + (miss / (_OUTLIER * usual)).square())
@@ -63,12 +63,12 @@ def improved(seen: HeadGradient, features: Tensor, errors: Tensor) -> Tensor:
     return features
 
 
-def _signals(seen: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
-    """What each image adds to each row in units of its feature (m, N), and which rows are sure."""
+def _signals(head: HeadGradient, features: Tensor, errors: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes each image's coefficient in each row (m, N), and which rows are reliable (m,)."""
     with torch.enable_grad():
-        preactivation = (features @ seen.hidden.T + seen.bias).detach().requires_grad_()
-        (active,) = torch.autograd.grad(seen.activation(preactivation).sum(), preactivation)
-    length = torch.linalg.vector_norm(seen.hidden, dim=1)
+        preactivation = (features @ head.hidden.T + head.bias).detach().requires_grad_()
+        (active,) = torch.autograd.grad(head.activation(preactivation).sum(), preactivation)
+    length = torch.linalg.vector_norm(head.hidden, dim=1)
     size = torch.linalg.vector_norm(features, dim=1, keepdim=True) * length
-    distance = preactivation.detach().abs() / size * seen.hidden.shape[1] ** 0.5
-    return ((errors.T @ seen.output) * active).T, (distance > _NEAR).all(0)
+    distance = preactivation.detach().abs() / size * head.hidden.shape[1] ** 0.5
+    return ((errors.T @ head.output) * active).T, (distance > _NEAR).all(0)

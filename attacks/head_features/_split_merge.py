@@ -34,7 +34,7 @@ _ANGLES = (0.15, 0.3, 0.5)
 
 
 def moves(objective: Objective, features: Tensor) -> Iterator[Tensor]:
-    """Features (n, d) with one taken away and another one split, likeliest first."""
+    """Yields features (n, d) with one removed and another one split, likeliest first."""
     for rest in _reduced(objective, features):
         bends = sorted(_bends(objective, rest), key=lambda bend: bend[0], reverse=True)
         candidates = [
@@ -46,7 +46,7 @@ def moves(objective: Objective, features: Tensor) -> Iterator[Tensor]:
 
 
 def _reduced(objective: Objective, features: Tensor) -> list[Tensor]:
-    """(n - 1, d) without one of the features, or with the mean of two; least loss first."""
+    """Lists (n - 1, d) without one of the features, or with the mean of two; least loss first."""
     n = len(features)
     errors = objective(features).errors
     size = torch.linalg.vector_norm(errors, dim=0)
@@ -63,12 +63,12 @@ def _reduced(objective: Objective, features: Tensor) -> list[Tensor]:
 
 
 def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int, Tensor]]:
-    """How much the residual bends at each feature, its index, and the direction (d,) across it.
+    """Yields how much the residual bends at each feature, its index, and the direction (d,).
 
     σ(w'(x + δ)) + σ(w'(x - δ)) - 2 σ(w'x) is largest where w'x is near 0 and w'δ is not.
     """
-    seen, value = objective.seen, objective(features)
-    weights, residual = seen.hidden[seen.server], value.residual[:, seen.server]
+    head, value = objective.head, objective(features)
+    weights, residual = head.hidden[head.planted], value.residual[:, head.planted]
     for index, feature in enumerate(features):
         bend = F.normalize(value.errors[:, index], dim=0) @ residual
         distance = (weights @ feature).abs()
@@ -81,7 +81,7 @@ def _bends(objective: Objective, features: Tensor) -> Iterator[tuple[float, int,
 
 
 def _largest(matrix: Tensor) -> tuple[float, Tensor]:
-    """Nearly the largest eigenvalue of a symmetric matrix, and its vector (d,)."""
+    """Approximates the largest eigenvalue of a symmetric matrix, and its vector (d,)."""
     if len(matrix) < _DENSE:
         values, vectors = eigenvectors(matrix)
         return float(values[-1]), vectors[:, -1]
@@ -91,7 +91,7 @@ def _largest(matrix: Tensor) -> tuple[float, Tensor]:
 
 
 def _halves(features: Tensor, index: int, axis: Tensor) -> Iterator[Tensor]:
-    """(n + 1, d) with feature `index` split along `axis`."""
+    """Yields (n + 1, d) with feature `index` split along `axis`."""
     feature = features[index]
     others = torch.cat([features[:index], features[index + 1 :]])
     for angle in _ANGLES:

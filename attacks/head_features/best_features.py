@@ -10,28 +10,26 @@ all of the head's gradient is fitted together (`joint_fit`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.head_features import (
-    _joint_fit,
-    activation_features,
-    head_fit,
-    unrolled_features,
-)
+from fedsim_attacks.head_features import _joint_fit
+from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._joint_fit import Joint
+from fedsim_attacks.head_features._joint_fit import JointSolver
+from fedsim_attacks.head_features._lbfgs import ITERATIONS
+from fedsim_attacks.head_features._output_fit import OutputFit
+from fedsim_attacks.head_features._output_solver import CoarseToFine, OutputSolver
+from fedsim_attacks.head_features._random_starts import random_starts
+from fedsim_attacks.head_features._unrolled_solver import UnrolledSolver
 from fedsim_attacks.head_features.activation_features import Peeling
-from fedsim_attacks.head_features.head_fit import Fit
 from fedsim_attacks.head_features.spectral_features import span
-from fedsim_attacks.head_features.unrolled_features import Unrolling
 
 _EXACT = 1e-3
 """Share of ∂L/∂A left unexplained up to which peeling counts as the whole answer."""
@@ -39,28 +37,42 @@ _COARSE = 8
 """Directions an image, of the rows' strongest, in which features are first sought where pruning or
 rounding has blurred the row space: 64 of 8 images hold all but 0.004 of them behind pruning of 0.7,
 and an iteration in them takes an eighth of the time."""
-_GOOD = 1e-4
-"""Share of ∂L/∂A's energy that these directions may leave; the others are then better added."""
 _TOLERANCES = ((1e-5, 1e-3), (1e-3, 3e-2))
 """(equal rows, one image's ∂L/∂A): of exact gradients, and of several small steps."""
 
 
 @dataclass(kw_only=True)
-class Best(AttackState):
-    """The peeling, and what follows unless it explains everything."""
+class Best(FeatureSolver):
+    """Runs the solver that suits the observation, and keeps the peeling if that explains more."""
 
+    solver: FeatureSolver | None
+    """None where peeling is the whole answer."""
     peeling: Peeling | None
-    then: Fit | Joint | Unrolling | None = None
-    basis: Tensor | None = None
-    """(r, d): of the row space, where the fit is in its coordinates."""
-    refine: HeadGradient | None = None
-    """In whose d dimensions the fit is to go on from there."""
-    spare: list[Tensor] = field(default_factory=list)
-    """Starts of another go in those."""
+    """None where there was nothing to peel, or the solver is to be believed in any case."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the solver is finished."""
+        return self.solver is None or self.solver.finished
+
+    def improve(self) -> None:
+        """Takes a step of the solver."""
+        assert self.solver is not None
+        self.solver.improve()
+        self.loss, self.iteration = self.solver.misfit, self.solver.iteration
+
+    def reconstruction(self) -> Reconstruction:
+        """Returns the features that leave less unexplained."""
+        best, loss = self.solver, float(self.loss)
+        if self.peeling is not None and float(self.peeling.loss) <= loss:
+            best, loss = self.peeling, float(self.peeling.loss)
+        assert best is not None
+        features = best.reconstruction().features
+        return Reconstruction(features=features, loss=loss, iterations=self.iteration)
 
 
 @final
-class BestFeatures(Attack[Best]):
+class BestFeatures(FeatureAttack[Best]):
     """Peels off what is exact, fits the rest, and keeps what reproduces the observation best."""
 
     paper: ClassVar[str] = (
@@ -75,110 +87,71 @@ class BestFeatures(Attack[Best]):
     """Of the unrolling."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Best:
-        """Peel, where rows can be exact.
+        """Peels where rows can be exact, and chooses the solver of what is left open.
 
         Raises:
             AttackFailed: the model has no two-layer head.
         """
-        seen = HeadGradient.of(observation)
-        exact = seen.config.planted and seen.config.activation == "relu"
-        peeling = self._peel(seen) if exact and not seen.noisy and not seen.pruned else None
+        head = HeadGradient.of(observation)
+        peeling = _peeled(head)
         loss = torch.full((), torch.inf) if peeling is None else peeling.loss
-        state = Best(loss=loss, peeling=peeling)
-        if peeling is not None and (float(loss) <= _EXACT or seen.dropped):
-            return state  # under dropout its rows are as exact, and ∂L/∂A shows nothing more
-        if seen.steps > 1 and seen.exact:
-            state.then = unrolled_features.begin(seen, rng)
-            return state
-        if _joint_fit.applies(seen):
-            state.then = _joint_fit.begin(seen, self.starts, rng)
-            return state
-        known = seen.hidden[:0]
-        if peeling is not None:
-            known = activation_features.features(peeling.shares).to(known.dtype)
-        directions = seen.rank if seen.exact else _COARSE * max(seen.rank, _COARSE)
-        if not seen.noisy and 2 * directions < seen.hidden.shape[1] and seen.grad_hidden.any():
-            state.basis = span(seen.rows, directions)[0].to(known.dtype)
-            state.refine = None if seen.exact else seen
-            seen, known = seen.within(state.basis), known @ state.basis.T
-        starts = list(head_fit.random_starts(seen, 2 * self.starts, rng))
-        starts, spare = starts[: self.starts], starts[self.starts :]
-        if len(known):
-            starts = [torch.cat([known, start[len(known) :]]) for start in starts]
-        if state.refine is None:
-            state.then = head_fit.begin(seen, starts, spare=spare)
+        if peeling is not None and (float(loss) <= _EXACT or head.dropout):
+            # Under dropout its rows are as exact, and ∂L/∂A shows nothing more.
+            return Best(loss=loss, solver=None, peeling=peeling)
+        solver: FeatureSolver
+        if head.steps > 1 and head.exact:
+            solver = UnrolledSolver.start(head, self.iterations, self.trials, rng)
+            return Best(loss=loss, solver=solver, peeling=None)
+        if _joint_fit.applies(head):
+            solver = JointSolver.start(head, self.starts, self.total(), rng)
         else:
-            assert state.basis is not None
-            state.spare = [start @ state.basis for start in spare]
-            state.then = head_fit.begin(seen, starts, splitting=False, whole=True)
-        return state
-
-    def step(self, state: Best) -> Best:
-        """20 iterations of the fit or the unrolling, or a split."""
-        if isinstance(state.then, Unrolling):
-            state.then = unrolled_features.improve(state.then, self.iterations)
-            state.loss = state.then.loss
-        elif isinstance(state.then, Joint):
-            state.then = _joint_fit.improve(state.then, self.total())
-            state.loss = state.then.loss
-        elif state.then is not None:
-            most = self.total()
-            if state.refine is not None:
-                most //= 2  # the other half is for all dimensions
-                if head_fit.rough(state.then, _GOOD) or head_fit.finished(state.then, most):
-                    assert state.basis is not None
-                    state.then = head_fit.refined(
-                        state.then, state.refine, state.basis, _GOOD, state.spare
-                    )
-                    state.basis = state.refine = None
-                    most = self.total()
-            state.then = head_fit.improve(state.then, most - state.iteration)
-            state.loss = head_fit.outcome(state.then)[0].sqrt()
-        if state.then is not None:
-            state.iteration = state.then.iteration
-        return state
-
-    def terminate(self, state: Best) -> bool:
-        """Peeling explains everything, or the fit or the unrolling is done."""
-        if isinstance(state.then, Unrolling):
-            return unrolled_features.finished(state.then, self.trials)
-        if isinstance(state.then, Joint):
-            return state.then.over
-        spent = state.then is None or head_fit.finished(state.then, self.total())
-        return spent and state.refine is None
-
-    def postprocess(self, state: Best) -> Reconstruction:
-        """The unrolled features; else those that leave less of ∂L/∂A unexplained."""
-        peeling, then = state.peeling, state.then
-        loss = float(state.loss)
-        if isinstance(then, Unrolling):
-            found = unrolled_features.found(then)
-        elif isinstance(then, Joint):
-            assert then.features is not None
-            found = then.features
-        elif then is None or (peeling is not None and float(peeling.loss) <= loss):
-            assert peeling is not None
-            found, loss = activation_features.filled_up(peeling), float(peeling.loss)
-        else:
-            found = head_fit.scaled(then)
-            found = found if state.basis is None else found @ state.basis
-        return Reconstruction(features=found.float(), loss=loss, iterations=state.iteration)
+            solver = self._fit(head, peeling, rng)
+        return Best(loss=loss, solver=solver, peeling=peeling)
 
     def total(self) -> int:
-        """Of the fit."""
-        return head_fit.budget(self.iterations, self.starts)
+        """Counts the iterations of the fit."""
+        return self.iterations + ITERATIONS * (self.starts - 1)
 
-    def _peel(self, seen: HeadGradient) -> Peeling | None:
-        """With the tolerance that explains most; None if a defense has left nothing to peel."""
-        tried = []
-        for tolerance, consistency in _TOLERANCES:
-            try:
-                peeling = activation_features.start(seen)
-            except AttackFailed:
-                return None
-            while not peeling.stuck and len(peeling.shares) < seen.num_images:
-                peeling = activation_features.peel(peeling, tolerance, consistency)
-            tried.append(peeling)
-            if float(peeling.loss) < _EXACT:
-                break
-        return min(tried, key=lambda peeling: float(peeling.loss))
+    def _fit(
+        self, head: HeadGradient, peeling: Peeling | None, rng: torch.Generator
+    ) -> FeatureSolver:
+        """Prepares a fit of ∂L/∂A from what was peeled and random features for the rest."""
+        known = head.hidden[:0] if peeling is None else peeling.features.to(head.hidden.dtype)
+        count = head.rank if head.exact else _COARSE * max(head.rank, _COARSE)
+        whole = head
+        if not head.noisy and 2 * count < head.hidden.shape[1] and head.grad_hidden.any():
+            basis = span(head.rows, count)[0].to(known.dtype)
+            head, known = head.within(basis), known @ basis.T
+        starts = list(random_starts(head, 2 * self.starts, rng))
+        first, second = starts[: self.starts], starts[self.starts :]
+        if len(known):
+            first = [torch.cat([known, start[len(known) :]]) for start in first]
+        budget = self.total()
+        if head is whole or head.exact:
+            fit = OutputFit.start(head, first)
+            return OutputSolver(attempt=fit, budget=budget, second_starts=second)
+        fit = OutputFit.start(head, first, splitting=False, all_neurons=True)
+        return CoarseToFine(
+            head=whole,
+            fit=OutputSolver(attempt=fit, budget=budget // 2),
+            budget=budget,
+            second_starts=[head.lifted(start) for start in second],
+        )
+
+
+def _peeled(head: HeadGradient) -> Peeling | None:
+    """Peels with the tolerance that explains most; None if there are no exact rows to peel."""
+    if head.noisy or head.pruned or not head.config.planted or head.config.activation != "relu":
+        return None
+    tried = []
+    for tolerance, consistency in _TOLERANCES:
+        try:
+            peeling = Peeling.start(head, tolerance, consistency)
+        except AttackFailed:
+            return None
+        while not peeling.finished:
+            peeling.improve()
+        tried.append(peeling)
+        if float(peeling.loss) < _EXACT:
+            break
+    return min(tried, key=lambda peeling: float(peeling.loss))

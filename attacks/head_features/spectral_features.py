@@ -7,30 +7,22 @@ right-singular vectors remain the best estimate of a span of that dimension.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 
 _CHUNK = 4096
 
 
-@dataclass(kw_only=True)
-class Span(AttackState):
-    """What was found."""
-
-    basis: Tensor
-    """(N, d)."""
-
-
 @final
-class SpectralFeatures(Attack[Span]):
+class SpectralFeatures(DirectAttack):
     """The span of the features, by the leading right-singular vectors of ∂L/∂W.
 
     It returns an orthonormal basis: the span is what is recovered, not single features.
@@ -41,52 +33,39 @@ class SpectralFeatures(Attack[Span]):
         "Attacks and Defenses, section 4.1"
     )
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Span:
-        """Everything happens here.
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the basis. The loss is the share of the gradient's energy outside the span.
 
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of ∂L/∂W.
         """
-        seen = HeadGradient.of(observation)
-        if not seen.grad_hidden.any():
+        head = HeadGradient.of(observation)
+        if not head.grad_hidden.any():
             raise AttackFailed("nothing is left of ∂L/∂W, whose rows the span is read off")
-        basis, left = span(seen.rows, seen.rank)
-        return Span(loss=left, basis=basis)
-
-    def step(self, state: Span) -> Span:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Span) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Span) -> Reconstruction:
-        """The basis. The loss is the share of the gradient's energy outside the span."""
-        return Reconstruction(features=state.basis.float(), loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        basis, outside = span(head.rows, head.rank)
+        return Reconstruction(features=basis.float(), loss=float(outside), iterations=0)
 
 
 def span(rows: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """The `rank` leading right-singular vectors of (m, d) `rows`: ((rank, d) float64, share left).
+    """Computes the `rank` leading right-singular vectors of (m, d) `rows`: (rank, d) float64.
 
-    By the eigenvectors of rows' rows in float64, which costs m d² and is exact for directions down
+    Also returns the share of energy outside their span (0-d). They are eigenvectors of
+    rows' rows in float64, which costs m d² and is exact for directions down
     to 1e-8 of the strongest: beyond the float32 of the rows. Of no rows, arbitrary directions.
     """
     gram = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
-    for chunk in rows.split(_CHUNK):
+    for chunk in torch.split(rows, _CHUNK):
         chunk = chunk.double()
         gram.addmm_(chunk.T, chunk)
     values, vectors = eigenvectors(gram)
-    left = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)
-    return vectors.flip(1)[:, :rank].T.contiguous(), left
+    outside = values[: len(values) - rank].clamp(min=0).sum() / values.sum().clamp(min=1e-300)
+    return vectors.flip(1)[:, :rank].T.contiguous(), outside
 
 
 def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
+    """Computes ascending eigenvalues (n,) and eigenvectors (n, n) of a symmetric matrix.
 
     LAPACK's divide and conquer, which torch uses, may give up where many eigenvalues are the same,
     as in the span of the few rows that heavy pruning leaves; QR iteration does not.
@@ -96,6 +75,6 @@ def eigenvectors(matrix: Tensor) -> tuple[Tensor, Tensor]:
     except torch.linalg.LinAlgError:
         from scipy.linalg import eigh
 
-        found = eigh(matrix.cpu().numpy(), driver="ev")
-        values, vectors = (torch.from_numpy(part).to(matrix) for part in found)
+        solution = eigh(matrix.cpu().numpy(), driver="ev")
+        values, vectors = (torch.from_numpy(part).to(matrix) for part in solution)
     return values, vectors

@@ -9,8 +9,8 @@ T̂(V, V, V) = Σ_j g(w_j) H_3(w_j)(V, V, V) gives each of them within it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
 import torch
@@ -18,10 +18,11 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.layers import activation
+from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._cp_decomposition import components
 from fedsim_attacks.head_features._head_gradient import HeadGradient
@@ -32,16 +33,8 @@ _ROUNDING = 5e-7
 alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
 
 
-@dataclass(kw_only=True)
-class Decomposed(AttackState):
-    """What was found."""
-
-    features: Tensor
-    """(N, d) unit vectors."""
-
-
 @final
-class TensorFeatures(Attack[Decomposed]):
+class TensorFeatures(DirectAttack):
     """Moments of ∂L/∂A with Hermite functions of the planted weights, and their decomposition.
 
     Recovers directions, not norms. The defaults are the plain estimator that the paper writes down.
@@ -74,20 +67,20 @@ class TensorFeatures(Attack[Decomposed]):
     best, and the order says nothing."""
 
     def required(self) -> Grant:
-        """The true features, for the oracle."""
+        """Asks for the true features, for the oracle."""
         return Grant.least(features="known") if self.oracle else self.needs
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Decomposed:
-        """Everything happens here.
+    ) -> Reconstruction:
+        """Returns unit features. The loss is the share of the tensor that they do not explain.
 
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
         """
-        seen = HeadGradient.of(observation)
-        found, left = decompose(
-            seen,
+        head = HeadGradient.of(observation)
+        estimates, residual = decompose(
+            head,
             variance_reduction=self.variance_reduction,
             whiten=self.whiten,
             rows=self.rows,
@@ -97,28 +90,12 @@ class TensorFeatures(Attack[Decomposed]):
         )
         if self.oracle:
             assert knowledge.true_features is not None
-            found = greedily_ordered(found, knowledge.true_features.to(found))
-        return Decomposed(loss=left, features=found)
-
-    def step(self, state: Decomposed) -> Decomposed:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Decomposed) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Decomposed) -> Reconstruction:
-        """Unit features. The loss is the share of the tensor that they do not explain."""
-        return Reconstruction(features=state.features.float(), loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+            estimates = greedily_ordered(estimates, knowledge.true_features.to(estimates))
+        return Reconstruction(features=estimates.float(), loss=float(residual), iterations=0)
 
 
 def decompose(
-    seen: HeadGradient,
+    head: HeadGradient,
     *,
     variance_reduction: bool,
     whiten: bool,
@@ -127,10 +104,10 @@ def decompose(
     contraction: Literal["auto", "second", "third"],
     rng: torch.Generator,
 ) -> tuple[Tensor, Tensor]:
-    """Unit features (N, d) float64, and the share of the projected tensor left unexplained.
+    """Finds unit features (N, d) float64, and the relative residual of the projected tensor.
 
     Args:
-        seen: the head's gradient.
+        head: the head's gradient.
         variance_reduction: subtract the constant and linear part of the rows.
         whiten: bring the sample covariance of W to I.
         rows: which functions of the weights moments are taken of.
@@ -141,25 +118,25 @@ def decompose(
     Raises:
         AttackFailed: none of the head's neurons are planted.
     """
-    if not seen.config.planted:
+    if not head.config.planted:
         raise AttackFailed(
             "moments need Gaussian weights: let the server plant neurons (`head: {width: ..., "
             "planted: ...}`)"
         )
-    w = seen.hidden[seen.server].double() / seen.config.planted_std
-    outer = seen.grad_output[:, seen.server].double() if rows == "all" else combine(seen)[None]
+    w = head.hidden[head.planted].double() / head.config.planted_std
+    outer = head.grad_output[:, head.planted].double() if rows == "all" else combine(head)[None]
     outer = outer.double()
     if variance_reduction:
         design = torch.cat([torch.ones(len(w), 1).to(w), w], 1)
         fit = torch.linalg.lstsq(design.T @ design, design.T @ outer.T).solution
         outer = outer - (design @ fit).T
     if rows == "all":
-        outer = independent_rows(outer, seen.rank, seen.noise)
+        outer = independent_rows(outer, head.rank, head.noise)
     back = torch.eye(w.shape[1]).to(w)
     if whiten:
         back = inverse_root(w.T @ w / len(w))
         w = w @ back
-    moments = derivative_moments(seen.config.activation)
+    moments = derivative_moments(head.config.activation)
     by_second = abs(moments[2]) > _NEGLIGIBLE
     if contraction != "auto":
         by_second = contraction == "second"
@@ -167,11 +144,11 @@ def decompose(
     matrices = [
         _hermite.second(g, w) if by_second else _hermite.third_along(g, w, a) for g in outer
     ]
-    basis = power_method(matrices, seen.rank, iterations, rng)
-    if seen.rank == 1:
-        return _signed(F.normalize(basis.T @ back, dim=1), seen), torch.zeros(())
+    basis = power_method(matrices, head.rank, iterations, rng)
+    if head.rank == 1:
+        return _signed(F.normalize(basis.T @ back, dim=1), head), torch.zeros(())
     y = w @ basis
-    inside = F.normalize(torch.randn(seen.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
+    inside = F.normalize(torch.randn(head.rank, generator=rng, dtype=torch.float64), dim=0).to(w)
     by_third = abs(moments[3]) > _NEGLIGIBLE
     slices = [
         _hermite.third(g, y) if by_third else _hermite.fourth_along(g, y, inside) for g in outer
@@ -180,67 +157,70 @@ def decompose(
         # All slices are sums of the same u_i u_i': the rows' matrices tell images of different
         # labels apart, and their third moments those of one label.
         slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
-    directions, left = components(torch.cat(slices, 2), rng)
-    return _signed(F.normalize(directions @ basis.T @ back, dim=1), seen), left
+    directions, residual = components(torch.cat(slices, 2), rng)
+    return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), residual
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:
-    """At most `rank` rows (q, m) of mean square 1 that span what ∂L/∂A (K, m) holds of the images.
+    """Finds at most `rank` rows (q, m) of mean square 1 that span those of ∂L/∂A (K, m).
 
     ∂L/∂A = D H, H_ij = σ(w_j'x_i). Images of unlike features have nearly orthogonal rows of H, so
     that orthonormal combinations of the rows of D H are nearly those of H turned: the sum of
     squared moments, which no turn changes, is that of the images one by one. What is below the
     edge of noise of variance `noise`, or of rounding, is left out.
     """
+    span: Tensor
     _, lengths, span = torch.linalg.svd(outer, full_matrices=False)
     edge = noise**0.5 * (outer.shape[1] ** 0.5 + outer.shape[0] ** 0.5)
     kept = int((lengths > torch.clamp(lengths[0] * _ROUNDING, min=edge)).sum())
-    return span[: max(1, min(rank, kept))] * outer.shape[1] ** 0.5
+    return span[: max(1, min(rank, kept))] * math.sqrt(outer.shape[1])
 
 
 def inverse_root(covariance: Tensor) -> Tensor:
-    """C^(-1/2) of a symmetric positive definite C (d, d); of fewer neurons than d, on its range."""
+    """Computes C^(-1/2) of a symmetric C (d, d), on its range if there are fewer neurons than d."""
+    values: Tensor
+    vectors: Tensor
     values, vectors = torch.linalg.eigh(covariance)
     inside = values > values[-1] * _NEGLIGIBLE
     return vectors[:, inside] * values[inside].rsqrt() @ vectors[:, inside].T
 
 
-def greedily_ordered(found: Tensor, truth: Tensor) -> Tensor:
-    """`found` (r, d) in the order and with the signs of `truth` (N, d), r <= N: (N, d).
+def greedily_ordered(estimates: Tensor, truth: Tensor) -> Tensor:
+    """Gives `estimates` (r, d) the order and the signs of `truth` (N, d), r <= N: (N, d).
 
-    Each found direction, one after the other, goes to the free true feature that it has the largest
+    Each estimate, one after the other, goes to the free true feature that it has the largest
     |cosine| with (Liu et al., Data Reconstruction Attacks and Defenses, Appendix D). Truths beyond
     r get zeros.
     """
-    cosines = F.normalize(found, dim=1) @ F.normalize(truth, dim=1).T
+    cosines = F.normalize(estimates, dim=1) @ F.normalize(truth, dim=1).T
     ordered = torch.zeros_like(truth)
     free = torch.ones(len(truth), dtype=torch.bool, device=truth.device)
-    for direction, cosine in zip(found, cosines, strict=True):
+    for direction, cosine in zip(estimates, cosines, strict=True):
         place = int(torch.where(free, cosine.abs(), -1).argmax())
         ordered[place] = torch.copysign(direction.new_ones(()), cosine[place]) * direction
         free[place] = False
     return ordered
 
 
-def combine(seen: HeadGradient) -> Tensor:
-    """g (v,) = Σ_k c_k ∂L/∂a_kj, with r_i = Σ_k c_k (p_ki - y_ki) as constant as the rows allow.
+def combine(head: HeadGradient) -> Tensor:
+    """Sums rows to g (v,) = Σ_k c_k ∂L/∂a_kj with a nearly constant r_i = Σ_k c_k (p_ki - y_ki).
 
     Rows in two groups: c adds a class of each group, and r_i = p_1i + p_2i - y_1i - y_2i, where
     p_1 + p_2 is 2 / K for even K and near it for odd K (Appendix B, Remark B.2); with rows all
     equal, or two or three classes, c is one class and r_i = 1 / K - y_1i (Remark B.3).
     """
-    outer = seen.grad_output[:, seen.server]
+    outer = head.grad_output[:, head.planted]
     classes = len(outer)
-    if classes <= 3 or seen.config.planted_rows == "equal":
+    if classes <= 3 or head.config.planted_rows == "equal":
         return outer[0]
     return outer[0] + outer[(classes + 1) // 2]
 
 
-def derivative_moments(name: str) -> dict[int, float]:
-    """p -> E[σ^(p)(z)] = E[σ(z) He_p(z)] for standard normal z and p = 2, 3, 4 (quadrature)."""
+def derivative_moments(name: Activation) -> dict[int, float]:
+    """Computes p -> E[σ^(p)(z)] = E[σ(z) He_p(z)], z standard normal, for p = 2, 3, 4."""
     z = torch.linspace(-12, 12, 48001, dtype=torch.float64)
     density = torch.exp(-z.square() / 2) / (2 * torch.pi) ** 0.5
-    value = activation(name)(z)  # type: ignore[arg-type]
+    value = activation(name)(z)
     polynomials = {2: z**2 - 1, 3: z**3 - 3 * z, 4: z**4 - 6 * z**2 + 3}
     return {p: float(torch.trapezoid(value * h * density, z)) for p, h in polynomials.items()}
 
@@ -248,42 +228,42 @@ def derivative_moments(name: str) -> dict[int, float]:
 def power_method(
     matrices: Sequence[Tensor], rank: int, iterations: int, rng: torch.Generator
 ) -> Tensor:
-    """(d, rank) orthonormal: the leading eigenvectors of Σ P², P symmetric (d, d).
+    """Computes the leading eigenvectors of Σ P², P symmetric (d, d): (d, rank), orthonormal.
 
     Of one matrix they are its eigenvectors of largest magnitude (Zhong et al. 2017, Algorithm 3;
     squared, so that eigenvalues of both signs count).
     """
     square = torch.stack([matrix @ matrix for matrix in matrices]).sum(0)
     start = torch.randn(len(square), rank, generator=rng, dtype=torch.float64).to(square)
-    basis = torch.linalg.qr(start)[0]
+    basis: Tensor = torch.linalg.qr(start)[0]
     for _ in range(iterations):
         basis = torch.linalg.qr(square @ basis)[0]
     return basis
 
 
-def _signed(directions: Tensor, seen: HeadGradient) -> Tensor:
-    """Directions (N, d) with the signs under which they explain ∂L/∂A best.
+def _signed(directions: Tensor, head: HeadGradient) -> Tensor:
+    """Gives directions (N, d) the signs under which they explain ∂L/∂A best.
 
     The decomposition leaves signs open. σ(w'x) and σ(-w'x) differ by their odd part, and all of
     them together fit ∂L/∂A by linear least squares: signs are flipped while that improves the fit.
     """
-    w, b = seen.hidden[seen.server].double(), seen.bias[seen.server].double()
-    outer = seen.grad_output[:, seen.server].double()
-    norm = 1 / seen.config.planted_std
+    w, b = head.hidden[head.planted].double(), head.bias[head.planted].double()
+    outer = head.grad_output[:, head.planted].double()
+    norm = 1 / head.config.planted_std
     signs = directions.new_ones(len(directions))
 
-    def left(signs: Tensor) -> float:
-        hidden = seen.activation(norm * (signs[:, None] * directions) @ w.T + b)
+    def residual(signs: Tensor) -> float:
+        hidden = head.activation(norm * (signs[:, None] * directions) @ w.T + b)
         fit = torch.linalg.lstsq(hidden.T, outer.T).solution
         return float(torch.linalg.vector_norm(outer - (hidden.T @ fit).T))
 
-    best = left(signs)
+    best = residual(signs)
     improved = True
     while improved:
         improved = False
         for i in range(len(signs)):
             signs[i] = -signs[i]
-            value = left(signs)
+            value = residual(signs)
             if value < best * (1 - 1e-12):
                 best, improved = value, True
             else:

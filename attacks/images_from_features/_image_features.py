@@ -15,88 +15,88 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from fedsim_attacks.head_features import _joint_fit, head_fit
+from fedsim_attacks.head_features import _joint_fit, _output_solver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._whole_head import unexplained
 
 _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
 _ALL = 1e-5
 """Share of ∂L/∂A that features may leave where there is no noise."""
-MIXED = 0.1
-"""How much of their difference features that are hard to tell apart may have exchanged."""
+EXCHANGED = 0.1
+"""How much of their difference features that are hard to distinguish may have exchanged."""
 _CHANCE = 4.0
-"""Times what as many numbers fit of noise alone, up to which features tell nothing that others do
-not."""
+"""Times what as many numbers explain of noise alone, up to which a gain is chance."""
 
 
-def explained(seen: HeadGradient, features: Tensor) -> bool:
-    """Whether `features` (N, d) leave nothing of the head's gradient but noise."""
-    most = 1 + _CHANCE * _by_chance(seen, features) if seen.noise else _ALL
-    return _left(seen, features) < most
+def explained(head: HeadGradient, features: Tensor) -> bool:
+    """Says whether `features` (N, d) explain the head's gradient but for noise."""
+    most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
+    return _misfit(head, features) < most
 
 
-def settled(seen: HeadGradient, features: Tensor, mixed: float = MIXED) -> bool:
-    """Whether the head's gradient leaves no doubt about them.
+def determined(head: HeadGradient, features: Tensor, exchanged: float = EXCHANGED) -> bool:
+    """Says whether the head's gradient determines the features.
 
-    It tells them from features of which two have exchanged `mixed` of their difference, and by more
-    than what they leave unexplained.
+    It does if features of which two have `exchanged` a part of their difference explain it worse,
+    by more than what the given ones leave unexplained.
     """
-    if seen.exact:
+    if head.exact:
         return True
-    left = _left(seen, features)
-    told = min(_left(seen, other) for other in _alternatives(features, mixed)) - left
-    if not seen.noise:
-        return told > left
-    return told > max(left - 1, _CHANCE * _by_chance(seen, features))
+    misfit = _misfit(head, features)
+    gap = min(_misfit(head, other) for other in _alternatives(features, exchanged)) - misfit
+    if not head.noise:
+        return gap > misfit
+    return gap > max(misfit - 1, _CHANCE * _explained_by_chance(head, features))
 
 
-def fitted(seen: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:
-    """What the head's gradient makes of images' `features` (N, d), or of `other` if that is better.
+def fitted(head: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:
+    """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 
     In the images' order. None where `features` explain it already, but for noise: fitted ones would
     be noise.
     """
-    if seen.noisy:
-        found = _joint_fit.descended(seen, features)
+    if head.noisy:
+        refit = _joint_fit.descended(head, features)
     else:
-        found = head_fit.descended(seen, features, _ITERATIONS)
-    before, after = _left(seen, features), _left(seen, found)
-    if seen.noise and before - after < _CHANCE * _by_chance(seen, features):
+        refit = _output_solver.descended(head, features, _ITERATIONS)
+    before, after = _misfit(head, features), _misfit(head, refit)
+    if head.noise and before - after < _CHANCE * _explained_by_chance(head, features):
         return None
-    return found if after <= _left(seen, other) else _in_order(other, features)
+    return refit if after <= _misfit(head, other) else _permuted(other, features)
 
 
-def _alternatives(features: Tensor, mixed: float) -> Iterator[Tensor]:
-    """Features (N, d) that are hard to tell from `features`."""
+def _alternatives(features: Tensor, exchanged: float) -> Iterator[Tensor]:
+    """Yields features (N, d) that are hard to distinguish from `features`."""
     for i, j in itertools.combinations(range(len(features)), 2):
-        for by in (-mixed, mixed):
+        for by in (-exchanged, exchanged):
             other = features.clone()
             away = by * (features[i] - features[j])
             other[i] += away
             other[j] -= away
             yield other
     if len(features) == 1:
-        yield from ((1 - mixed) * features, (1 + mixed) * features)
+        yield from ((1 - exchanged) * features, (1 + exchanged) * features)
 
 
-def _left(seen: HeadGradient, features: Tensor) -> float:
-    """Mean squared residual over the variance of the noise; without any, over the gradient's."""
-    if seen.noisy:
-        return _joint_fit.unexplained(seen, features)
-    value = Objective(seen)(features)
-    return float(value.residual.square().mean()) / seen.noise if seen.noise else float(value.loss)
+def _misfit(head: HeadGradient, features: Tensor) -> float:
+    """Computes the mean squared residual over the noise's variance, or over the gradient's."""
+    if head.noisy:
+        return unexplained(head, features)
+    value = Objective(head)(features)
+    return float(value.residual.square().mean()) / head.noise if head.noise else float(value.loss)
 
 
-def _by_chance(seen: HeadGradient, features: Tensor) -> float:
-    """Part of the noise's mean square that fitting so many features takes away."""
-    parts = [seen.grad_output]
-    if seen.noisy:
-        parts += [seen.grad_hidden, seen.grad_bias]
+def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
+    """Computes the part of the noise's mean square that a fit of so many features explains."""
+    parts = [head.grad_output]
+    if head.noisy:
+        parts += [head.grad_hidden, head.grad_bias]
     return features.numel() / sum(part.numel() for part in parts)
 
 
-def _in_order(found: Tensor, of: Tensor) -> Tensor:
-    """The rows of `found` (N, d), each where `of` has what is nearest."""
-    _, nearest = linear_sum_assignment(torch.cdist(of, found).cpu().numpy())
-    return found[torch.from_numpy(nearest).to(found.device)]
+def _permuted(refit: Tensor, reference: Tensor) -> Tensor:
+    """Permutes `features` (N, d) so that each is nearest to that of `reference` in its place."""
+    _, nearest = linear_sum_assignment(torch.cdist(reference, refit).cpu().numpy())
+    return refit[torch.from_numpy(nearest).to(refit.device)]

@@ -1,4 +1,4 @@
-"""What public images tell of an image: a normal law of its pixels, given its features if known.
+"""A prior from public images: a normal distribution of pixels, given the features if known.
 
 Whoever has images of the kind that clients hold can run them through the model that the server
 sent, and regress them on their features (ridge regression; its strength by generalized
@@ -25,11 +25,11 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _SIDE = 16
-"""Of a law's images in pixels, at most: larger ones are averaged to that. Finer detail is not in
-features, and covariances of it are of millions of entries."""
+"""Side of a distribution's images in pixels, at most: larger ones are averaged to that. Finer
+detail is not in features, and covariances of it are of millions of entries."""
 _CHUNK = 256
 """Public images at a time: with batch norm in train mode, those whose statistics they share."""
-_STRENGTHS = tuple(10.0 ** (k / 2) for k in range(-12, 5))
+_STRENGTHS: tuple[float, ...] = tuple(10.0 ** (k / 2) for k in range(-12, 5))
 """Of the ridge, over the mean variance of a feature."""
 _LEAST_VARIANCE = 1e-3
 """Of a normalized pixel in any direction: what is smaller is rounding, and compression."""
@@ -41,11 +41,11 @@ _TIE = 1e-6
 
 
 @final
-class ImageLaw:
-    """Normal laws of some images, of one covariance."""
+class ImageDistribution:
+    """Normal distributions of some images, of one covariance."""
 
     def __init__(self, means: Tensor, precision: Tensor, shape: torch.Size) -> None:
-        """`means` (N, C, h, w), `precision` (C h w, C h w), of images of (H, W) = `shape`."""
+        """Takes `means` (N, C, h, w), `precision` (C h w, C h w); images have (H, W) = `shape`."""
         self._means, self._precision, self._shape = means, precision, shape
 
     @property
@@ -56,9 +56,9 @@ class ImageLaw:
         return F.interpolate(self._means, tuple(self._shape), mode="bilinear")
 
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """How unlikely normalized `images` (N, C, H, W) are, and its slope in them.
+        """Computes how unlikely normalized `images` (N, C, H, W) are, and its slope in them.
 
-        (x - μ)' Σ⁻¹ (x - μ), as a mean over all values (0-d): 1 for images from the law.
+        (x - μ)' Σ⁻¹ (x - μ), as a mean over all values (0-d): 1 for images of the distribution.
         """
         with torch.enable_grad():
             variable = images.detach().requires_grad_()
@@ -70,10 +70,10 @@ class ImageLaw:
 
 @final
 class ImagePrior:
-    """The law of public images, and what it becomes where features are known."""
+    """The distribution of public images, and that of images whose features are known."""
 
     def __init__(self, observation: Observation, images: Tensor) -> None:
-        """Of public `images` (P, C, H, W), uint8, through the model that was sent.
+        """Computes the features of public `images` (P, C, H, W), uint8, by the model that was sent.
 
         Raises:
             AttackFailed: they are of another shape than the model's, or fewer than two.
@@ -83,95 +83,104 @@ class ImagePrior:
                 f"the public images are {tuple(images.shape)}, and a regression on features takes "
                 f"two or more of {observation.model.input_shape}"
             )
-        features, self._targets = _through(observation, images)
+        features, self._targets = _features_and_pixels(observation, images)
         self._center = features.mean(0)
         self._mean = self._targets.mean(0)
         self._targets -= self._mean
         self._inputs = features - self._center
         self._shape = images.shape[2:]
-        self._given: tuple[Tensor, Tensor] | None = None
+        self._regression: tuple[Tensor, Tensor] | None = None
 
-    def law(self, features: Tensor) -> ImageLaw:
-        """Of images whose `features` (N, d) are known."""
-        if self._given is None:
+    def given_features(self, features: Tensor) -> ImageDistribution:
+        """Conditions the distribution on `features` (N, d)."""
+        if self._regression is None:
             weights, residuals = _ridge(self._inputs, self._targets)
-            self._given = weights, _precision(residuals)
-        weights, precision = self._given
+            self._regression = weights, _precision(residuals)
+        weights, precision = self._regression
         means = self._mean + (features - self._center) @ weights
-        return self._law(means, precision)
+        return self._distribution(means, precision)
 
-    def ignorant(self, count: int) -> ImageLaw:
-        """Of `count` images of which nothing is known."""
-        return self._law(self._mean.expand(count, -1), _precision(self._targets))
+    def unconditional(self, count: int) -> ImageDistribution:
+        """Returns the distribution of `count` images of which nothing is known."""
+        return self._distribution(self._mean.expand(count, -1), _precision(self._targets))
 
-    def _law(self, means: Tensor, precision: Tensor) -> ImageLaw:
-        side = [min(_SIDE, each) for each in self._shape]
-        return ImageLaw(means.unflatten(1, (-1, *side)).contiguous(), precision, self._shape)
+    def _distribution(self, means: Tensor, precision: Tensor) -> ImageDistribution:
+        means = means.view(len(means), -1, *_small_sides(*self._shape))
+        return ImageDistribution(means.contiguous(), precision, self._shape)
 
 
-def _through(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
-    """Features (P, d) of public `images`, and the images, normalized and small (P, C h w)."""
+def _features_and_pixels(observation: Observation, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes features (P, d) of public `images`, and these normalized and small (P, C h w)."""
     device = next(iter(observation.parameters.values())).device
-    seen, model = observation, rebuild(observation)
+    model, training = rebuild(observation), observation.training
     features, targets = [], []
     # Batch norm cannot train on a last chunk of a single image.
     for part in images.chunk(-(-len(images) // _CHUNK)):
-        pixels = normalize(part.to(device).float() / 255, seen.model)
-        features.append(features_of(model, seen.parameters, seen.buffers, pixels, seen.training))
+        pixels = normalize(part.to(device).float() / 255, observation.model)
+        features.append(
+            features_of(model, observation.parameters, observation.buffers, pixels, training)
+        )
         targets.append(_small(pixels).flatten(1))
     return torch.cat(features), torch.cat(targets)
 
 
 def _small(images: Tensor) -> Tensor:
-    """(N, C, H, W) with sides of `_SIDE` at most, by means of areas."""
-    side = [min(_SIDE, each) for each in images.shape[2:]]
-    return images if side == list(images.shape[2:]) else F.adaptive_avg_pool2d(images, side)
+    """Averages areas of (N, C, H, W) to sides of `_SIDE` at most."""
+    height, width = images.shape[2:]
+    sides = _small_sides(height, width)
+    return images if sides == (height, width) else F.adaptive_avg_pool2d(images, sides)
+
+
+def _small_sides(height: int, width: int) -> tuple[int, int]:
+    return min(_SIDE, height), min(_SIDE, width)
 
 
 def _ridge(inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights (d, p) from centered `inputs` (P, d) to `targets` (P, p), and what these leave.
+    """Regresses `targets` (P, p) on centered `inputs` (P, d): weights (d, p) and residuals (P, p).
 
-    Residuals (P, p) are as large as those of images that were not fitted, by the same
+    Residuals are as large as those of images that were not fitted, by the same
     cross-validation.
     """
-    left, values, right = torch.linalg.svd(inputs.double(), full_matrices=False)
-    seen = left.T @ targets.double()  # (r, p)
-    energies = seen.square().sum(1)
+    left_vectors: Tensor
+    values: Tensor
+    left_vectors, values, right = torch.linalg.svd(inputs.double(), full_matrices=False)
+    projected = left_vectors.T @ targets.double()  # (r, p)
+    energies = projected.square().sum(1)
     # What no ridge explains is summed by itself: as a difference of sums it would be rounding.
-    beyond = (targets - left @ seen).square().sum()
+    beyond = (targets - left_vectors @ projected).square().sum()
     rounding = _ROUNDING * float(targets.double().square().sum())
     scale = (values.square().sum() / inputs.shape[1]).clamp_min(torch.finfo(torch.float32).tiny)
     freedom = len(inputs) - 1
 
-    def lost(strength: float) -> Tensor:
-        """(r,) of each direction, the share that the ridge takes off."""
+    def shrinkage(strength: float) -> Tensor:
+        """Computes the share that the ridge removes of each direction: (r,)."""
         return strength * scale / (values.square() + strength * scale)
 
-    def free(strength: float) -> float:
-        """The share of the degrees of freedom that is left to the residuals."""
-        left = freedom - len(values) + float(lost(strength).sum())
-        return max(left / freedom, _ROUNDING)
+    def freedom_left(strength: float) -> float:
+        """Computes the share of the degrees of freedom that remains to the residuals."""
+        left_vectors = freedom - len(values) + float(shrinkage(strength).sum())
+        return max(left_vectors / freedom, _ROUNDING)
 
     def error(strength: float) -> float:
-        residual = float(beyond + (lost(strength).square() * energies).sum())
-        return max(residual, rounding) / free(strength) ** 2
+        residual = float(beyond + (shrinkage(strength).square() * energies).sum())
+        return max(residual, rounding) / freedom_left(strength) ** 2
 
     strength = _strongest_of_the_best(error)
     inverse = values / (values.square() + strength * scale)
-    weights = (right.T @ (inverse[:, None] * seen)).to(inputs)
+    weights = (right.T @ (inverse[:, None] * projected)).to(inputs)
     residuals = targets - inputs @ weights
-    return weights, residuals / free(strength)
+    return weights, residuals / freedom_left(strength)
 
 
 def _strongest_of_the_best(error: Callable[[float], float]) -> float:
-    """The strength of least `error`: the strongest of several that are as good."""
+    """Chooses the strength of least `error`: the strongest of several that are as good."""
     errors = {strength: error(strength) for strength in _STRENGTHS}
     least = min(errors.values())
     return max(strength for strength, each in errors.items() if each <= (1 + _TIE) * least)
 
 
 def _precision(samples: Tensor) -> Tensor:
-    """The inverse covariance (p, p) of centered `samples` (P, p), of few ones shrunk."""
+    """Estimates the inverse covariance (p, p) of centered `samples` (P, p), by shrinkage."""
     covariance = torch.from_numpy(oas(samples.cpu().numpy(), assume_centered=True)[0])
     covariance.diagonal().add_(_LEAST_VARIANCE)
     return torch.cholesky_inverse(torch.linalg.cholesky(covariance)).to(samples)

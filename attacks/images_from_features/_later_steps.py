@@ -26,7 +26,7 @@ how often it would be simulated over all of them."""
 
 
 def as_one_gradient(observation: Observation) -> Observation:
-    """The same, as if its update were the gradient of one step: the mean of its steps'.
+    """Turns the update into the gradient of one step: the mean of its steps' gradients.
 
     Near for a small learning rate, and no more than a start for a large one.
     """
@@ -44,10 +44,10 @@ def as_one_gradient(observation: Observation) -> Observation:
 
 
 class Correctable(Protocol):
-    """What is compared with one gradient, and can be told what else is in the update."""
+    """A comparison with one gradient that can allow for what else is in the update."""
 
     def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        """A `share` of the gradient is in the update, and this is `added` to it, by parameter."""
+        """Corrects: a `share` of the gradient is in the update, and `added` to it, by parameter."""
 
 
 @final
@@ -58,7 +58,7 @@ class LaterSteps:
     """
 
     def __init__(self, observation: Observation, labels: Tensor) -> None:
-        """For images of these `labels` (N,)."""
+        """Prepares the simulation for images of these `labels` (N,)."""
         training = observation.training
         weights = step_weights(training)
         self.share = weights[0] / sum(weights) if training.batches == "same" else 1.0
@@ -68,7 +68,7 @@ class LaterSteps:
         self._all, self._one = Matching(observation), Matching(as_one_gradient(observation))
 
     def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """By parameter, its entries that meet anything but padding, of normalized `images`."""
+        """Simulates normalized `images`: by parameter, the entries that meet more than padding."""
         images = images.detach()
         with torch.enable_grad():
             every = self._all.update(images, self._labels, create_graph=False)
@@ -79,14 +79,19 @@ class LaterSteps:
         }
 
     def correct(
-        self, updates: Iterable[Correctable], images: Tensor, taken: int, calls: int
+        self, updates: Iterable[Correctable], images: Tensor, done: int, calls: int
     ) -> bool:
-        """Tell `updates` what later steps add at these `images`, if it is time to.
+        """Corrects `updates` by what later steps add at these `images`, if it is time to.
 
-        `taken` of as many `calls` of this are over. Returns whether it has told them: of candidates
-        that are far off, the simulated training may run away to infinity.
+        Returns whether it has: the training that is simulated of poor candidates may diverge.
+
+        Args:
+            updates: what is compared with one gradient.
+            images: normalized candidates (N, C, H, W).
+            done: calls of this before.
+            calls: as many as there are to be.
         """
-        if taken < _FROM * calls or taken % max(1, calls // _TIMES):
+        if done < _FROM * calls or done % max(1, calls // _TIMES):
             return False
         added = self(images)
         if not all(bool(each.isfinite().all()) for each in added.values()):

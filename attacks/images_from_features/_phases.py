@@ -25,18 +25,13 @@ from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._contrast import trusted
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import (
-    BodyGradient,
-    Misfit,
-    Signals,
-    noise_share,
-    relative_noise_variance,
-    signals,
-)
-from fedsim_attacks.images_from_features._image_prior import ImageLaw, ImagePrior
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
+from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
-from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._noise_share import noise_share, relative_noise_variance
+from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._relaxation import LEAST_CLEAR, Relaxation
+from fedsim_attacks.images_from_features._signals import Signals, signals
 from fedsim_attacks.images_from_features._stages import StagedBody
 from fedsim_attacks.images_from_features._unrolled_update import UnrolledUpdate
 from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
@@ -45,7 +40,7 @@ from fedsim_attacks.labels.label_inference import infer_labels
 _FINAL_VARIATION = 0.4
 """Weight of the total variation at the end, over that of the beginning: it costs contrast, which
 the update restores once the images are nearly right."""
-_ROUGH = 0.7
+_ONE_STEP_SHARE = 0.7
 """Share of the iterations that take several steps for one gradient, at a seventh of the cost;
 through a deep body all do, as the descent of a whole one leads away."""
 _FINE_STEP = 0.3
@@ -55,10 +50,10 @@ _FIRST = 0.25
 _PEELED, _SINGLE = 0.35, 0.4
 """Shares of the iterations in which stages are peeled, each with as many steps, and in which images
 are descended through the first one; the others are all stages' together."""
-_BURIED = 0.5
-"""Share of the body's update that is noise, from which there is nothing to peel."""
-_DROWNED = 0.9
-"""Share from which no features are fitted: they would be those of noise."""
+_TOO_NOISY_TO_PEEL = 0.5
+"""Share of noise in the body's update, from which stages are not peeled."""
+_MOSTLY_NOISE = 0.9
+"""Share of noise from which no features are fitted: they would be those of noise."""
 _RELAXED_VARIATION = 2.5
 """Total variation in these, times the usual."""
 _UNSEEN, _FAINT = 1e-3, 0.15
@@ -77,8 +72,8 @@ _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 A first stage alone is descended through smooth images well, and held back by none in the end."""
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
-_LEAST_LAW = 1e-3
-"""Least weight of how unlikely images are by the law of public ones."""
+_LEAST_DISTRIBUTION_WEIGHT = 1e-3
+"""Least weight of how unlikely images are by the distribution of public ones."""
 _PRIOR = 0.7
 """Of noise, an image of total variation 1 is less likely than a flat one by that many nats a
 value: what the weight of the total variation then follows from."""
@@ -101,7 +96,7 @@ class Settings:
 class Phase:
     """What images are compared with for some iterations, and how they move."""
 
-    misfit: Callable[[Tensor], Misfit] | Peeling
+    misfit: Callable[[Tensor], Misfit] | StagePeeling
     """Or the stages that are peeled first, while images stay as they are."""
     iterations: int
     step_size: float
@@ -128,110 +123,123 @@ class Phases:
     def __init__(
         self,
         observation: Observation,
-        found: Tensor,
+        recovered: Tensor,
         seed: int,
         settings: Settings,
         prior: ImagePrior | None = None,
     ) -> None:
-        """For features that were `found` (N, d), rightly or not; `seed` is of random starts.
+        """Plans the first phase.
 
-        `prior` is what public images tell, if there are any.
+        Args:
+            observation: what the server saw.
+            recovered: features (N, d), rightly or not.
+            seed: of random starts.
+            settings: of the descent.
+            prior: from public images, if there are any.
         """
-        self._observation, self._found, self._settings = observation, found, settings
+        self._observation, self._recovered, self._settings = observation, recovered, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
-        self._one = as_one_gradient(observation) if self._several else observation
-        self._seen, self._stream = HeadGradient.of(self._one), generator(seed, "peeling")
-        self._staged = StagedBody(self._one, len(found), self._stream, width=settings.jump_width)
-        self._deep = len(self._staged.stages) >= _DEEP
+        self._as_one = as_one_gradient(observation) if self._several else observation
+        self._head, self._stream = HeadGradient.of(self._as_one), generator(seed, "peeling")
+        self._staged = StagedBody(
+            self._as_one, len(recovered), self._stream, width=settings.jump_width
+        )
+        self._is_deep = len(self._staged.stages) >= _DEEP
         self._contrast_seen = self._staged.contrast_seen
-        unrolls = self._several and not self._deep
-        self._rough = int(_ROUGH * settings.iterations) if unrolls else settings.iterations
-        """Iterations before several steps are unrolled."""
+        unrolls = self._several and not self._is_deep
+        self._one_step_iterations = (
+            int(_ONE_STEP_SHARE * settings.iterations) if unrolls else settings.iterations
+        )
+        """Iterations that take several steps for one gradient."""
         self._begun = 0
         """Iterations before the present phase."""
         self._plans: list[Plan] = [self._unrolled] if unrolls else []
         self._prior = prior
         self.present = self._first()
-        self.law = self._law()
+        self.distribution = self._distribution()
         """Of images of the present phase; None without public ones."""
         values = observation.num_images * math.prod(observation.model.input_shape)
-        clear = max(1 - noise_share(self._one, self._seen), LEAST_CLEAR)
-        demanded = values * relative_noise_variance(self._one, self._seen) / math.sqrt(clear)
-        self.law_weight = max(_LEAST_LAW, demanded)
-        """What its energy counts: as likelihoods do, and more where noise is most of the update."""
+        clear = max(1 - noise_share(self._as_one, self._head), LEAST_CLEAR)
+        demanded = values * relative_noise_variance(self._as_one, self._head) / math.sqrt(clear)
+        self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
+        """Weight of its energy: as of a likelihood, and more where noise is most of the update."""
 
     def over(self, iteration: int) -> bool:
-        """Whether another phase is to follow at that `iteration`."""
+        """Says whether another phase is to follow at that `iteration`."""
         return bool(self._plans) and iteration - self._begun >= self.present.iterations
 
     def follow(self, images: Tensor) -> None:
-        """Go on to the next phase, from normalized `images` (N, C, H, W)."""
+        """Goes on to the next phase, from normalized `images` (N, C, H, W)."""
         self._begun += self.present.iterations
         before, self.present = self.present.features, self._plans.pop(0)(images)
         if self.present.features is not before:
-            self.law = self._law()
+            self.distribution = self._distribution()
 
     def done(self, iteration: int) -> float:
-        """Share of the present phase that is over at that `iteration`."""
+        """Computes the share of the present phase that is over at that `iteration`."""
         return (iteration - self._begun) / self.present.iterations
 
-    def _law(self) -> ImageLaw | None:
+    def _distribution(self) -> ImageDistribution | None:
         if self._prior is None:
             return None
         features = self.present.features
         if features is None:
-            return self._prior.ignorant(self._observation.num_images)
-        return self._prior.law(features)
+            return self._prior.unconditional(self._observation.num_images)
+        return self._prior.given_features(features)
 
     def _first(self) -> Phase:
-        if _image_features.settled(self._seen, self._found):
-            return self._factored(self._found, self._rough)
+        if _image_features.determined(self._head, self._recovered):
+            return self._factored(self._recovered, self._one_step_iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
-        if self._seen.noisy:
+        if self._head.noisy:
             labels = infer_labels(self._observation)
         else:
-            labels = signals(self._observation, self._found).labels
-        drowned = not self._deep and noise_share(self._one, self._seen) > _DROWNED
-        count = self._rough if drowned else int(_FIRST * self._rough)
-        misfit = WholeGradient(self._one, labels, width=self._settings.jump_width, calls=count)
+            labels = signals(self._observation, self._recovered).labels
+        mostly_noise = not self._is_deep and noise_share(self._as_one, self._head) > _MOSTLY_NOISE
+        count = (
+            self._one_step_iterations if mostly_noise else int(_FIRST * self._one_step_iterations)
+        )
+        misfit = WholeGradient(self._as_one, labels, width=self._settings.jump_width, calls=count)
         variation = max(_WHOLE_VARIATION, self._settings.total_variation)
-        if not drowned:
+        if not mostly_noise:
             self._plans.insert(0, partial(self._from_images, 1))
         contrast = 1.0 if self._contrast_seen < _FAINT else None
         return Phase(misfit, count, self._settings.step_size, variation, labels, contrast=contrast)
 
-    def _from_images(self, goes: int, images: Tensor) -> Phase:
-        """What follows once images, after so many `goes`, may tell where features are."""
-        left = self._rough - self._begun
+    def _from_images(self, attempts: int, images: Tensor) -> Phase:
+        """Refits features from those of the images, once after each of so many `attempts`."""
+        remaining = self._one_step_iterations - self._begun
         features = _image_features.fitted(
-            self._seen, _features(self._observation, images), self._found
+            self._head, _features(self._observation, images), self._recovered
         )
         if features is None:
-            return replace(self.present, iterations=left)
-        if goes == 1 and not _image_features.explained(self._seen, features):
+            return replace(self.present, iterations=remaining)
+        if attempts == 1 and not _image_features.explained(self._head, features):
             self._plans.insert(0, partial(self._from_images, 2))
             return self.present
-        return self._factored(features, left)
+        return self._factored(features, remaining)
 
     def _factored(self, features: Tensor, iterations: int) -> Phase:
-        """The first phase with `features` (N, d) known; it plans those that follow."""
+        """Makes the first phase with `features` (N, d) known; it plans those that follow."""
         known = signals(self._observation, features)
-        if not self._deep:
+        if not self._is_deep:
             return self._whole(features, known, iterations)
-        buried = noise_share(self._one, self._seen) > _BURIED
-        steps = 0 if self._several or buried else int(_PEELED * iterations)
-        peeling = Peeling(self._one, self._staged, features, known, self._stream, steps=steps)
+        noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
+        steps = 0 if self._several or noisy else int(_PEELED * iterations)
+        peeling = StagePeeling(
+            self._as_one, self._staged, features, known, self._stream, steps=steps
+        )
         self._plans.insert(0, partial(self._from_maps, known, iterations))
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
     def _whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
-        """The whole body's share of the update."""
+        """Makes the phase that compares the whole body's share of the update."""
         settings = self._settings
         weight, variation = settings.feature_weight, settings.total_variation
         values = self._observation.num_images * math.prod(self._observation.model.input_shape)
-        demanded = 2 * _PRIOR * values * relative_noise_variance(self._one, self._seen)
+        demanded = 2 * _PRIOR * values * relative_noise_variance(self._as_one, self._head)
         misfit = BodyGradient(
-            self._one,
+            self._as_one,
             features,
             known,
             weight=weight,
@@ -251,19 +259,20 @@ class Phases:
         )
 
     def _from_maps(self, known: Signals, iterations: int, images: Tensor) -> Phase:
-        """Images from what went into the second stage, and then all that was peeled with them.
+        """Makes the phase from the second stage's inputs to images; all stages follow.
 
-        Or, where that is lost, all stages from random ones, in all the `iterations` left.
+        Or, where those inputs are lost, that of all stages from random maps, in all `iterations`
+        left.
         """
         peeled, settings = self.present, self._settings
-        assert isinstance(peeled.misfit, Peeling)
-        left = iterations - peeled.iterations
+        assert isinstance(peeled.misfit, StagePeeling)
+        remaining = iterations - peeled.iterations
         single = int(_SINGLE * iterations)
         # What is left unexplained of a stage, its maps have passed on to the one before.
         doubt = peeled.misfit.unexplained
         if doubt > _LOST or not single:
-            return self._relaxed(known, [], left, images)
-        self._plans.insert(0, partial(self._relaxed, known, peeled.misfit.maps, left - single))
+            return self._relaxed(known, [], remaining, images)
+        self._plans.insert(0, partial(self._relaxed, known, peeled.misfit.maps, remaining - single))
         weight = _MAPS / (1 + _DOUBT * doubt) * settings.feature_weight
         return replace(
             peeled,
@@ -278,17 +287,17 @@ class Phases:
     def _relaxed(
         self, known: Signals, maps: list[Tensor], iterations: int, images: Tensor
     ) -> Phase:
-        """All stages together, from what went into those but the first, if that is known."""
+        """Makes the phase of all stages together, from their inputs (but the images), if known."""
         features, variation = self.present.features, self._settings.total_variation
         assert features is not None
         misfit = Relaxation(
-            self._one,
+            self._as_one,
             self._staged,
             features,
             known,
             images,
             maps,
-            noise=noise_share(self._one, self._seen),
+            noise=noise_share(self._as_one, self._head),
             later=self._later(known),
             steps=iterations,
         )
@@ -298,7 +307,7 @@ class Phases:
             misfit.step_size,
             _RELAXED_VARIATION * variation if maps else variation,
             known.labels,
-            misfit.tight,
+            misfit.final_weight,
             features,
             final_variation=1.0,
             contrast=self._contrast(),
@@ -311,11 +320,11 @@ class Phases:
         if self._contrast_seen > _UNSEEN:
             return None
         names = [name for name, _ in self._staged.stages[0].part.parameters]
-        return trusted(noise_share(self._one, self._seen, names))
+        return trusted(noise_share(self._as_one, self._head, names))
 
     def _unrolled(self, images: Tensor) -> Phase:
-        """All local steps, one after the other."""
-        settings, iterations = self._settings, self._settings.iterations - self._rough
+        """Makes the phase that simulates all local steps."""
+        settings, iterations = self._settings, self._settings.iterations - self._one_step_iterations
         features = self.present.features
         if features is None:
             features = _features(self._observation, images)
@@ -341,6 +350,6 @@ class Phases:
 
 
 def _features(observation: Observation, images: Tensor) -> Tensor:
-    """(N, d) of normalized `images`, as the client's model computes them."""
-    seen = observation
-    return features_of(rebuild(seen), seen.parameters, seen.buffers, images, seen.training)
+    """Computes features (N, d) of normalized `images` as the client's model does."""
+    model, weights = rebuild(observation), observation.parameters
+    return features_of(model, weights, observation.buffers, images, observation.training)

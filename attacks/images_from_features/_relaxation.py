@@ -19,14 +19,11 @@ from torch import Tensor
 
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._schedules import half_cosine
-from fedsim_attacks.images_from_features._body_gradient import (
-    Misfit,
-    PartUpdate,
-    Signals,
-    in_shares_of,
-    laid,
-)
+from fedsim_attacks.images_from_features._body import relaid
+from fedsim_attacks.images_from_features._body_gradient import Misfit
 from fedsim_attacks.images_from_features._later_steps import LaterSteps
+from fedsim_attacks.images_from_features._part_update import PartUpdate, nonzero_energy
+from fedsim_attacks.images_from_features._signals import Signals
 from fedsim_attacks.images_from_features._stages import StagedBody
 
 _SHARE = 0.2
@@ -38,8 +35,8 @@ _LOOSE = 0.03
 _TIGHT = 100.0
 """And at the end, without noise: with it less, by the square root of what is not noise. Tighter
 maps carry the noise of all stages into the images, looser ones each fit that of their own."""
-_TIGHT_ROUGH = 10.0
-"""Where an update is only roughly that of one gradient."""
+_TIGHT_APPROXIMATE = 10.0
+"""Where an update of several steps is taken for one gradient."""
 _FAR, _CLEAR = 1.5, 3.0
 """How far maps are from right that nothing is known of, in units of their size: where noise hides
 most of the update, steps are to be shorter, by the fourth root of what is not noise."""
@@ -49,7 +46,7 @@ LEAST_CLEAR = 1e-3
 
 @final
 class Relaxation:
-    """The misfit of images, and of maps that every call moves on."""
+    """The misfit of images, and of maps that every call updates."""
 
     def __init__(
         self,
@@ -64,101 +61,118 @@ class Relaxation:
         later: LaterSteps | None,
         steps: int,
     ) -> None:
-        """For images of `features` (N, d), from normalized `images` (N, C, H, W) on.
+        """Prepares the maps.
 
-        `maps` are what goes into all stages but the first, of each image up to a factor; none
-        for what becomes of `images`. A share `noise` of the body's update is noise; where it is
-        that of several steps, taken for one, `later` tells what the others add. There are to be
-        `steps` calls.
+        Args:
+            observation: what the server saw, as one gradient.
+            staged: the body.
+            features: (N, d), of the images.
+            known: what features tell of their images.
+            images: normalized (N, C, H, W), to start from.
+            maps: inputs of all stages but the first, up to a factor for each image; without any,
+                those that `images` lead to.
+            noise: share of the body's update that is noise.
+            later: of an update of several steps, taken for one.
+            steps: calls that there are to be.
         """
         clear = max(1 - noise, LEAST_CLEAR)
-        self.tight = (_TIGHT if later is None else _TIGHT_ROUGH) * math.sqrt(clear)
+        self.final_weight = (_TIGHT if later is None else _TIGHT_APPROXIMATE) * math.sqrt(clear)
         """What a relative squared distance of maps costs at the end."""
         self._staged, self._features, self._errors = staged, features, known.errors
         self._later = later
         self._updates = [
-            PartUpdate(observation, staged.body, stage.part, known.scale, rough=later is not None)
+            PartUpdate(
+                observation, staged.body, stage.part, known.scale, approximate=later is not None
+            )
             for stage in staged.stages
         ]
-        self._energy = in_shares_of(torch.stack([each.energy for each in self._updates]).sum())
-        self._taken, self._steps = 0, steps
-        self.maps, away = self._started(images, maps, min(_FAR, _CLEAR * clear**0.25))
-        self.step_size = _SHARE * away[0]
+        self._energy = nonzero_energy(torch.stack([each.energy for each in self._updates]).sum())
+        self._done, self._steps = 0, steps
+        self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
+        self.step_size = _SHARE * distances[0]
         """Of images at first, as of normalized pixels."""
         sizes = [
-            _SHARE * far * stage.size for far, stage in zip(away, staged.stages[1:], strict=True)
+            _SHARE * unknown_distance * stage.size
+            for unknown_distance, stage in zip(distances, staged.stages[1:], strict=True)
         ]
         self._sizes = sizes
         self._adam = torch.optim.Adam([{"params": [each]} for each in self.maps], betas=(0.9, 0.99))
 
     def __call__(self, images: Tensor) -> Misfit:
-        """At normalized `images` (N, C, H, W); `features` is the distance of all maps."""
-        done = self._taken / self._steps
+        """Evaluates normalized `images` (N, C, H, W), and takes a step over the maps.
+
+        `features` of the misfit is the distance of all maps.
+        """
+        done = self._done / self._steps
         self._staged.narrow(done)
         corrected = self._later is not None and self._later.correct(
-            self._updates, images, self._taken, self._steps
+            self._updates, images, self._done, self._steps
         )
-        variable = laid(images).requires_grad_()
+        variable = relaid(images).requires_grad_()
         with torch.enable_grad():
             update, distance = self._misfits([variable, *self.maps])
-            loss = update + _LOOSE * (self.tight / _LOOSE) ** done * distance
+            loss = update + _LOOSE * (self.final_weight / _LOOSE) ** done * distance
             slope, *slopes = torch.autograd.grad(loss, [variable, *self.maps])
-        left = half_cosine(done, _FINAL)
+        residuals = half_cosine(done, _FINAL)
         for each, of, group, size in zip(
             self.maps, slopes, self._adam.param_groups, self._sizes, strict=True
         ):
             each.grad = of
-            group["lr"] = size * left
+            group["lr"] = size * residuals
         self._adam.step()
         for each, stage in zip(self.maps, self._staged.stages[1:], strict=True):
             if stage.positive:
                 each.detach().clamp_(min=0)
-        self._taken += 1
-        return Misfit(update.detach(), distance.detach(), slope.contiguous(), renewed=corrected)
+        self._done += 1
+        return Misfit(
+            update.detach(), distance.detach(), slope.contiguous(), target_changed=corrected
+        )
 
-    def _started(
-        self, images: Tensor, maps: list[Tensor], far: float
+    def _initial_maps(
+        self, images: Tensor, maps: list[Tensor], unknown_distance: float
     ) -> tuple[list[Tensor], list[float]]:
-        """Maps to start from, and how far each is from what the stage before makes."""
+        """Prepares maps to start from, and how far each is from what the stage before makes."""
         if not maps:
-            made = self._staged.maps(images)[1:-1]
-            return [each.clone().requires_grad_() for each in made], [far] * len(made)
-        entering, started, away = images, [], []
+            between = self._staged.maps(images)[1:-1]
+            return [each.clone().requires_grad_() for each in between], [unknown_distance] * len(
+                between
+            )
+        entering, initial, distances = images, [], []
         for stage, each in zip(self._staged.stages, maps, strict=False):
             with torch.no_grad():
-                made = stage.part.function(entering)
-            along = (made * each).flatten(1).sum(1) / each.flatten(1).square().sum(1)
+                outputs_made = stage.part.function(entering)
+            along = (outputs_made * each).flatten(1).sum(1) / each.flatten(1).square().sum(1)
             entering = each * along.view(-1, *[1] * (each.ndim - 1))
-            started.append(entering.clone().requires_grad_())
-            away.append(float(_distance(made, entering).sqrt()))
-        return started, away
+            initial.append(entering.clone().requires_grad_())
+            distances.append(float(_distance(outputs_made, entering).sqrt()))
+        return initial, distances
 
     def _misfits(self, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Of the update, and of what stages make of their `inputs` (both 0-d)."""
+        """Computes the misfits of the update and of what stages make of their `inputs` (0-d)."""
         outputs, errors = self._features, self._errors
-        left: list[Tensor] = []
-        away: list[Tensor] = []
+        residuals: list[Tensor] = []
+        distances: list[Tensor] = []
         for i, stage in reversed(list(enumerate(self._staged.stages))):
             # The accelerated layers compute no gradient of a leaf.
             entering = inputs[i].clone() if i else inputs[i]
-            made = stage.part.function(entering)
+            outputs_made = stage.part.function(entering)
             parameters = [parameter for _, parameter in stage.part.parameters]
             gradient = torch.autograd.grad(
-                (made.flatten(1) * errors.flatten(1)).sum(),
+                (outputs_made.flatten(1) * errors.flatten(1)).sum(),
                 [*parameters, entering] if i else parameters,
                 create_graph=True,
             )
-            left += self._updates[i].compared(gradient[: len(parameters)])[0]
-            away.append(_distance(made, outputs))
+            residuals += self._updates[i].compared(gradient[: len(parameters)])[0]
+            distances.append(_distance(outputs_made, outputs))
             outputs, errors = entering, gradient[-1]
-        update = torch.stack([each.square().sum() for each in left]).sum() / self._energy
-        return update, torch.stack(away).sum()
+        update = torch.stack([each.square().sum() for each in residuals]).sum() / self._energy
+        return update, torch.stack(distances).sum()
 
 
-def _distance(made: Tensor, outputs: Tensor) -> Tensor:
-    """Mean of the images' relative squared distances (0-d)."""
-    made, outputs = made.flatten(1), outputs.flatten(1)
-    least = torch.finfo(made.dtype).tiny
+def _distance(outputs_made: Tensor, outputs: Tensor) -> Tensor:
+    """Computes the mean of the images' relative squared distances (0-d)."""
+    outputs_made, outputs = outputs_made.flatten(1), outputs.flatten(1)
+    least = torch.finfo(outputs_made.dtype).tiny
     return (
-        (made - outputs).square().sum(1) / outputs.detach().square().sum(1).clamp_min(least)
+        (outputs_made - outputs).square().sum(1) / outputs.detach().square().sum(1).clamp_min(least)
     ).mean()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedsim.rng import generator
 from fedsim.types import Observation
-from fedsim_attacks.images_from_features._body_gradient import Body, Part
+from fedsim_attacks.images_from_features._body import Body, Part
 
 _MARGIN = 2.0
 """Equations for each unknown number of a stage that is inverted on its own."""
@@ -47,13 +47,13 @@ class StagedBody:
     def __init__(
         self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float
     ) -> None:
-        """`width` as for `Body`, at first."""
+        """Cuts the body into stages; `width` is as for `Body`, at first."""
         self._full, self._width = width, torch.tensor(float(width))
         self.body = Body(observation, self._width)
         self.stages = stages(self.body, num_images, rng)
 
     def narrow(self, done: float) -> None:
-        """Jumps as wide as they are to be when a share `done` of a descent is done.
+        """Narrows the jumps to what they are to be when a share `done` of a descent is done.
 
         Wide ones lead near; then, a few neurons are on the wrong side of theirs, by little.
         """
@@ -61,7 +61,7 @@ class StagedBody:
 
     @property
     def contrast_seen(self) -> float:
-        """How far the first stage's outputs move, relatively, for two to three times the contrast.
+        """How much the first stage's outputs change, relatively, by 2 to 3 times the contrast.
 
         Of each image another: batch norm in train mode makes the same of one multiple of all.
         Behind group norm it is next to nothing, as norm layers add 1e-5 to a variance, or, if the
@@ -76,7 +76,7 @@ class StagedBody:
         return float((two - one).norm() / one.norm())
 
     def maps(self, images: Tensor) -> list[Tensor]:
-        """What goes into each stage (N, ...), of normalized `images`, and what the last makes."""
+        """Computes the inputs (N, ...) of each stage and the outputs of the last, of `images`."""
         maps = [images]
         with torch.no_grad():
             for stage in self.stages:
@@ -85,7 +85,7 @@ class StagedBody:
 
 
 def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
-    """From images to features; one only where nothing between is determined.
+    """Cuts a body into stages from images to features; into one where none is determined.
 
     Or where features are not what comes out of the body's last layer, but something made of it.
     """
@@ -114,7 +114,7 @@ def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """What cannot be cut: everything but a plain sequence."""
+    """Yields the layers that cannot be cut: everything but a plain sequence."""
     if type(module) is nn.Sequential:
         for child in module:
             yield from _units(child)

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation
+from fedsim_attacks.gradient_matching._distances import Distance, Target
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._matching import Distance, Matching, Target
-from fedsim_attacks.images_from_features._body_gradient import Misfit, Signals
+from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.images_from_features._body_gradient import Misfit
+from fedsim_attacks.images_from_features._signals import Signals
 
 
 def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance:
-    """Sum over body and head of |u - t|² / |t|²: the head's planted neurons outweigh all else.
+    """Makes a distance: the sum over body and head of |u - t|² / |t|².
 
-    `clipped` updates t have been scaled by the client: of c u, for the c that fits best.
+    The head's planted neurons would outweigh all else in one. `clipped` updates t have been scaled
+    by the client: of c u, for the c that fits best.
     """
     body = [name.startswith("body.") for name in names]
 
@@ -33,10 +36,10 @@ def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance
                 for u, t, unit in zip(update, target.tensors, units, strict=True)
             ]
             factor = torch.stack(across).sum() / torch.stack(own).sum()
-        left = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
-        loss = sum(_energy(left, body, part) / unit[part] for part in (True, False))
+        residuals = [factor * u - t for u, t in zip(update, target.tensors, strict=True)]
+        loss = sum(_energy(residuals, body, part) / unit[part] for part in (True, False))
         # At the best factor the loss does not change with it.
-        direction = [each / unit for each, unit in zip(left, units, strict=True)]
+        direction = [each / unit for each, unit in zip(residuals, units, strict=True)]
         return torch.as_tensor(loss), direction, 2 * factor
 
     return distance
@@ -61,7 +64,7 @@ class UnrolledUpdate:
         width: float,
         calls: int,
     ) -> None:
-        """As `BodyGradient`."""
+        """Prepares the comparison; arguments are as of `BodyGradient`."""
         self._distance = distance_by_part(
             list(observation.parameters), clipped=observation.effect.scaled
         )
@@ -70,8 +73,8 @@ class UnrolledUpdate:
         self._prior = ForwardPrior(observation, Knowledge(), Features(features, "relative"))
 
     def __call__(self, images: Tensor) -> Misfit:
-        """At normalized `images` (N, C, H, W)."""
+        """Evaluates the misfit at normalized `images` (N, C, H, W)."""
         candidate = self._matching.candidate(images, self._labels, None)
         loss, (slope,) = self._matching.differentiate(candidate, self._distance)
-        away, pull = self._prior(images)
-        return Misfit(loss, away, slope + self._weight * pull)
+        distance_of_features, pull = self._prior(images)
+        return Misfit(loss, distance_of_features, slope + self._weight * pull)

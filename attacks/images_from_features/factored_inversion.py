@@ -18,9 +18,10 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import AttackState, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._contrast import exposing
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid
@@ -28,7 +29,7 @@ from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import chromatic_variation
 from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
-from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
 
 _FINAL = 0.005
@@ -56,10 +57,10 @@ class Descent(AttackState):
     @property
     def shown(self) -> Tensor:
         """The images of least own loss, with the contrast that the phase asks for."""
-        return self.stretch(self.best) * self.best
+        return self.contrast_factors(self.best) * self.best
 
-    def stretch(self, images: Tensor) -> Tensor:
-        """(N, 1, 1, 1): what gives each of the `images` the contrast that the phase asks for."""
+    def contrast_factors(self, images: Tensor) -> Tensor:
+        """Computes the factors (N, 1, 1, 1) that give `images` the contrast of the phase."""
         contrast = self.phase.contrast
         if contrast is None:
             return images.new_ones(len(images), 1, 1, 1)
@@ -67,7 +68,7 @@ class Descent(AttackState):
 
 
 @final
-class FactoredInversion(Attack[Descent]):
+class FactoredInversion(IterativeAttack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs a two-layer head and no knowledge of labels. Several local steps are
@@ -96,21 +97,21 @@ class FactoredInversion(Attack[Descent]):
     """Whether public images, if the threat model grants any, are a prior."""
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
-        """Recover features, and start at random images.
+        """Recovers features, and starts at random images.
 
         Raises:
             AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
-        assert found is not None
+        features = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+        assert features is not None
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)
-        phases = Phases(observation, found, seed, self._settings(), prior)
+        phases = Phases(observation, features, seed, self._settings(), prior)
         matching = Matching(observation)
         images = matching.random_candidate(phases.present.labels, rng, std=0.3).images.detach()
-        if phases.law is not None:
-            images = phases.law.means
+        if phases.distribution is not None:
+            images = phases.distribution.means
         infinite = torch.full((), torch.inf, device=images.device)
         return Descent(
             loss=infinite,
@@ -123,14 +124,14 @@ class FactoredInversion(Attack[Descent]):
         )
 
     def step(self, state: Descent) -> Descent:
-        """One step of Adam, projected onto valid pixels."""
+        """Takes a step of Adam, projected onto valid pixels."""
         while state.phases.over(state.iteration):
             state.best = state.shown
             state.phases.follow(state.best)
             state.images, state.best_loss = state.best, torch.full_like(state.best_loss, torch.inf)
             state.pyramid = _pyramid(state.images)
         phase, images = state.phase, state.images
-        if isinstance(phase.misfit, Peeling):
+        if isinstance(phase.misfit, StagePeeling):
             state.loss = phase.misfit.step()
             state.iteration += 1
             return state
@@ -140,13 +141,13 @@ class FactoredInversion(Attack[Descent]):
         final = phase.final_variation * phase.total_variation
         state.loss = misfit.update + phase.feature_weight * misfit.features + final * variation
         slope.mul_(phase.total_variation * phase.final_variation**done).add_(misfit.slope)
-        if (law := state.phases.law) is not None:
+        if (distribution := state.phases.distribution) is not None:
             # Where the update does not see contrast, images have less than they are shown with.
-            stretch = state.stretch(images)
-            unlikely, toward = law(stretch * images)
-            state.loss = state.loss + state.phases.law_weight * unlikely
-            slope.addcmul_(toward, stretch, value=state.phases.law_weight)
-        better = (state.loss < state.best_loss) | misfit.renewed
+            contrast_factors = state.contrast_factors(images)
+            energy, energy_slope = distribution(contrast_factors * images)
+            state.loss = state.loss + state.phases.distribution_weight * energy
+            slope.addcmul_(energy_slope, contrast_factors, value=state.phases.distribution_weight)
+        better = (state.loss < state.best_loss) | misfit.target_changed
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
         state.pyramid.step(slope, phase.step_size * half_cosine(done, _FINAL))
@@ -154,12 +155,8 @@ class FactoredInversion(Attack[Descent]):
         state.iteration += 1
         return state
 
-    def terminate(self, state: Descent) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Descent) -> Reconstruction:
-        """The iterate of least own loss, and the labels and features that it was built on."""
+        """Returns the iterate of least own loss, and the labels and features behind it."""
         return Reconstruction(
             images=state.matching.pixels(state.shown),
             labels=state.phase.labels,
@@ -167,10 +164,6 @@ class FactoredInversion(Attack[Descent]):
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
-
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
     def _settings(self) -> Settings:
         return Settings(

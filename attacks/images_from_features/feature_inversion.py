@@ -7,7 +7,8 @@ the features that R holds candidates to are also fed to the U-Net.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
@@ -16,33 +17,25 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import AttackState, solve
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.models.base import normalize
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._candidate import Candidate
+from fedsim_attacks.gradient_matching._distances import Distance, Target, cosine_distance
+from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
-from fedsim_attacks.gradient_matching._matching import (
-    Candidate,
-    Distance,
-    Matched,
-    Matching,
-    Target,
-    cosine_distance,
-    granted_labels,
-)
-from fedsim_attacks.gradient_matching._unet import UNet
-from fedsim_attacks.gradient_matching.inverting_gradients import decayed, regularized
+from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
+from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 from fedsim_attacks.head_features.best_features import BestFeatures
-from fedsim_attacks.images_from_features._body_gradient import signals
+from fedsim_attacks.images_from_features._signals import signals
 
 _ROUNDING = 1e-11
 """Share of the update's energy below which a tensor is rounding."""
-_RATES = {"pixel": 0.1, "unet": 1e-3}
 
 
 def reweighted_cosine(weights: Sequence[float]) -> Distance:
-    """Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
+    """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
 
     A tensor whose observed gradient is nothing but rounding (a bias before batch norm) has no
     direction, and does not count.
@@ -72,22 +65,17 @@ class Inversion(AttackState):
     """What draws the images, its optimizer, and what they are held to."""
 
     matching: Matching
-    draw: Callable[[], Tensor]
-    """The images (N, C, H, W), normalized; differentiable in what is optimized."""
-    pixels: Tensor | None
-    """What is optimized, if it is the images themselves."""
+    drawing: Drawing
     labels: Tensor
     prior: ForwardPrior
     distance: Distance
-    optimizer: torch.optim.Adam
-    schedule: torch.optim.lr_scheduler.MultiStepLR
     features: Tensor | None
     best: Tensor
     best_loss: Tensor
 
 
 @final
-class FeatureInversion(Attack[Inversion]):
+class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
     With `features` it needs a two-layer head, and takes labels from it; without, labels as the
@@ -100,7 +88,7 @@ class FeatureInversion(Attack[Inversion]):
 
     iterations: Annotated[int, Field(ge=1)] = 10_000
     """Of Adam."""
-    prior: Literal["unet", "pixel"] = "unet"
+    prior: Canvas = "unet"
     """What is optimized: the weights of an untrained U-Net, or the pixels."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
@@ -125,7 +113,7 @@ class FeatureInversion(Attack[Inversion]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Inversion:
-        """Recover features; then random pixels, or a U-Net of random weights.
+        """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
             AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
@@ -143,29 +131,18 @@ class FeatureInversion(Attack[Inversion]):
             labels = granted_labels(observation, Knowledge(grant=Grant(labels="inferred")))
             assert labels is not None
         matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
-        pixels, network = None, None
-        if self.prior == "pixel":
-            pixels = matching.random_candidate(labels, rng).images
-            variables = [pixels]
-        else:
-            with streams.global_stream(seed):
-                network = UNet(
-                    observation.num_images,
-                    observation.model.input_shape,
-                    0 if features is None else features.shape[1],
-                    self.width,
-                ).to(matching.device)
-            variables = list(network.parameters())
-        told = None if features is None else _scaled(features)
-
-        def draw() -> Tensor:
-            if network is None:
-                assert pixels is not None
-                return pixels
-            return normalize(network(told), observation.model)
-
-        rate = _RATES[self.prior] if self.learning_rate is None else self.learning_rate
-        optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        drawing = Drawing(
+            self.prior,
+            observation.num_images,
+            observation.model,
+            features=None if features is None else _scaled(features),
+            width=self.width,
+            rate=self.learning_rate,
+            iterations=self.iterations,
+            seed=seed,
+            rng=rng,
+            device=matching.device,
+        )
         counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
         infinite = torch.full((), torch.inf, device=matching.device)
         wanted: Features | None = None
@@ -174,8 +151,7 @@ class FeatureInversion(Attack[Inversion]):
         return Inversion(
             loss=infinite,
             matching=matching,
-            draw=draw,
-            pixels=pixels,
+            drawing=drawing,
             labels=labels,
             prior=ForwardPrior(
                 observation,
@@ -185,17 +161,14 @@ class FeatureInversion(Attack[Inversion]):
                 batch_norm=self.batch_norm,
             ),
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
-            optimizer=optimizer,
-            schedule=decayed(optimizer, self.iterations),
             features=features,
-            best=draw().detach().clone(),
+            best=drawing.draw().detach().clone(),
             best_loss=infinite,
         )
 
     def step(self, state: Inversion) -> Inversion:
-        """One step of Adam; pixels stay valid."""
-        with torch.enable_grad():
-            drawn = state.draw()
+        """Takes a step of Adam; pixels stay valid."""
+        drawn = state.drawing.draw()
         images = drawn.detach()
         candidate = Candidate(images, state.labels, None)
         loss, (slope,) = regularized(
@@ -206,24 +179,12 @@ class FeatureInversion(Attack[Inversion]):
         better = state.loss < state.best_loss
         state.best_loss = torch.where(better, state.loss, state.best_loss)
         state.best = torch.where(better, images, state.best)
-        state.optimizer.zero_grad()
-        if state.pixels is None:
-            drawn.backward(slope)  # type: ignore[no-untyped-call]
-        else:
-            state.pixels.grad = slope
-        state.optimizer.step()
-        state.schedule.step()
-        if state.pixels is not None:
-            state.pixels.data.clamp_(*state.matching.box)
+        state.drawing.step(drawn, slope)
         state.iteration += 1
         return state
 
-    def terminate(self, state: Inversion) -> bool:
-        """After `iterations`."""
-        return state.iteration >= self.iterations
-
     def postprocess(self, state: Inversion) -> Reconstruction:
-        """The iterate of least own loss."""
+        """Returns the iterate of least own loss."""
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
@@ -232,11 +193,7 @@ class FeatureInversion(Attack[Inversion]):
             iterations=state.iteration,
         )
 
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
-
 
 def _scaled(features: Tensor) -> Tensor:
-    """Entries of about 1, as a network likes its inputs."""
-    return F.normalize(features, dim=1) * features.shape[1] ** 0.5
+    """Scales features to entries of about 1, as inputs of a network should have."""
+    return F.normalize(features, dim=1) * math.sqrt(features.shape[1])

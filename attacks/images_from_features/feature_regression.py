@@ -7,40 +7,28 @@ its features. It takes seconds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
-from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackState, solve
+from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import signals
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
+from fedsim_attacks.images_from_features._signals import signals
 
 _MIXED = 0.3
 """How much of their difference two features may have exchanged: their images are then blends, of
 which the right one is the larger part."""
 
 
-@dataclass(kw_only=True)
-class Regressed(AttackState):
-    """What features say of their images."""
-
-    matching: Matching
-    images: Tensor
-    """(N, C, H, W), normalized."""
-    labels: Tensor
-    features: Tensor
-
-
 @final
-class FeatureRegression(Attack[Regressed]):
+class FeatureRegression(DirectAttack):
     """Recovers features, and guesses their images by a regression on public ones.
 
     The guess of least squared error that is linear in the features: blurred, but with the right
@@ -55,10 +43,10 @@ class FeatureRegression(Attack[Regressed]):
     )
     needs: ClassVar[Grant] = Grant.least(public="test")
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Regressed:
-        """Everything happens here.
+    ) -> Reconstruction:
+        """Returns images, labels and features; the loss is that of the features.
 
         Raises:
             AttackFailed: the model has no two-layer head, nothing is left of its gradient, or the
@@ -67,33 +55,19 @@ class FeatureRegression(Attack[Regressed]):
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))
-        found = solve(BestFeatures(), observation, knowledge, seed).reconstruction
-        assert found.features is not None
-        seen = HeadGradient.of(observation)
-        told = _image_features.settled(seen, found.features, _MIXED)
-        law = prior.law(found.features) if told else prior.ignorant(len(found.features))
-        return Regressed(
-            loss=torch.tensor(found.loss),
-            matching=Matching(observation),
-            images=law.means,
-            labels=signals(observation, found.features).labels,
-            features=found.features,
+        recovered = solve(BestFeatures(), observation, knowledge, seed).reconstruction
+        assert recovered.features is not None
+        head = HeadGradient.of(observation)
+        determined_features = _image_features.determined(head, recovered.features, _MIXED)
+        distribution = (
+            prior.given_features(recovered.features)
+            if determined_features
+            else prior.unconditional(len(recovered.features))
         )
-
-    def step(self, state: Regressed) -> Regressed:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Regressed) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Regressed) -> Reconstruction:
-        """The images, with labels and features; the loss is that of the features."""
         return Reconstruction(
-            images=state.matching.pixels(state.images),
-            labels=state.labels,
-            features=state.features,
-            loss=float(state.loss),
+            images=Matching(observation).pixels(distribution.means),
+            labels=signals(observation, recovered.features).labels,
+            features=recovered.features,
+            loss=recovered.loss,
             iterations=0,
         )

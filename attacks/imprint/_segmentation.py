@@ -17,14 +17,14 @@ class Segmentation(NamedTuple):
     """Squared distance of the rows from their pieces' means, and of the last ones from zero."""
 
     def means(self, rows: Tensor) -> Tensor:
-        """(pieces + 1, m): the mean row of each piece, and the zero after the last."""
+        """Computes the mean row of each piece, and the zero after the last: (pieces + 1, m)."""
         starts = [0, *self.ends]
         pieces = [rows[a:b].mean(0) for a, b in zip(starts, self.ends, strict=False)]
         return torch.stack([*pieces, torch.zeros_like(rows[0])])
 
 
 def segment(rows: Tensor, pieces: int) -> Segmentation:
-    """The best of all segmentations of `rows` (k, m) into `pieces` <= k; k² pieces operations.
+    """Finds the best segmentation of `rows` (k, m) into `pieces` <= k, by k² pieces operations.
 
     By dynamic programming over the end of the last piece (Bellman, On the approximation of curves
     by line segments using dynamic programming, CACM 1961).

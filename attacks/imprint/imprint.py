@@ -8,16 +8,16 @@ Federated Learning with Modified Models, ICLR 2022, equation 5. The module is in
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.imprint._segmentation import Segmentation, segment
 
 _WEIGHT, _BIAS = "imprint.hidden.weight", "imprint.hidden.bias"
@@ -27,15 +27,8 @@ _CLEAR = 2.0
 """Energy of a jump, in units of what noise makes of it, from which on it is an image's."""
 
 
-@dataclass(kw_only=True)
-class Read(AttackState):
-    """The images."""
-
-    pixels: Tensor
-
-
 @final
-class ImprintAttack(Attack[Read]):
+class ImprintAttack(DirectAttack):
     """Reads the images off the imprint module that the server has put in front of the model.
 
     The paper divides the differences of adjacent rows. Rows between two images' bins are equal, but
@@ -53,8 +46,10 @@ class ImprintAttack(Attack[Read]):
 
     paper: ClassVar[str] = "Fowl et al., Robbing the Fed, ICLR 2022, equation (5)"
 
-    def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Read:
-        """Everything happens here.
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Returns the images. The loss is the share of the module's gradient left unexplained.
 
         Raises:
             AttackFailed: the model has no imprint module, or no image stands out of its gradient.
@@ -70,8 +65,8 @@ class ImprintAttack(Attack[Read]):
                 "nothing is left of the imprint module's gradient: lower model.imprint.scale, or "
                 "remove less of the update"
             )
-        found = segment(rows, min(observation.num_images, len(rows)))
-        jumps = _clear_jumps(rows, found, drifting=observation.training.steps > 1)
+        segmentation = segment(rows, min(observation.num_images, len(rows)))
+        jumps = _clear_jumps(rows, segmentation, drifting=observation.training.steps > 1)
         if not len(jumps):
             raise AttackFailed(
                 "no image stands out of the noise in the imprint module's gradient: lower "
@@ -82,35 +77,20 @@ class ImprintAttack(Attack[Read]):
         jumps = jumps[: observation.num_images]
         images = (jumps[:, :-1] / jumps[:, -1:]).view(-1, *observation.model.input_shape)
         pixels = denormalize(images, observation.model).clamp(0, 1).float()
-        return Read(pixels=pixels, loss=found.residual.clamp_min(0) / rows.square().sum())
-
-    def step(self, state: Read) -> Read:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Read) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Read) -> Reconstruction:
-        """The loss is the share of the module's gradient that as many images leave unexplained."""
-        return Reconstruction(images=state.pixels, loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        loss = float(segmentation.residual.clamp_min(0) / rows.square().sum())
+        return Reconstruction(images=pixels, loss=loss, iterations=0)
 
 
-def _clear_jumps(rows: Tensor, found: Segmentation, drifting: bool) -> Tensor:
-    """Differences of consecutive pieces of `rows` (k, m) that are neither noise nor rounding."""
+def _clear_jumps(rows: Tensor, segmentation: Segmentation, drifting: bool) -> Tensor:
+    """Computes differences of consecutive pieces of `rows` (k, m), without noise and rounding."""
     if drifting:
         jumps = -torch.cat([rows, torch.zeros_like(rows[:1])]).diff(dim=0)
-        jumps = jumps[torch.tensor(found.ends, device=rows.device) - 1]
+        jumps = jumps[torch.tensor(segmentation.ends, device=rows.device) - 1]
         lengths = rows.new_ones(len(jumps))
     else:
-        jumps = -found.means(rows).diff(dim=0)
-        lengths = torch.tensor([0, *found.ends], device=rows.device).diff().to(rows.dtype)
-    spread = found.residual / max(1, len(rows) - len(jumps))
+        jumps = -segmentation.means(rows).diff(dim=0)
+        lengths = torch.tensor([0, *segmentation.ends], device=rows.device).diff().to(rows.dtype)
+    spread = segmentation.residual / max(1, len(rows) - len(jumps))
     # The variance of a mean; the zero after the last piece has none.
     noise = 1 / lengths + torch.cat([1 / lengths[1:], lengths.new_zeros(1)])
     least = (_CLEAR * spread * noise).clamp_min(_ROUNDING * rows.square().sum(1).max())

@@ -33,7 +33,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _ROUNDING = 1e-9
-"""Least noise that is reckoned with, in units of the gradient's root mean square."""
+"""Least noise that is assumed, in units of the gradient's root mean square."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class SplineGradient:
     tensor: Tensor
     """(m, d, K) float64: Σ_n δ_in b_k(u_nj), for m hidden units and d entries of an image."""
     noise: float
-    """Standard deviation of what was added to each entry of `tensor`, read off itself."""
+    """Standard deviation of the noise in each entry of `tensor`, estimated from it."""
     degree: int
     intervals: int
     model: Classifier
@@ -51,7 +51,7 @@ class SplineGradient:
 
     @staticmethod
     def of(observation: Observation) -> SplineGradient:
-        """Read it off an observation.
+        """Reads the gradient off an observation.
 
         The sums over k are the same for all entries j of an image; how they differ is noise.
 
@@ -83,11 +83,11 @@ class SplineGradient:
         tensor = factor * weight.view(-1, entries, functions)
         differences = tensor.sum(2) - tensor.sum(2).mean(1, keepdim=True)
         freedom = differences.numel() - len(differences)
-        spread = float(differences.square().sum()) / max(1, freedom)
+        variance = float(differences.square().sum()) / max(1, freedom)
         rounding = _ROUNDING * float(tensor.square().mean().sqrt())
         return SplineGradient(
             tensor=tensor,
-            noise=max(rounding, math.sqrt(spread / functions)),
+            noise=max(rounding, math.sqrt(variance / functions)),
             degree=config.degree,
             intervals=config.intervals,
             model=model,
@@ -99,13 +99,13 @@ class SplineGradient:
         return self.tensor.shape[0]
 
     def unexplained(self, bases: Tensor) -> Tensor:
-        """Share (0-d) of the gradient's energy that no error signals of these (N, d, K) explain."""
-        design, seen = bases.flatten(1).T, self.tensor.flatten(1).T
-        left: Tensor = seen - design @ torch.linalg.lstsq(design, seen).solution
-        return left.square().sum() / seen.square().sum()
+        """Computes the share (0-d) of energy that no error signals of these (N, d, K) explain."""
+        design, observed = bases.flatten(1).T, self.tensor.flatten(1).T
+        residual: Tensor = observed - design @ torch.linalg.lstsq(design, observed).solution
+        return residual.square().sum() / observed.square().sum()
 
     def error_signals(self, images: Tensor) -> Tensor:
-        """(N, classes, m) float64: ∂ℓ/∂h of normalized images (N, C, H, W) if of each class."""
+        """Computes ∂ℓ/∂h (N, classes, m) float64 of normalized images (N, C, H, W), by class."""
         body = self.model.body
         assert isinstance(body, nn.Sequential)
         after = 1 + next(i for i, part in enumerate(body) if isinstance(part, nn.Linear))
@@ -113,15 +113,15 @@ class SplineGradient:
             hidden = body[:after](images.double())
         with torch.enable_grad():
             hidden.requires_grad_()
-            chances = self.model.head(body[after:](hidden)).log_softmax(1)
+            log_probabilities = self.model.head(body[after:](hidden)).log_softmax(1)
             slopes = [
-                torch.autograd.grad(-chances[:, k].sum(), hidden, retain_graph=True)[0]
-                for k in range(chances.shape[1])
+                torch.autograd.grad(-log_probabilities[:, k].sum(), hidden, retain_graph=True)[0]
+                for k in range(log_probabilities.shape[1])
             ]
         return torch.stack(slopes, 1)
 
 
 def abscissae(degree: int, intervals: int) -> Tensor:
-    """ξ (intervals + degree,) float64: u = Σ_k ξ_k b_k(u) for u in [-1, 1]."""
+    """Computes ξ (intervals + degree,) float64 with u = Σ_k ξ_k b_k(u) for u in [-1, 1]."""
     middle = torch.arange(intervals + degree, dtype=torch.float64) - (degree - 1) / 2
     return 2 * middle / intervals - 1

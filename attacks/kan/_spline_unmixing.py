@@ -29,7 +29,7 @@ _PAIRS = 10
 
 
 def quadrics(degree: int, intervals: int) -> Tensor:
-    """(q, K, K) float64 orthonormal symmetric Q with b(u)' Q b(u) = 0 for all u; q may be 0."""
+    """Finds orthonormal symmetric Q (q, K, K) float64 with b(u)' Q b(u) = 0 for all u; q >= 0."""
     u = torch.linspace(-1, 1, _SAMPLES * intervals + 1, dtype=torch.float64)
     basis = spline_basis(u, degree, intervals)
     products = pack(basis[:, :, None] * basis[:, None, :])
@@ -39,7 +39,7 @@ def quadrics(degree: int, intervals: int) -> Tensor:
 
 
 def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
-    """`span` (N, d, K), orthonormal -> (N, d, K): its members on which the forms (q, K, K) vanish.
+    """Finds the members (N, d, K) of `span`, orthonormal, on which the forms (q, K, K) vanish.
 
     They are scaled to Σ_k b_k = 1 on average over the d entries, and come in no particular order.
     """
@@ -55,8 +55,8 @@ def unmix(span: Tensor, forms: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
-    """c (N, N) with `members` (N, N, N) spanning what the c_n c_n' span."""
-    best, found = -1.0, members[0]
+    """Finds c (N, N) such that the c_n c_n' span what `members` (N, N, N) span."""
+    best, diagonalizers = -1.0, members[0]
     for _ in range(_PAIRS):
         weights = torch.randn(2, len(members), generator=rng, dtype=members.dtype).to(members)
         one, two = torch.einsum("ta,aij->tij", weights, members)
@@ -65,5 +65,5 @@ def _diagonalizers(members: Tensor, rng: torch.Generator) -> Tensor:
         inside = torch.einsum("aij,ni,nj->na", members, vectors, vectors).norm(dim=1)
         share = float((inside / vectors.square().sum(1)).min())
         if share > best:
-            best, found = share, vectors
-    return found
+            best, diagonalizers = share, vectors
+    return diagonalizers

@@ -16,12 +16,13 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed, AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.splines import spline_basis
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
+from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.kan._spline_gradient import SplineGradient, abscissae
 from fedsim_attacks.kan._spline_unmixing import quadrics, unmix
 
@@ -30,7 +31,7 @@ _NODES = 33
 _REACH = 6.0
 """Half their range, in standard deviations."""
 _SETTLED = 1e-6
-"""No pixel moves farther in the last sweep."""
+"""Change of a pixel in the last sweep, below which the ascent has converged."""
 _WIDEST = 1.0
 """Standard deviation of a pixel that nothing is known of: valid pixels are all as likely then."""
 _FAINTEST = 1e-12
@@ -48,7 +49,7 @@ class Pixels:
 
     @staticmethod
     def of(spec: ModelSpec, like: Tensor) -> Pixels:
-        """Of the public normalization."""
+        """Derives center and scale from the public normalization."""
         repeat = math.prod(spec.input_shape[1:])
         center, scale = (
             torch.tensor(values).to(like).repeat_interleave(repeat)
@@ -57,24 +58,24 @@ class Pixels:
         return Pixels(center=center, scale=scale)
 
     def squashed(self, pixels: Tensor) -> Tensor:
-        """(..., d) in [0, 1] -> u."""
+        """Maps pixels (..., d) in [0, 1] to u."""
         return ((pixels - self.center) / self.scale).tanh()
 
     def unsquashed(self, u: Tensor) -> Tensor:
-        """(..., d) in [-1, 1] -> pixels in [0, 1]."""
+        """Maps u (..., d) in [-1, 1] to pixels in [0, 1]."""
         return (self.center + self.scale * u.atanh()).clamp(0, 1)
 
     def deviation(self, of_u: Tensor, at: Tensor) -> Tensor:
-        """Standard deviations of pixels (..., d) near `at`, at most `_WIDEST`."""
+        """Converts standard deviations of u (..., d) to those of pixels near `at`."""
         slope = (1 - self.squashed(at).square()) / self.scale
         return (of_u / slope).clamp(max=_WIDEST)
 
 
 @dataclass(kw_only=True)
 class Posterior(AttackState):
-    """Of error signals and pixels, independent of each other."""
+    """The posterior of error signals and pixels, taken as independent of each other."""
 
-    seen: SplineGradient
+    gradient: SplineGradient
     spec: ModelSpec
     pixels: Pixels
     mean: Tensor
@@ -91,12 +92,12 @@ class Posterior(AttackState):
     """(N, N) of the error signals of each hidden unit."""
     strength: Tensor
     """(N,) variance of an image's error signals under the prior."""
-    moved: Tensor
-    """How far the last sweep has moved a pixel at most (0-d)."""
+    largest_change: Tensor
+    """Largest change of a pixel in the last sweep (0-d)."""
 
 
 @final
-class SplineInversion(Attack[Posterior]):
+class SplineInversion(IterativeAttack[Posterior]):
     """Reads a batch off the first layer of a KAN's update, in closed form.
 
     Without noise the images of a batch are exact, if they are no more than the hidden units, and
@@ -118,15 +119,15 @@ class SplineInversion(Attack[Posterior]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Posterior:
-        """Unmix the images.
+        """Unmixes the images.
 
         Raises:
             AttackFailed: the model is no KAN, nothing is left of its first layer's gradient, there
                 are more images than hidden units, or its bases cannot be told apart.
         """
-        seen = SplineGradient.of(observation)
+        gradient = SplineGradient.of(observation)
         count, spec = observation.num_images, observation.model
-        hidden, entries, functions = seen.tensor.shape
+        hidden, entries, functions = gradient.tensor.shape
         if count > hidden:
             raise AttackFailed(
                 f"{number_of(count, 'image')} leave {number_of(hidden, 'combination')} of them in "
@@ -134,24 +135,26 @@ class SplineInversion(Attack[Posterior]):
                 f"gradients of {number_of(hidden, 'hidden unit')}: observe batches of at most "
                 "model.hidden images"
             )
-        forms = quadrics(seen.degree, seen.intervals).to(seen.tensor)
+        forms = quadrics(gradient.degree, gradient.intervals).to(gradient.tensor)
         if count > 1 and not len(forms):
             raise AttackFailed(
                 "a sum of two bases of one interval and degree 1 is such a basis, too: raise "
                 "model.degree or model.intervals, or observe batches of one image"
             )
-        _, _, rows = torch.linalg.svd(seen.tensor.flatten(1), full_matrices=False)
+        _, _, rows = torch.linalg.svd(gradient.tensor.flatten(1), full_matrices=False)
         bases = unmix(rows[:count].view(count, entries, functions), forms, rng)
-        knots = abscissae(seen.degree, seen.intervals).to(bases)
+        knots = abscissae(gradient.degree, gradient.intervals).to(bases)
         u = torch.nan_to_num(bases @ knots).clamp(-1, 1)
         pixels = Pixels.of(spec, u)
         mean = pixels.unsquashed(u)
         # What noise makes of a linear form of a row of the pseudo-inverse times the gradient.
-        weights = torch.linalg.pinv(seen.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1)))
-        spread = seen.noise * weights.norm(dim=1) * knots.norm()
+        weights = torch.linalg.pinv(
+            gradient.tensor.flatten(1) @ torch.linalg.pinv(bases.flatten(1))
+        )
+        spread = gradient.noise * weights.norm(dim=1) * knots.norm()
         state = Posterior(
             loss=torch.full((), torch.inf).to(mean),
-            seen=seen,
+            gradient=gradient,
             spec=spec,
             pixels=pixels,
             mean=mean,
@@ -161,43 +164,43 @@ class SplineInversion(Attack[Posterior]):
             errors=mean.new_zeros(count, hidden),
             covariance=mean.new_zeros(count, count),
             strength=mean.new_full((count,), torch.inf),
-            moved=torch.full((), torch.inf).to(mean),
+            largest_change=torch.full((), torch.inf).to(mean),
         )
         for image in range(count):
-            _expect(state, image, None, 0.0)
+            _update_pixels(state, image, None, 0.0)
         _update_errors(state)
         return state
 
     def step(self, state: Posterior) -> Posterior:
-        """Pixels of one image after the other given all else, and then the error signals."""
-        seen = state.seen
+        """Updates the pixels of one image after the other, and then the error signals."""
+        gradient = state.gradient
         before = state.mean.clone()
-        second = state.errors @ state.errors.T + seen.hidden * state.covariance
+        second = state.errors @ state.errors.T + gradient.hidden * state.covariance
         for image in range(len(state.mean)):
             others = second[image].clone()
             others[image] = 0
-            toward = torch.einsum("i,ijk->jk", state.errors[image], seen.tensor)
-            toward -= torch.einsum("n,njk->jk", others, state.basis)
+            target = torch.einsum("i,ijk->jk", state.errors[image], gradient.tensor)
+            target -= torch.einsum("n,njk->jk", others, state.basis)
             power = second[image, image]
-            _expect(state, image, toward / power, float(power) / seen.noise**2)
+            _update_pixels(state, image, target / power, float(power) / gradient.noise**2)
         _update_errors(state)
-        bases = spline_basis(state.pixels.squashed(state.mean), seen.degree, seen.intervals)
-        state.loss = seen.unexplained(bases)
-        state.moved = (state.mean - before).abs().max()
+        bases = spline_basis(state.pixels.squashed(state.mean), gradient.degree, gradient.intervals)
+        state.loss = gradient.unexplained(bases)
+        state.largest_change = (state.mean - before).abs().max()
         state.iteration += 1
         return state
 
     def terminate(self, state: Posterior) -> bool:
-        """After `iterations`, or when pixels no longer move."""
-        return state.iteration >= self.iterations or bool(state.moved < _SETTLED)
+        """Says whether `iterations` are over, or pixels no longer change."""
+        return state.iteration >= self.iterations or bool(state.largest_change < _SETTLED)
 
     def postprocess(self, state: Posterior) -> Reconstruction:
-        """Mean images, and the labels whose error signals point most nearly the way of theirs.
+        """Returns mean images, and the labels whose error signals are most like theirs.
 
         The loss is the share of the first layer's gradient that these images leave unexplained.
         """
         images = state.mean.view(-1, *state.spec.input_shape)
-        signals = state.seen.error_signals(normalize(images, state.spec))
+        signals = state.gradient.error_signals(normalize(images, state.spec))
         alike = F.cosine_similarity(signals, state.errors[:, None], dim=2)
         return Reconstruction(
             images=images.float(),
@@ -206,21 +209,17 @@ class SplineInversion(Attack[Posterior]):
             iterations=state.iteration,
         )
 
-    def total(self) -> int:
-        """`iterations`."""
-        return self.iterations
 
+def _update_pixels(state: Posterior, image: int, target: Tensor | None, precision: float) -> None:
+    """Updates pixels of one image and their bases by evidence `precision` / 2 |b - target|² (d, K).
 
-def _expect(state: Posterior, image: int, target: Tensor | None, precision: float) -> None:
-    """Pixels of one image and their bases, given `precision` / 2 |b - target|² (d, K) as evidence.
-
-    Without a target, as they were assumed to be distributed.
+    Without a target, by the prior alone.
     """
-    seen, pixels = state.seen, state.pixels
+    gradient, pixels = state.gradient, state.pixels
     mean, deviation = state.mean[image, :, None], state.deviation[image, :, None]
     low, high = (mean - _REACH * deviation).clamp(0, 1), (mean + _REACH * deviation).clamp(0, 1)
     nodes = low + (high - low) * torch.linspace(0, 1, _NODES).to(mean)  # (d, nodes)
-    bases = spline_basis(pixels.squashed(nodes.T).T, seen.degree, seen.intervals)
+    bases = spline_basis(pixels.squashed(nodes.T).T, gradient.degree, gradient.intervals)
     log = -((nodes - pixels.center[:, None]) / pixels.scale[:, None]).square() / 2
     if target is None:
         log = log - ((nodes - mean) / deviation).square() / 2
@@ -236,12 +235,12 @@ def _expect(state: Posterior, image: int, target: Tensor | None, precision: floa
 
 
 def _update_errors(state: Posterior) -> None:
-    """δ given the bases, and how large it is a priori (the evidence's own estimate)."""
-    noise = state.seen.noise**2
+    """Updates δ given the bases, and its prior variance (by maximizing the evidence)."""
+    noise = state.gradient.noise**2
     gram = torch.einsum("njk,ljk->nl", state.basis, state.basis)
     gram.diagonal().copy_(state.power.sum(1))
     inverse = torch.linalg.inv(gram + torch.diag(noise / state.strength))
-    state.errors = inverse @ torch.einsum("njk,ijk->ni", state.basis, state.seen.tensor)
+    state.errors = inverse @ torch.einsum("njk,ijk->ni", state.basis, state.gradient.tensor)
     state.covariance = noise * inverse
-    found = state.errors.square().mean(1) + state.covariance.diagonal()
-    state.strength = found.clamp_min(_FAINTEST * noise)
+    variance_of_errors = state.errors.square().mean(1) + state.covariance.diagonal()
+    state.strength = variance_of_errors.clamp_min(_FAINTEST * noise)

@@ -13,7 +13,6 @@ Leakage in Federated Learning, 2021).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
@@ -21,27 +20,21 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedsim import rng as streams
-from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor
 from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32
 _ROUNDS = 20
 _SLACK = 0.1
 
 
-@dataclass(kw_only=True)
-class Inferred(AttackState):
-    """The labels."""
-
-    labels: Tensor
-
-
 @final
-class LabelInference(Attack[Inferred]):
+class LabelInference(DirectAttack):
     """Reads the labels of a batch off the last layer's gradient. Recovers no images."""
 
     paper: ClassVar[str] = (
@@ -50,32 +43,16 @@ class LabelInference(Attack[Inferred]):
     )
     needs: ClassVar[Grant] = Grant.least(labels="inferred")
 
-    def init(
+    def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
-    ) -> Inferred:
-        """Everything happens here."""
+    ) -> Reconstruction:
+        """Returns labels alone. The loss is the mean distance of estimated counts from integers."""
         labels, residual = _infer(observation)
-        return Inferred(labels=labels, loss=residual)
-
-    def step(self, state: Inferred) -> Inferred:
-        """Nothing is left to do."""
-        return state
-
-    def terminate(self, state: Inferred) -> bool:
-        """At once."""
-        return True
-
-    def postprocess(self, state: Inferred) -> Reconstruction:
-        """Labels alone. The loss is the mean distance of the estimated counts from integers."""
-        return Reconstruction(labels=state.labels, loss=float(state.loss), iterations=0)
-
-    def total(self) -> int:
-        """None."""
-        return 0
+        return Reconstruction(labels=labels, loss=float(residual), iterations=0)
 
 
 def infer_labels(observation: Observation) -> Tensor:
-    """(N,) int64 labels of the observed batch, on its device.
+    """Infers the labels (N,) int64 of the observed batch, on its device.
 
     The order in a batch cannot be seen. Equal labels are dealt out over the clients and local
     steps, in which batches of different composition would be less likely.
@@ -87,7 +64,7 @@ def infer_labels(observation: Observation) -> Tensor:
 
 
 def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
-    """(labels (N,) int64, mean distance of the estimated counts from the integers chosen)."""
+    """Infers labels (N,) int64; also returns the mean distance of counts from integers (0-d)."""
     model = rebuild(observation)
     name = _last_linear(model)
     layer = model.get_submodule(name)
@@ -95,12 +72,12 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     step = mean_gradient_factor(observation.training)
     rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
     images = observation.num_images
-    features, chances = _dummy_response(model, layer, observation)
-    slopes = torch.zeros_like(chances)
+    features, probabilities = _dummy_response(model, layer, observation)
+    slopes = torch.zeros_like(probabilities)
     if layer.bias is not None:
         slopes = torch.nan_to_num(observation.update[f"{name}.bias"].double() * step)
     if not slopes.any():  # there is no bias, or a defense removed its gradient
-        slopes = _bias_slopes(rows, features, chances, images)
+        slopes = _bias_slopes(rows, features, probabilities, images)
     if images == 1:
         counts = torch.zeros_like(slopes)
         counts[slopes.argmin()] = 1
@@ -128,9 +105,9 @@ def _last_linear(model: Classifier) -> str:
 def _dummy_response(
     model: Classifier, layer: nn.Linear, observation: Observation
 ) -> tuple[Tensor, Tensor]:
-    """Mean input of the last layer (d,) and mean probabilities (K,) on Gaussian images."""
-    seen: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    """Computes the last layer's mean input (d,) and mean probabilities (K,) on Gaussian images."""
+    captured: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0].detach()))
     stream = streams.generator(observation.seed, "label_inference")
     device = next(iter(observation.parameters.values())).device
     images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
@@ -139,11 +116,11 @@ def _dummy_response(
     with torch.no_grad():
         logits = functional_call(model, buffers, (images,))
     hook.remove()
-    return seen[0].double().mean(0), logits.double().softmax(1).mean(0)
+    return captured[0].double().mean(0), logits.double().softmax(1).mean(0)
 
 
-def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -> Tensor:
-    """(K,) estimate of what the gradient of a bias would be, from that of the weights (K, d)."""
+def _bias_slopes(rows: Tensor, features: Tensor, probabilities: Tensor, images: int) -> Tensor:
+    """Estimates what a bias's gradient (K,) would be from that of the weights (K, d)."""
     *_, directions = torch.linalg.svd(rows, full_matrices=False)
     along: Tensor = rows @ directions[0]
     if images == 1 and len(along) > 2:  # then |p_y - 1| is the largest entry, whatever the features
@@ -151,9 +128,9 @@ def _bias_slopes(rows: Tensor, features: Tensor, chances: Tensor, images: int) -
     scale = 1 / (features @ directions[0])
     # A class that does not occur has slope E[p_k]: this corrects the scale of the dummy features.
     for _ in range(3):
-        absent = images * (chances - scale * along) < 0.5
+        absent = images * (probabilities - scale * along) < 0.5
         if bool(absent.any()) and bool(along[absent].sum() * scale > 0):
-            scale = chances[absent].sum() / along[absent].sum()
+            scale = probabilities[absent].sum() / along[absent].sum()
     return torch.nan_to_num(scale * along, posinf=0, neginf=0)
 
 
@@ -164,7 +141,7 @@ def _estimate_counts(
     images: int,
     head: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """(K,) counts n_k >= 0 that sum to N = `images`, not rounded.
+    """Estimates counts n_k >= 0 (K,) that sum to N = `images`, not rounded.
 
     With w_k = n_k / N and all images of class k at the feature h_k, where p is P_k,
 
@@ -188,7 +165,7 @@ def _estimate_counts(
 
 
 def _round_counts(estimates: Tensor, slopes: Tensor, images: int) -> Tensor:
-    """Integers that sum to `images`, nearest to the estimates."""
+    """Rounds the estimates to integers that sum to `images`."""
     # slope_k = E[p_k] - n_k / N > -n_k / N bounds the counts from below, but for noise.
     counts = (-images * slopes - _SLACK).ceil().clamp_min(0)
     if int(counts.sum()) > images:

@@ -360,7 +360,8 @@ MUTATIONS = (
         name="a control without the attack's stretching",
         item=7,
         file="attacks/gradient_matching/prior_only.py",
-        old="        images = exposed(state.best, state.box) if self.stretched else state.best\n",
+        old="        images = exposed(state.best, state.drawing.box) if self.stretched "
+        "else state.best\n",
         new="        images = state.best\n",
         tests=("tests/attacks/gradient_matching/test_prior_only.py",),
     ),
@@ -399,7 +400,7 @@ MUTATIONS = (
     Mutation(
         name="bounds of removed entries ignored",
         item=6,
-        file="attacks/images_from_features/_body_gradient.py",
+        file="attacks/images_from_features/_part_update.py",
         old="    if removed is None or observation.effect.noisy:\n",
         new="    if removed:\n",
         tests=(EFFECTS,),

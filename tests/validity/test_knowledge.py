@@ -29,7 +29,8 @@ from fedsim.types import (
     Mode,
     Observation,
 )
-from fedsim_attacks.gradient_matching._matching import Matching, squared_distance
+from fedsim_attacks.gradient_matching._distances import squared_distance
+from fedsim_attacks.gradient_matching._matching import Matching
 
 SCENARIO: dict[str, Any] = {
     "name": "knowledge",

@@ -24,7 +24,7 @@ from fedsim.privacy.membership import auc_limit, tpr_limit
 from fedsim.scoring.rows import membership_auc
 from fedsim.testing import make_release
 from fedsim.types import Observation, RowTruth
-from fedsim_attacks.closed_form._release_law import law
+from fedsim_attacks.closed_form._release_likelihood import release_likelihood
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection
@@ -66,14 +66,14 @@ def scores(
     stream = torch.Generator().manual_seed(int(present))
     knowledge = Knowledge(grant=Grant.least(rows="others"), other_rows=(others,), candidate=ROW)
     worlds = torch.stack([torch.zeros_like(ROW), ROW])
-    known = law(observation, knowledge)
+    known = release_likelihood(observation, knowledge)
     found = []
     for _ in range(draws):
         if observation.release.kind == "sketch":
             value = sketch(whole, COLUMNS, stream)
         else:
             value = normal_solution(whole, COLUMNS, stream)
-        absent, there = replace(known, seen=value).log_likelihood(worlds)
+        absent, there = replace(known, observed=value).log_likelihood(worlds)
         found.append(there - absent)
     return torch.stack(found)
 
@@ -83,7 +83,7 @@ def test_the_attack_answers_that_ratio() -> None:
     known = Knowledge(grant=Grant.least(rows="others"), other_rows=(NOBODY,), candidate=ROW)
     found = solve(MembershipInference(), observation, known, 0).reconstruction.membership
     worlds = torch.stack([torch.zeros_like(ROW), ROW])
-    absent, there = law(observation, known).log_likelihood(worlds)
+    absent, there = release_likelihood(observation, known).log_likelihood(worlds)
     assert found is not None and float(found) == float(there - absent)
 
 

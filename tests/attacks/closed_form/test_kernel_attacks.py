@@ -25,14 +25,14 @@ from fedsim.scoring.rows import membership_auc
 from fedsim.testing import make_kernel_release
 from fedsim.types import Observation, Reconstruction, RowTruth
 from fedsim_attacks.closed_form import _kernel_posterior
-from fedsim_attacks.closed_form._kernel_posterior import Likeness, equations, posterior_mean
+from fedsim_attacks.closed_form._kernel_posterior import ClassPrior, equations, posterior_mean
 from fedsim_attacks.closed_form._kernel_release import (
+    KernelModel,
     Matched,
-    Model,
-    match,
-    others,
-    read,
-    told_labels,
+    known_rows,
+    match_rows,
+    read_model,
+    symmetric_labels,
 )
 from fedsim_attacks.closed_form._quadratic_form import completed, decomposed
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
@@ -170,7 +170,7 @@ def test_labels_are_told_whatever_the_kernel() -> None:
         labels = torch.arange(40) * 7 % classes
         for seed in range(3):
             alpha = ntk.fit(positive(40, seed) * 3, ntk.one_hot(labels, classes), 0.5)
-            right = told_labels(alpha).argmax(1) == labels
+            right = symmetric_labels(alpha).argmax(1) == labels
             assert float(right.double().mean()) >= least
 
 
@@ -262,7 +262,7 @@ def test_through_opaque_noise_only_the_label_is_seen() -> None:
 
 def single(seen: float, mean: float, std: float, scale: float, reach: float = 50) -> Tensor:
     """The posterior mean of one number, known as N(mean, std²), behind Laplace noise."""
-    model = Model(
+    model = KernelModel(
         rows=torch.tensor([[seen]], dtype=torch.float64),
         alpha=torch.ones(1, 1, dtype=torch.float64),
         labels=torch.ones(1, 1, dtype=torch.float64),
@@ -274,7 +274,7 @@ def single(seen: float, mean: float, std: float, scale: float, reach: float = 50
         kernel=torch.eye(1, dtype=torch.float64),
         clients=1,
     )
-    like = Likeness(
+    like = ClassPrior(
         means=torch.tensor([[mean]], dtype=torch.float64),
         covariance=torch.tensor([[std**2]], dtype=torch.float64),
         shares=torch.ones(1, dtype=torch.float64),
@@ -305,7 +305,7 @@ def regression(count: int, draw: int | None, seed: int = 0) -> tuple[Matched, Te
     gram = lifted
     if draw:
         gram = draws.sampled_covariance(draws.square_root(lifted), draw, stream(seed))
-    model = Model(
+    model = KernelModel(
         rows=rows,
         alpha=ntk.fit(gram, labels, 0.7),
         labels=labels,
@@ -351,7 +351,7 @@ def test_a_bare_kernel_gives_rows_away_through_coefficients() -> None:
     noisy = matched.model.rows.clone()
     noisy[-1] = draws.truncated_laplace(row, 0.1, 1.0, stream(3))
     bare = replace(matched, model=replace(matched.model, rows=noisy))
-    like = _kernel_posterior.likeness(matched.others, 5, False)
+    like = _kernel_posterior.class_prior(matched.others, 5, False)
     with_alpha, without = (
         posterior_mean(bare, like, alpha, 200, stream()) for alpha in (True, False)
     )
@@ -367,8 +367,8 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
     )
     observation, truth = case
     target = int(truth.members.nonzero()[0])
-    known = others(hand_over_row(truth, target, OTHERS, True))
-    model = match(read(observation, known), known, True).model
+    known = known_rows(hand_over_row(truth, target, OTHERS, True))
+    model = match_rows(read_model(observation, known), known, True).model
     mechanism = TruncatedLaplace(beta=beta, epsilon=epsilon, delta=delta)
 
     def area(one: Tensor, other: Tensor) -> float:

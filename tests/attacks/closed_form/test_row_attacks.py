@@ -109,7 +109,7 @@ def test_the_posterior_is_at_a_maximum() -> None:
     while not attack.terminate(state):
         state = attack.step(state)
     stream = torch.Generator().manual_seed(0)
-    loss, best = state.found[0]
+    loss, best = state.candidates[0]
     nearby = best + 1e-3 * torch.randn(50, 4, generator=stream, dtype=torch.float64)
     nearby = nearby.clamp(state.posterior.prior.low, state.posterior.prior.high)
     assert bool((state.posterior.loss(nearby) >= loss).all())

@@ -13,7 +13,7 @@ from fedsim import rng
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.testing import make_release
 from fedsim.testing.release import example_rows
-from fedsim_attacks.closed_form._release_law import Law
+from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood
 from fedsim_attacks.closed_form._row_posterior import Posterior
 from fedsim_attacks.closed_form._row_prior import Prior, prior
 
@@ -42,7 +42,7 @@ def posterior(seen: float, std: float, targets: tuple[float, ...], row_norm: flo
         row_norm=row_norm,
         targets=targets,
     )
-    return Posterior(law=cast(Law, Normal(seen, std)), prior=prior)
+    return Posterior(likelihood=cast(ReleaseLikelihood, Normal(seen, std)), prior=prior)
 
 
 @pytest.mark.parametrize("row_norm", [2.0, 1.1])

@@ -13,7 +13,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim_attacks.gradient_matching._contrast import exposed, trusted
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import noise_share
+from fedsim_attacks.images_from_features._noise_share import noise_share
 from fedsim_attacks.images_from_features._phases import Phases
 from fedsim_attacks.images_from_features._stages import StagedBody
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -105,7 +105,7 @@ def test_contrast_that_total_variation_takes_is_given_back(
 
 def test_images_are_passed_on_with_their_contrast(monkeypatch: pytest.MonkeyPatch) -> None:
     passed_on = []
-    monkeypatch.setattr(_image_features, "settled", lambda *_: False)
+    monkeypatch.setattr(_image_features, "determined", lambda *_: False)
     monkeypatch.setattr(
         Phases,
         "follow",

@@ -22,12 +22,8 @@ from fedsim_attacks.fast_autograd._convolution import Patches
 from fedsim_attacks.fast_autograd._second_order import accelerate
 from fedsim_attacks.fast_autograd._tape import PAYS
 from fedsim_attacks.fast_autograd._winograd import Winograd
-from fedsim_attacks.gradient_matching._matching import (
-    Distance,
-    Matching,
-    cosine_distance,
-    squared_distance,
-)
+from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance, squared_distance
+from fedsim_attacks.gradient_matching._matching import Matching
 
 over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
 

@@ -17,9 +17,16 @@ from fedsim.models.victim import rebuild
 from fedsim.scoring import Scores, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.head_features import best_features, head_fit, unrolled_features
+from fedsim_attacks.head_features import _output_fit, _output_solver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._output_solver import CoarseToFine
+from fedsim_attacks.head_features._unrolled_solver import (
+    UnrolledSolver,
+    best_explained,
+    implausible,
+)
+from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.head_features.spectral_features import span
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1}
@@ -121,7 +128,7 @@ def test_a_neuron_at_the_kink_hides_no_feature(name: str) -> None:
     """Whether the client had it active is a matter of its rounding, and not of ours."""
     observation, truth = observe(6, PAPER)
     assert truth.features is not None
-    planted = HeadGradient.of(observation).server
+    planted = HeadGradient.of(observation).planted
     weights = observation.parameters["head.hidden.weight"][planted].double()
     changed = observation.parameters["head.hidden.bias"].double()
     inputs = weights @ truth.features.double().T + changed[planted, None]
@@ -331,13 +338,14 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
     logits = rebuild(observation).eval().head(truth.features)
     errors = (logits.softmax(1) - F.one_hot(truth.labels, 10)).detach().T / len(truth.labels)
     errors[:, 0] += 0.05 * errors[:, 0].norm()  # as a fit leaves it: explained, but not all of it
-    state = unrolled_features.begin(seen, rng.generator(0, "unused"))
+    head = UnrolledSolver.start(seen, 100, 1, rng.generator(0, "unused")).head
+    assert head.basis is not None
     decoy = truth.features[:1] - truth.features[1:2]
     wrong = int(rebuild(observation).head(1e9 * decoy).argmax())
     signal = torch.zeros(10, 1)
     signal[[wrong, (wrong + 1) % 10]] = torch.tensor([[100.0], [-100.0]])
-    fit = replace(state.fit, features=torch.cat([truth.features, decoy]) @ state.basis.T)
-    chosen, left = unrolled_features._explained(state, fit, torch.cat([errors, signal], dim=1))
+    found = torch.cat([truth.features, decoy]) @ head.basis.T
+    chosen, left = best_explained(head, found, torch.cat([errors, signal], dim=1))
     assert 0.005 < float(left) < 0.5
     assert float(chosen.norm(dim=1).max()) < 2 * float(truth.features.norm(dim=1).max())
 
@@ -355,7 +363,7 @@ def test_a_feature_of_absurd_length_explains_nothing() -> None:
 def test_the_usual_length_is_of_those_that_are_explained_best(
     images: int, length: list[float], left: list[float], absurd: list[float]
 ) -> None:
-    found = unrolled_features._absurd(torch.tensor(length), torch.tensor(left), images)
+    found = implausible(torch.tensor(length), torch.tensor(left), images)
     assert found.tolist() == absurd
 
 
@@ -384,8 +392,8 @@ def test_a_blurred_row_space_is_only_where_the_fit_starts(
 ) -> None:
     """Behind pruning: first in some directions of 144, then in all, within the budget of both."""
     if endless:  # no fit ends but by its budget
-        monkeypatch.setattr(best_features, "_GOOD", 0.0)
-        monkeypatch.setattr(head_fit, "_LITTLE", -1.0)
+        monkeypatch.setattr(_output_solver, "_NEARLY", 0.0)
+        monkeypatch.setattr(_output_fit, "_LITTLE", -1.0)
     images = torch.rand(2, 1, 12, 12, generator=rng.generator(0, "coarse"))
     observation, truth = make_observation(
         images,
@@ -394,15 +402,14 @@ def test_a_blurred_row_space_is_only_where_the_fit_starts(
         model_parameters={"hidden": [], "head": {**HEAD, "planted_gain": 0.01}},
         defense=[{"name": "gradient_pruning", "ratio": 0.5}],
     )
-    made = create("best_features", {"iterations": iterations})
+    made = BestFeatures(iterations=iterations)
     state = made.init(observation, Knowledge(), rng.generator(0, "attack", 0))
-    assert state.refine is not None
+    assert isinstance(state.solver, CoarseToFine)
+    assert not state.solver.fine
     while not made.terminate(state):
         state = made.step(state)
-    assert state.refine is None
-    total = made.total()
-    assert total is not None
-    assert state.iteration <= total
+    assert state.solver.fine
+    assert state.iteration <= made.total()
     error = score(made.postprocess(state), truth)["subspace_error"]
     assert error is not None
     assert error < 0.02

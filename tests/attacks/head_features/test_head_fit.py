@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,18 +13,12 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.testing import make_observation
 from fedsim.testing.updates import near
-from fedsim_attacks.head_features import _row_fit, head_fit
+from fedsim_attacks.head_features import _output_fit, _row_fit
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._output_solver import OutputSolver
+from fedsim_attacks.head_features._random_starts import random_starts
 from fedsim_attacks.head_features._split_merge import moves
-from fedsim_attacks.head_features.head_fit import (
-    Fit,
-    begin,
-    finished,
-    improve,
-    outcome,
-    random_starts,
-)
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]
@@ -49,6 +44,19 @@ def worst(found: Tensor, features: Tensor) -> float:
     """The least cosine of a true feature with the found one that is nearest to it."""
     cosines = F.normalize(features, dim=1) @ F.normalize(found, dim=1).T
     return float(cosines.max(1).values.min())
+
+
+def solved(
+    seen: HeadGradient,
+    starts: list[Tensor],
+    budget: int = 1500,
+    second_starts: Sequence[Tensor] = (),
+) -> OutputSolver:
+    fit = _output_fit.OutputFit.start(seen, starts)
+    solver = OutputSolver(attempt=fit, budget=budget, second_starts=list(second_starts))
+    while not solver.finished:
+        solver.improve()
+    return solver
 
 
 @pytest.mark.parametrize("defense", [None, PRUNED])
@@ -116,7 +124,7 @@ def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
     assert seen.noise == pytest.approx(std**2, rel=0.05)
     objective = Objective(seen)
     loss = float(objective(features).loss)
-    assert loss == pytest.approx(objective.floor(seen.noise), rel=0.1)
+    assert loss == pytest.approx(objective.noise_floor(seen.noise), rel=0.1)
     assert see()[0].noise == 0
 
 
@@ -124,24 +132,24 @@ def test_noise_is_estimated_from_outside_the_span(std: float) -> None:
 def test_rounding_is_estimated_from_its_grid(rounding: str) -> None:
     seen, features = see(defense=[{"name": "quantization", "bits": 8, "rounding": rounding}])
     objective = Objective(seen)
-    loss, floor = float(objective(features).loss), objective.floor(seen.noise)
+    loss, floor = float(objective(features).loss), objective.noise_floor(seen.noise)
     assert 0.1 * floor < loss < 1.05 * floor
 
 
 def test_a_part_of_the_neurons_is_a_smaller_head() -> None:
     seen, features = see()
-    part = seen.part(2000)
+    part = seen.subset(2000)
     assert part.hidden.shape == (500, 36)  # four images make four equations a neuron
     assert part.config.width == 500
-    assert len(part.hidden[part.server]) == part.config.planted > 400
+    assert len(part.hidden[part.planted]) == part.config.planted > 400
     assert Objective(part)(features).loss < 1e-10
-    assert len(seen.part(2000, 700).hidden) == 700
-    assert seen.part(10**9) is seen
+    assert len(seen.subset(2000, 700).hidden) == 700
+    assert seen.subset(10**9) is seen
 
 
 def test_pruning_leaves_its_strongest_neurons_to_a_part() -> None:
     seen, _ = see(defense=[{"name": "gradient_pruning", "ratio": 0.98}])
-    part = seen.part(1000)
+    part = seen.subset(1000)
     made = (part.grad_output != 0).sum(0).clamp(max=4)
     assert 1000 <= int(made.sum()) < 1004
     assert float(made.float().mean()) > 1.5 * float((seen.grad_output != 0).float().sum(0).mean())
@@ -150,10 +158,8 @@ def test_pruning_leaves_its_strongest_neurons_to_a_part() -> None:
 @pytest.mark.parametrize("defense", [[], PRUNED])
 def test_a_single_image_has_nothing_to_split(defense: list[dict[str, Any]]) -> None:
     seen, features = see(1, defense=[*defense, {"name": "gaussian_noise", "std": 0.0001}])
-    fit = begin(seen, list(random_starts(seen, 2, rng.generator(0, "start"))))
-    while not finished(fit, 1500):
-        fit = improve(fit, 1500 - fit.iteration)
-    assert worst(fit.features, features) > 0.9999
+    fit = solved(seen, list(random_starts(seen, 2, rng.generator(0, "start"))))
+    assert worst(fit.best[1], features) > 0.9999
 
 
 def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
@@ -163,10 +169,7 @@ def test_a_move_frees_a_feature_that_stands_for_two_images() -> None:
     stuck = torch.cat([mean[None], near(mean[None], 0.2), features[2:]])
     first = next(iter(moves(Objective(seen), stuck)))
     assert worst(first, features) > worst(stuck, features) + 0.01
-    fit = begin(seen, [first])
-    while not finished(fit, 400):
-        fit = improve(fit, 400 - fit.iteration)
-    assert worst(fit.features, features) > 0.9999
+    assert worst(solved(seen, [first], 400).best[1], features) > 0.9999
 
 
 def see_alike() -> tuple[HeadGradient, Tensor]:
@@ -183,35 +186,33 @@ def see_alike() -> tuple[HeadGradient, Tensor]:
     return HeadGradient.of(observation), truth.features
 
 
-def fitted(seen: HeadGradient, seed: int, spare: list[Tensor]) -> Fit:
-    fit = begin(seen, [*random_starts(seen, 1, rng.generator(seed, "start"))], spare=spare)
-    while not finished(fit, 1500):
-        fit = improve(fit, 1500 - fit.iteration)
-    return fit
+def fitted(seen: HeadGradient, seed: int, second_starts: list[Tensor]) -> OutputSolver:
+    starts = [*random_starts(seen, 1, rng.generator(seed, "start"))]
+    return solved(seen, starts, second_starts=second_starts)
 
 
 def test_moves_are_what_frees_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, features = see_alike()
     for moving in (True, False):
         if not moving:
-            monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
-        found = [worst(outcome(fitted(seen, seed, []))[1], features) for seed in range(3)]
+            monkeypatch.setattr(_output_fit, "moves", lambda objective, features: iter(()))
+        found = [worst(fitted(seen, seed, []).best[1], features) for seed in range(3)]
         assert min(found) > 0.999 if moving else min(found) < 0.95, found
 
 
 def test_another_go_is_taken_from_a_local_minimum(monkeypatch: pytest.MonkeyPatch) -> None:
     """And what was left of the better one counts."""
-    monkeypatch.setattr(head_fit, "moves", lambda objective, features: iter(()))
+    monkeypatch.setattr(_output_fit, "moves", lambda objective, features: iter(()))
     seen, features = see_alike()
     (start,) = random_starts(seen, 1, rng.generator(1, "start"))
-    once, twice, saved = (fitted(seen, 0, spare) for spare in ([], [start], [near(features, 0.1)]))
-    assert once.missing
-    assert once.before is None
-    assert twice.missing
-    assert twice.before is not None
-    assert outcome(twice)[0] == min(twice.loss, twice.before[0])
-    assert not saved.missing
-    assert worst(outcome(saved)[1], features) > 0.999
+    once, twice, saved = (fitted(seen, 0, more) for more in ([], [start], [near(features, 0.1)]))
+    assert once.attempt.incomplete
+    assert once.first is None
+    assert twice.attempt.incomplete
+    assert twice.first is not None
+    assert twice.best[0] == min(twice.loss, twice.first[0])
+    assert not saved.attempt.incomplete
+    assert worst(saved.best[1], features) > 0.999
 
 
 def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
@@ -222,9 +223,9 @@ def test_rows_tell_features_that_few_entries_of_the_output_do_not() -> None:
     errors = Objective(seen)(features).errors
     found = start
     for _ in range(6):
-        found = _row_fit.improved(seen, found, errors)
-    assert _row_fit.left(seen, features, errors) < 1e-8
-    assert _row_fit.left(seen, start, errors) > 1e-4
+        found = _row_fit.fit_rows(seen, found, errors)
+    assert _row_fit.unexplained(seen, features, errors) < 1e-8
+    assert _row_fit.unexplained(seen, start, errors) > 1e-4
     assert worst(start, features) < 0.999 < worst(found, features)
     # A coordinate that few rows tell of may be off, which one by how the processor rounds.
     off = [float((each - features).abs().median()) for each in (start, found)]

@@ -19,7 +19,8 @@ from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
 from fedsim_attacks.head_features._feature_norms import labels_of
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._joint_fit import WholeHead
+from fedsim_attacks.head_features._joint_fit import JointSolver
+from fedsim_attacks.head_features._whole_head import WholeHead
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
 LABELS = [2, 2, 4, 4]
@@ -109,12 +110,12 @@ def test_it_goes_again_while_too_much_is_left(monkeypatch: pytest.MonkeyPatch) -
                 self.loss = torch.tensor(left.pop(0))
 
             def run(self) -> None:
-                within.append(state.basis is not None)
+                within.append(state.output.attempt.head.basis is not None)
 
         monkeypatch.setattr(_joint_fit, "_Descent", Descent)
-        state = _joint_fit.begin(seen, 1, rng.generator(0, "goes"))
-        while not state.over:
-            _joint_fit.improve(state, 20)
+        state = JointSolver.start(seen, 1, 20, rng.generator(0, "goes"))
+        while not state.finished:
+            state.improve()
         assert not left
         assert float(state.loss) == pytest.approx(min(losses))
         return within

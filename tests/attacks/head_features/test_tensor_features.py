@@ -268,7 +268,7 @@ def test_a_class_of_each_group_is_combined(classes: int) -> None:
     """Also where one group has a class more: their planted weights cancel."""
     config = HeadConfig(width=8, planted=6, planted_rows="two_groups")
     outer = TwoLayerHead(config, 3, classes).output.weight.detach()
-    seen = SimpleNamespace(grad_output=outer, server=slice(2, None), config=config)
+    seen = SimpleNamespace(grad_output=outer, planted=slice(2, None), config=config)
     assert not combine(cast(HeadGradient, seen)).any()
 
 

@@ -1,4 +1,4 @@
-"""Features from images where the head is blurred: what is trusted, fitted, and left alone."""
+"""Features from images where the head is blurred: what is trusted, refitted, and left alone."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from fedsim.testing.updates import near
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
-from fedsim_attacks.images_from_features._body_gradient import BodyGradient, relative_noise_variance
-from fedsim_attacks.images_from_features._image_features import explained, fitted, settled
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient
+from fedsim_attacks.images_from_features._image_features import determined, explained, fitted
+from fedsim_attacks.images_from_features._noise_share import relative_noise_variance
 from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
@@ -93,12 +94,12 @@ def test_features_are_settled_where_others_like_them_explain_less(
     defense: list[dict[str, Any]], sharp: bool
 ) -> None:
     seen, features = see(defense)
-    assert settled(seen, features) == settled(seen, near(features, 0.01)) == sharp
+    assert determined(seen, features) == determined(seen, near(features, 0.01)) == sharp
     # Of an exact gradient they are peeled, which needs no such check.
-    assert settled(seen, near(features, 0.1)) == (defense == [])
+    assert determined(seen, near(features, 0.1)) == (defense == [])
     mixed = features.clone()
     mixed[:2] += 0.2 * torch.stack([features[1] - features[0], features[0] - features[1]])
-    assert settled(seen, mixed) == (defense == [])
+    assert determined(seen, mixed) == (defense == [])
 
 
 @pytest.mark.parametrize(("std", "sharp"), [(1e-3, True), (1.0, False)])
@@ -111,7 +112,7 @@ def test_of_one_image_the_length_may_be_in_doubt(std: float, sharp: bool) -> Non
         defense=[{"name": "gaussian_noise", "std": std}],
     )
     assert truth.features is not None
-    assert settled(HeadGradient.of(observation), truth.features) == sharp
+    assert determined(HeadGradient.of(observation), truth.features) == sharp
 
 
 @pytest.mark.parametrize("defense", [NOISE, ROUNDED], ids=str)
@@ -189,7 +190,7 @@ def test_images_come_first_where_the_head_is_blurred(
 ) -> None:
     """And go on alone for as long again while the features that they lead to explain too little."""
     observation, truth = observe(defense)
-    monkeypatch.setattr(_image_features, "settled", lambda *_: False)
+    monkeypatch.setattr(_image_features, "determined", lambda *_: False)
     monkeypatch.setattr(_image_features, "explained", lambda *_: goes == 1)
     attack = FactoredInversion(iterations=40)
     state = attack.init(observation, Knowledge(), rng.generator(0, "phases"))

@@ -17,7 +17,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features._image_prior import (
-    ImageLaw,
+    ImageDistribution,
     ImagePrior,
     _precision,
     _ridge,
@@ -74,7 +74,7 @@ def test_energy_and_slope_of_a_law(side: int) -> None:
     size = 2 * small**2
     factor = noise(size, size, of="factor") * size**-0.5 + torch.eye(size)
     means = noise(3, 2, small, small, of="means")
-    law = ImageLaw(means, torch.linalg.inv(factor @ factor.T), torch.Size((side, side)))
+    law = ImageDistribution(means, torch.linalg.inv(factor @ factor.T), torch.Size((side, side)))
     assert law.means.shape == (3, 2, side, side)
     if side == small:
         assert float(law(means)[0]) == pytest.approx(0, abs=1e-6)
@@ -90,7 +90,7 @@ def test_energy_and_slope_of_a_law(side: int) -> None:
 def test_larger_images_are_those_of_their_areas() -> None:
     """A law of 16x16 pixels does not see what averages out within each of a larger image."""
     means = noise(1, 1, 16, 16, of="means")
-    law = ImageLaw(means, torch.eye(256), torch.Size((32, 32)))
+    law = ImageDistribution(means, torch.eye(256), torch.Size((32, 32)))
     checkered = torch.ones(32, 32)
     checkered[::2, 1::2] = checkered[1::2, ::2] = -1
     images = law.means
@@ -168,6 +168,6 @@ def test_without_features_the_law_is_that_of_all_public_images() -> None:
         *example_batch(2), model="mlp", model_parameters={"head": HEAD}
     )
     images, _ = example_batch(1500)
-    law = ImagePrior(observation, (images[:1200] * 255).byte()).ignorant(300)
+    law = ImagePrior(observation, (images[:1200] * 255).byte()).unconditional(300)
     assert torch.equal(law.means[0], law.means[1])
     assert float(law(normalize(images[1200:], observation.model))[0]) == pytest.approx(1, abs=0.15)

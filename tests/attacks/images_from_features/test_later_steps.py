@@ -16,8 +16,9 @@ from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
-from fedsim_attacks.images_from_features._body_gradient import Part, PartUpdate
+from fedsim_attacks.images_from_features._body import Part
 from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
+from fedsim_attacks.images_from_features._part_update import PartUpdate
 
 
 def observe(**training: Any) -> tuple[Observation, GroundTruth]:
@@ -97,7 +98,7 @@ def test_a_simulation_that_runs_away_is_not_told() -> None:
 class Whole:
     """A body all of whose weights meet images."""
 
-    def live(self, name: str, tensor: Tensor) -> Tensor:
+    def without_padding(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
 
 
@@ -113,7 +114,7 @@ def test_a_rough_update_is_compared_with_as_much_of_a_gradient_as_fits(
     seen = observation.update[name]
 
     def made(rough: bool) -> PartUpdate:
-        return PartUpdate(observation, Whole(), part, torch.ones(()), rough=rough)  # type: ignore[arg-type]
+        return PartUpdate(observation, Whole(), part, torch.ones(()), approximate=rough)  # type: ignore[arg-type]
 
     def exceeds(update: PartUpdate, by: Tensor) -> float:
         return float(update.compared([by])[0][0].norm() / seen.norm())
@@ -139,7 +140,7 @@ def test_what_is_left_grows_as_told(corrected: bool) -> None:
     )
     name = "body.3.weight"
     part = Part(lambda images: images, [(name, observation.parameters[name])])
-    update = PartUpdate(observation, Whole(), part, torch.ones(()), rough=True)  # type: ignore[arg-type]
+    update = PartUpdate(observation, Whole(), part, torch.ones(()), approximate=True)  # type: ignore[arg-type]
     seen, stream = observation.update[name], rng.generator(0, "slope")
     at, along, added = (
         float(seen.std()) * torch.randn(seen.shape, generator=stream) for _ in "abc"

@@ -17,8 +17,8 @@ from fedsim.testing.observation import example_batch
 from fedsim.types import Observation
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
-from fedsim_attacks.images_from_features._image_prior import ImageLaw, ImagePrior
-from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
+from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._relaxation import Relaxation
 from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -37,21 +37,21 @@ def kinds(observation: Observation, attack: FactoredInversion) -> list[type]:
 def test_a_deep_body_is_peeled_first_and_relaxed_last() -> None:
     observation, _ = observe([])
     found = kinds(observation, FactoredInversion(iterations=300))
-    assert found == [Peeling] * 105 + [PartGradient] * 120 + [Relaxation] * 75
+    assert found == [StagePeeling] * 105 + [PartGradient] * 120 + [Relaxation] * 75
 
 
 def test_what_peeling_loses_is_left_to_all_stages_together() -> None:
     """Of three steps nothing is explained."""
     observation, _ = observe([])
     found = kinds(observation, FactoredInversion(iterations=10))
-    assert found == [Peeling] * 3 + [Relaxation] * 7
+    assert found == [StagePeeling] * 3 + [Relaxation] * 7
 
 
 @pytest.mark.parametrize("std", [1e-4, 1e-1])
 def test_noise_that_buries_the_update_leaves_nothing_to_peel(std: float) -> None:
     observation, _ = observe([{"name": "gaussian_noise", "std": std}])
     found = kinds(observation, FactoredInversion(iterations=10))
-    assert (Peeling in found) == (std < 1e-3)
+    assert (StagePeeling in found) == (std < 1e-3)
 
 
 @pytest.mark.parametrize(("std", "expected"), [(0.01, BodyGradient), (0.3, WholeGradient)])
@@ -98,10 +98,10 @@ def public(observation: Observation) -> Knowledge:
 def test_public_images_tell_of_features_where_these_are_known(std: float) -> None:
     observation, _ = observe([{"name": "gaussian_noise", "std": std}], model="convnet")
     state = FactoredInversion().init(observation, public(observation), rng.generator(0, "phases"))
-    assert state.phases.law is not None
-    apart = not torch.equal(*state.phases.law.means)
+    assert state.phases.distribution is not None
+    apart = not torch.equal(*state.phases.distribution.means)
     assert apart == (state.phase.features is not None) == (std < 0.1)
-    assert torch.equal(state.images, state.phases.law.means)
+    assert torch.equal(state.images, state.phases.distribution.means)
 
 
 def test_the_more_noise_the_more_the_law_of_public_images_counts() -> None:
@@ -110,7 +110,7 @@ def test_the_more_noise_the_more_the_law_of_public_images_counts() -> None:
         attack = FactoredInversion(iterations=1)
         return attack.init(
             observation, public(observation), rng.generator(0, "phases")
-        ).phases.law_weight
+        ).phases.distribution_weight
 
     found = [weight(std) for std in (0.0, 1e-3, 1e-2, 1e-1)]
     assert found[0] == 1e-3
@@ -123,14 +123,14 @@ def test_the_law_is_asked_of_images_as_they_will_be_shown() -> None:
     attack = FactoredInversion(iterations=2)
     state = attack.init(observation, public(observation), rng.generator(0, "phases"))
     state = attack.step(state)  # on from the stages that were peeled in none
-    law, asked = state.phases.law, []
+    law, asked = state.phases.distribution, []
     assert law is not None
 
     def spied(images: Tensor) -> tuple[Tensor, Tensor]:
         asked.append(images)
         return law(images)
 
-    state.phases.law = cast(ImageLaw, spied)
+    state.phases.distribution = cast(ImageDistribution, spied)
     state.images = state.best = 0.01 * law.means
     shown = state.shown
     assert state.phase.contrast == 1
@@ -143,17 +143,17 @@ def test_once_images_tell_features_the_law_is_that_of_these(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observation, truth = observe([], model="convnet")
-    monkeypatch.setattr(_image_features, "settled", lambda seen, found: False)
+    monkeypatch.setattr(_image_features, "determined", lambda seen, found: False)
     monkeypatch.setattr(_image_features, "fitted", lambda seen, images, found: truth.features)
     attack, knowledge = FactoredInversion(iterations=8), public(observation)
     state = attack.init(observation, knowledge, rng.generator(0, "phases"))
-    before = state.phases.law
+    before = state.phases.distribution
     while not attack.terminate(state):
         state = attack.step(state)
     assert before is not None
-    assert state.phases.law is not None
+    assert state.phases.distribution is not None
     assert torch.equal(*before.means)
     assert truth.features is not None
     assert knowledge.public_images is not None
-    expected = ImagePrior(observation, knowledge.public_images).law(truth.features).means
-    torch.testing.assert_close(state.phases.law.means, expected)
+    expected = ImagePrior(observation, knowledge.public_images).given_features(truth.features).means
+    torch.testing.assert_close(state.phases.distribution.means, expected)

@@ -11,14 +11,11 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.images_from_features._body_gradient import (
-    BodyGradient,
-    PartGradient,
-    PartUpdate,
-    signals,
-)
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient, PartGradient
 from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
+from fedsim_attacks.images_from_features._part_update import PartUpdate
 from fedsim_attacks.images_from_features._relaxation import Relaxation
+from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.images_from_features._stages import StagedBody
 
 
@@ -76,7 +73,7 @@ def test_what_later_steps_add_is_simulated(
     one = as_one_gradient(observation)
     relaxed, _ = relaxation(one, truth, images, [], steps=10, later=later)
     misfits = [relaxed(images) for _ in range(5)]
-    assert [misfit.renewed for misfit in misfits] == [False] * 4 + [True]
+    assert [misfit.target_changed for misfit in misfits] == [False] * 4 + [True]
     before = float(misfits[0].update)
     assert before > 1e-3
     # Maps have moved by then: a new one that is corrected at once tells what is left.
@@ -161,10 +158,12 @@ def test_the_less_an_update_tells_the_looser_are_maps_and_the_shorter_steps() ->
 
     steps = LaterSteps(observation, truth.labels)
     clear, noisy, buried, rough = made(0.0), made(0.99), made(0.9999), made(0.0, steps)
-    assert clear.tight > noisy.tight > buried.tight > 0
+    assert clear.final_weight > noisy.final_weight > buried.final_weight > 0
     assert clear.step_size > noisy.step_size > buried.step_size > 0
-    assert made(1.0).tight == made(1.1).tight == buried.tight  # an estimate may exceed all
-    assert rough.tight < clear.tight
+    assert (
+        made(1.0).final_weight == made(1.1).final_weight == buried.final_weight
+    )  # an estimate may exceed all
+    assert rough.final_weight < clear.final_weight
     assert rough.step_size == clear.step_size
 
 

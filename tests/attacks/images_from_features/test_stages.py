@@ -12,8 +12,9 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.models.base import normalize
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.images_from_features._body_gradient import PartGradient, signals
-from fedsim_attacks.images_from_features._peeling import Peeling
+from fedsim_attacks.images_from_features._body_gradient import PartGradient
+from fedsim_attacks.images_from_features._peeling import StagePeeling
+from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.images_from_features._stages import Stage, StagedBody
 
 
@@ -83,7 +84,7 @@ def test_every_stage_is_zero_at_the_truth(
             scale=known.scale,
             weight=1.0,
             calls=1,
-            free=free,
+            unscaled=free,
         )
         right = gradient(found[i])
         assert float(right.update) < 1e-6
@@ -101,7 +102,7 @@ def test_peeling_finds_what_went_into_every_stage() -> None:
     assert truth.features is not None
     known, stream = signals(observation, truth.features), rng.generator(0, "peeling")
     staged = StagedBody(observation, 2, stream, width=1.0)
-    peeling = Peeling(observation, staged, truth.features, known, stream, steps=400)
+    peeling = StagePeeling(observation, staged, truth.features, known, stream, steps=400)
     losses = [float(peeling.step()) for _ in range(400)]
     assert peeling.unexplained <= min(losses[-20:])
     assert peeling.unexplained < 0.05

@@ -16,7 +16,7 @@ from fedsim.learners.least_squares import normal_solution, solve
 from fedsim.privacy.mechanisms import gaussian
 from fedsim.testing import make_release
 from fedsim.types import UNKNOWN, Observation
-from fedsim_attacks.closed_form._release_law import Law, law
+from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood, release_likelihood
 
 ROWS = torch.randn(30, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64).clamp(
     -1, 1
@@ -54,7 +54,7 @@ def gram(sigma: float = 0.0, row: bool = False, rows: Tensor = ROWS) -> Tensor:
     return every.T @ every + sigma**2 * torch.eye(4, dtype=torch.float64)
 
 
-def ratio(found: Law) -> float:
+def ratio(found: ReleaseLikelihood) -> float:
     absent, present = found.log_likelihood(WORLDS).tolist()
     return float(present - absent)
 
@@ -80,7 +80,7 @@ def test_a_sketch_has_independent_normal_columns(sigma: float) -> None:
         - normal(torch.zeros(4), gram(sigma), column)
         for column in columns
     )
-    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_sum_of_sketches_is_the_sketch_of_the_union() -> None:
@@ -89,7 +89,7 @@ def test_the_sum_of_sketches_is_the_sketch_of_the_union() -> None:
         normal(torch.zeros(4), gram(row=True), column) - normal(torch.zeros(4), gram(), column)
         for column in 3 * observation.update["release"].T
     )
-    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_coefficients_of_a_sketch_follow_a_multivariate_t() -> None:
@@ -105,7 +105,7 @@ def test_coefficients_of_a_sketch_follow_a_multivariate_t() -> None:
         )
 
     expected = density(True) - density(False)
-    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_draws_have_that_law() -> None:
@@ -131,7 +131,7 @@ def test_the_normal_limit() -> None:
         return normal(best, residual * torch.linalg.inv(features) / 9, seen)
 
     expected = density(True) - density(False)
-    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
+    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_t_tends_to_normal() -> None:
@@ -143,7 +143,9 @@ def test_t_tends_to_normal() -> None:
         observation, knowledge = observed("least_squares", method=method, columns=50)
         spec = replace(observation.release, columns=10**6)
         observation = replace(observation, spec=spec, update={"release": seen})
-        absent, present = law(observation, knowledge).log_likelihood(WORLDS / 10).tolist()
+        absent, present = (
+            release_likelihood(observation, knowledge).log_likelihood(WORLDS / 10).tolist()
+        )
         ratios.append(present - absent)
     assert ratios[0] == pytest.approx(ratios[1], rel=1e-3)
 
@@ -151,8 +153,8 @@ def test_t_tends_to_normal() -> None:
 def test_of_summed_coefficients_the_others_are_taken_away() -> None:
     """Without randomness what is left is the target client's own solution."""
     observation, knowledge = observed("least_squares", method="ols", clients=3)
-    found = law(observation, knowledge)
-    torch.testing.assert_close(found.seen, solve(ROWS.chunk(3)[0]), rtol=1e-6, atol=1e-6)
+    found = release_likelihood(observation, knowledge)
+    torch.testing.assert_close(found.observed, solve(ROWS.chunk(3)[0]), rtol=1e-6, atol=1e-6)
     assert ratio(found) < -1e3
 
 
@@ -167,13 +169,13 @@ def test_declared_noise_is_part_of_the_law() -> None:
         return normal(best, spread + 0.49 * torch.eye(3, dtype=torch.float64), seen)
 
     expected = density(True) - density(False)
-    assert ratio(law(observation, knowledge)) == pytest.approx(expected, rel=1e-5)
+    assert ratio(release_likelihood(observation, knowledge)) == pytest.approx(expected, rel=1e-5)
     noisy, _ = observed(columns=7, defense=(noise,))
     expected = sum(
         normal(torch.zeros(4), gram(0.7, True), column) - normal(torch.zeros(4), gram(0.7), column)
         for column in noisy.update["release"].T
     )
-    assert ratio(law(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
+    assert ratio(release_likelihood(noisy, knowledge)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_calibrated_noise_is_that_of_its_multiplier() -> None:
@@ -183,7 +185,7 @@ def test_calibrated_noise_is_that_of_its_multiplier() -> None:
     ratios = []
     for scale in (calibrated, {"multiplier": multiplier}, {"std": 2 * multiplier}):
         noisy, knowledge = observed(columns=7, defense=(clip, {"name": "gaussian_noise", **scale}))
-        ratios.append(ratio(law(noisy, knowledge)))
+        ratios.append(ratio(release_likelihood(noisy, knowledge)))
     assert ratios[0] == pytest.approx(ratios[1]) == pytest.approx(ratios[2])
     assert ratios[0] != 0
 
@@ -199,7 +201,7 @@ def test_of_summed_coefficients_the_others_have_a_law_too() -> None:
         for rows in ROWS.chunk(3)[1:]:
             _, features, residual = moments(gram(rows=rows))
             expected += residual * torch.linalg.inv(features) / divisor
-        found = law(observation, knowledge).variance
+        found = release_likelihood(observation, knowledge).variance
         assert found is not None
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
@@ -208,28 +210,28 @@ def test_clipping_is_taken_as_the_scale_that_is_expected() -> None:
     """Of a sketch sqrt(r tr K), of coefficients |x̂|; one that is not reached changes nothing."""
     free, knowledge = observed(columns=40)
     wide, _ = observed(columns=40, defense=({"name": "clip", "norm": 1e6},))
-    assert ratio(law(wide, knowledge)) == ratio(law(free, knowledge))
+    assert ratio(release_likelihood(wide, knowledge)) == ratio(release_likelihood(free, knowledge))
     tight, _ = observed(columns=40, defense=({"name": "clip", "norm": 2.0},))
-    found = law(tight, knowledge)
+    found = release_likelihood(tight, knowledge)
     assert found.scale == pytest.approx(2 / float(40 * gram().trace()) ** 0.5)
     torch.testing.assert_close(found.gram, found.scale**2 * gram(), rtol=1e-6, atol=1e-9)
     best = solve(ROWS)
     bound = float(best.norm()) / 3
     clipped, _ = observed("least_squares", method="ols", defense=({"name": "clip", "norm": bound},))
-    found = law(clipped, knowledge)
+    found = release_likelihood(clipped, knowledge)
     assert found.scale == pytest.approx(1 / 3, rel=1e-6)
-    torch.testing.assert_close(found.seen, best / 3, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.observed, best / 3, rtol=1e-6, atol=1e-9)
     assert ratio(found) < -1e3
 
 
 def test_a_server_that_adds_no_noise_needs_no_bound() -> None:
     observation, knowledge = observed(columns=7, clients=3)
     silent = {"name": "dp_ftrl", "noise_multiplier": 0.0, "correlation": 0.5}
-    found = law(replace(observation, defense=(silent,)), knowledge)
-    torch.testing.assert_close(found.gram, law(observation, knowledge).gram)
+    found = release_likelihood(replace(observation, defense=(silent,)), knowledge)
+    torch.testing.assert_close(found.gram, release_likelihood(observation, knowledge).gram)
 
 
 def test_noise_that_is_not_told_is_not_guessed() -> None:
     observation, knowledge = observed(columns=7)
     with pytest.raises(AttackFailed, match="does not declare its effect"):
-        law(replace(observation, effect=UNKNOWN), knowledge)
+        release_likelihood(replace(observation, effect=UNKNOWN), knowledge)

@@ -1,8 +1,8 @@
 """How likely a closed-form release is, as a function of the one row that the attacker lacks.
 
-Whoever knows all rows but v knows the law of the release up to v. With K = D'D + σ² I the Gram
-matrix of the regularized rows [B, b], A = B'B its part of the features, x̂ the coefficients of least
-squares and e² their squared residual:
+Whoever knows all rows but v knows the distribution of the release up to v. With K = D'D + σ² I the
+Gram matrix of the regularized rows [B, b], A = B'B its part of the features, x̂ the coefficients of
+least squares and e² their squared residual:
 
 - a sketch D'G has r independent columns N(0, K);
 - coefficients of least squares on such a sketch follow a multivariate t distribution with
@@ -33,7 +33,7 @@ KNOWN: tuple[ReleaseKind, ...] = (
     "sketched_coefficients",
     "normal_coefficients",
 )
-"""The kinds of release of which `law` is known."""
+"""The kinds of release whose distribution is known."""
 
 _RIDGE = 1e-10
 """Share of K's mean eigenvalue, with one row of the largest norm more, that is added to it: K is
@@ -44,38 +44,38 @@ _EXACT = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
-class Law:
-    """The likelihood of one release. Rows are (d + 1,) float64, the target last."""
+class ReleaseLikelihood:
+    """The likelihood of one release as a function of a row (d + 1,) float64, its target last."""
 
     kind: ReleaseKind
     columns: int
-    seen: Tensor
+    observed: Tensor
     """The sketch (d + 1, r), or the coefficients (d,), of the rows of `gram` and v; of a sum of
-    clients' coefficients what is left when the others' expected ones are taken away."""
+    clients' coefficients, the sum less the others' expected ones."""
     gram: Tensor
     """(d + 1, d + 1) K without v."""
     scale: float
     """By which clipping shrinks what v's client releases."""
     variance: Tensor | None
-    """(d, d) of coefficients: the covariance of what else is in them; None if there is nothing."""
+    """(d, d): the covariance of what is added to the coefficients; None if nothing is."""
 
     def log_likelihood(self, rows: Tensor) -> Tensor:
-        """Of each of (k, d + 1) candidates for v, up to a constant: (k,). A zero row is no row."""
+        """Evaluates (k, d + 1) candidates for v, up to a constant: (k,). A zero row is no row."""
         sketch = self.kind == "sketch"
         rows = self.scale * rows if sketch else rows
         factor = torch.linalg.cholesky(self.gram + rows[:, :, None] * rows[:, None, :])
         if sketch:
-            inner = torch.linalg.solve_triangular(
-                factor, self.seen.expand(len(rows), -1, -1), upper=False
+            inner: Tensor = torch.linalg.solve_triangular(
+                factor, self.observed.expand(len(rows), -1, -1), upper=False
             )
-            volume = factor.diagonal(dim1=1, dim2=2).log().sum(1)
+            volume: Tensor = factor.diagonal(dim1=1, dim2=2).log().sum(1)
             return -self.columns * volume - inner.square().sum((1, 2)) / 2
         if self.kind == "sketched_coefficients" and self.variance is None and self.scale == 1:
             return self._student(factor)
         return self._normal(factor)
 
     def coefficients(self) -> Tensor:
-        """(d,) x̂ without v."""
+        """Computes x̂ without v: (d,)."""
         return _solution(torch.linalg.cholesky(self.gram))
 
     def _student(self, factor: Tensor) -> Tensor:
@@ -86,23 +86,23 @@ class Law:
 
     def _normal(self, factor: Tensor) -> Tensor:
         features, residual, _ = self._parts(factor)
-        away = self.seen - self.scale * _solution(factor)
-        covariance = self.scale**2 * _spread(self.kind, self.columns, features, residual)
+        deviation = self.observed - self.scale * _solution(factor)
+        covariance = self.scale**2 * _covariance(self.kind, self.columns, features, residual)
         if self.variance is not None:
             covariance = covariance + self.variance
-        lower = torch.linalg.cholesky(covariance)
-        inner = torch.linalg.solve_triangular(lower, away[:, :, None], upper=False)
+        lower: Tensor = torch.linalg.cholesky(covariance)
+        inner: Tensor = torch.linalg.solve_triangular(lower, deviation[:, :, None], upper=False)
         return -lower.diagonal(dim1=1, dim2=2).log().sum(1) - inner.square().sum((1, 2)) / 2
 
     def _parts(self, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(factor of A, e, z'Kz of z = [seen; -1]): of each row's K = LL'."""
-        ends = torch.cat([self.seen, -self.seen.new_ones(1)])
+        """Computes (factor of A, e, z'Kz of z = [observed; -1]) of each row's K = LL'."""
+        ends = torch.cat([self.observed, -self.observed.new_ones(1)])
         distance = (factor.mT @ ends).square().sum(1)
         return factor[:, :-1, :-1], factor[:, -1, -1], distance
 
 
-def law(observation: Observation, knowledge: Knowledge) -> Law:
-    """The law of the observed release to someone who knows all rows but one.
+def release_likelihood(observation: Observation, knowledge: Knowledge) -> ReleaseLikelihood:
+    """Builds the likelihood of the observed release for someone who knows all rows but one.
 
     Raises:
         AttackFailed: the others' rows are not known.
@@ -110,8 +110,8 @@ def law(observation: Observation, knowledge: Knowledge) -> Law:
     spec = observation.release
     if not knowledge.other_rows:
         raise AttackFailed("the other rows are not known: grant knowledge.rows: others")
-    (seen,) = observation.update.values()
-    seen, clients = seen.double(), observation.num_clients
+    (observed,) = observation.update.values()
+    observed, clients = observed.double(), observation.num_clients
     size = len(spec.names)
     regular = spec.sigma**2 * torch.eye(size, dtype=torch.float64)
     grams = [rows.T @ rows + regular for rows in knowledge.other_rows]
@@ -123,30 +123,32 @@ def law(observation: Observation, knowledge: Knowledge) -> Law:
             clients * variance * torch.eye(size, dtype=torch.float64),
         )
         assert isinstance(total, Tensor)
-        return Law(
+        return ReleaseLikelihood(
             kind=spec.kind,
             columns=spec.columns,
-            seen=clients * seen,
-            gram=_regular(total, spec.row_norm),
+            observed=clients * observed,
+            gram=_regularized(total, spec.row_norm),
             scale=scales[knowledge.target_client],
             variance=None,
         )
     features = clients * variance * torch.eye(size - 1, dtype=torch.float64)
-    others = torch.zeros_like(seen)
-    own = _regular(grams.pop(knowledge.target_client), spec.row_norm)
+    expected = torch.zeros_like(observed)
+    own = _regularized(grams.pop(knowledge.target_client), spec.row_norm)
     for gram in grams:
-        factor = torch.linalg.cholesky(_regular(gram, spec.row_norm))
+        factor = torch.linalg.cholesky(_regularized(gram, spec.row_norm))
         best = _solution(factor)
         scale = _scale(bound, float(best.square().sum()))
-        others += scale * best
-        features += scale**2 * _spread(spec.kind, spec.columns, factor[:-1, :-1], factor[-1, -1])
+        expected += scale * best
+        features += scale**2 * _covariance(
+            spec.kind, spec.columns, factor[:-1, :-1], factor[-1, -1]
+        )
     if spec.kind == "coefficients":
         features += _EXACT**2 * torch.eye(size - 1, dtype=torch.float64)
     best = _solution(torch.linalg.cholesky(own))
-    return Law(
+    return ReleaseLikelihood(
         kind=spec.kind,
         columns=spec.columns,
-        seen=clients * seen - others,
+        observed=clients * observed - expected,
         gram=own,
         scale=_scale(bound, float(best.square().sum())),
         variance=features if bool(features.any()) else None,
@@ -154,14 +156,15 @@ def law(observation: Observation, knowledge: Knowledge) -> Law:
 
 
 def _solution(factor: Tensor) -> Tensor:
-    """x̂ of K = LL': (..., d)."""
-    return torch.linalg.solve_triangular(
+    """Computes x̂ of K = LL': (..., d)."""
+    solution: Tensor = torch.linalg.solve_triangular(
         factor[..., :-1, :-1].mT, factor[..., -1, :-1, None], upper=True
-    ).squeeze(-1)
+    )
+    return solution.squeeze(-1)
 
 
-def _spread(kind: ReleaseKind, columns: int, features: Tensor, residual: Tensor) -> Tensor:
-    """Covariance of coefficients, of the factor of A (..., d, d) and of e (...)."""
+def _covariance(kind: ReleaseKind, columns: int, features: Tensor, residual: Tensor) -> Tensor:
+    """Computes the covariance of coefficients from the factor of A (..., d, d) and e (...)."""
     d = features.shape[-1]
     divisor = {
         "normal_coefficients": float(columns),
@@ -172,22 +175,22 @@ def _spread(kind: ReleaseKind, columns: int, features: Tensor, residual: Tensor)
     return residual.square()[..., None, None] / divisor * torch.cholesky_inverse(features)
 
 
-def _regular(gram: Tensor, row_norm: float) -> Tensor:
+def _regularized(gram: Tensor, row_norm: float) -> Tensor:
     size = len(gram)
     level = _RIDGE * (float(gram.trace()) + row_norm**2) / size
     return gram + level * torch.eye(size, dtype=gram.dtype)
 
 
 def _scale(bound: float, square: float) -> float:
-    """By which clipping to `bound` shrinks what is expected to have so large a squared norm."""
+    """Computes the factor that clipping to `bound` applies to what has this squared norm."""
     return 1.0 if bound**2 >= square else bound / math.sqrt(square)
 
 
 def _declared(observation: Observation) -> tuple[float, float]:
-    """(bound on its norm, variance of the noise on each entry) of a client's release, as declared.
+    """Reads the declared (bound on a client's release, variance of the noise on an entry).
 
     Raises:
-        AttackFailed: the recording does not tell.
+        AttackFailed: the recording does not say.
     """
     effect = observation.effect
     if not effect.known:

@@ -1,0 +1,91 @@
+"""Images drawn from what Adam optimizes: pixels, or the weights of an untrained U-Net."""
+
+from __future__ import annotations
+
+from typing import Literal, final
+
+import torch
+from torch import Tensor
+
+from fedsim import rng as streams
+from fedsim.models.base import normalize
+from fedsim.types import ModelSpec
+from fedsim_attacks.gradient_matching._contrast import valid_range
+from fedsim_attacks.gradient_matching._schedules import decayed
+from fedsim_attacks.gradient_matching._unet import UNet
+
+Canvas = Literal["unet", "pixel"]
+"""What is optimized: the weights of an untrained U-Net, or the pixels themselves."""
+
+_RATES = {"pixel": 0.1, "unet": 1e-3}
+
+
+@final
+class Drawing:
+    """Draws normalized images, and descends in what they are drawn from."""
+
+    def __init__(
+        self,
+        canvas: Canvas,
+        count: int,
+        spec: ModelSpec,
+        *,
+        features: Tensor | None,
+        width: int,
+        rate: float | None,
+        iterations: int,
+        seed: int,
+        rng: torch.Generator,
+        device: torch.device,
+    ) -> None:
+        """Starts at pixels from N(0, 1), or at a U-Net of random weights.
+
+        Args:
+            canvas: what is optimized.
+            count: images N.
+            spec: of the victim's model, whose images they are.
+            features: (N, d) that the U-Net is told; None of none.
+            width: channels of the U-Net at full resolution.
+            rate: step size of Adam; None is 0.001 for the U-Net and 0.1 for pixels.
+            iterations: over which it is divided by 10 three times.
+            seed: of the U-Net's weights.
+            rng: of the pixels.
+            device: of the images.
+        """
+        self._spec, self._features = spec, features
+        self.box = valid_range(spec, torch.zeros((), device=device))
+        """Normalized images (C, 1, 1) of the pixels 0 and 1."""
+        self._pixels: Tensor | None = None
+        self._network: UNet | None = None
+        if canvas == "pixel":
+            start = torch.randn(count, *spec.input_shape, generator=rng).to(device)
+            self._pixels = start.requires_grad_()
+            variables = [self._pixels]
+        else:
+            told = 0 if features is None else features.shape[1]
+            with streams.global_stream(seed):
+                self._network = UNet(count, spec.input_shape, told, width).to(device)
+            variables = list(self._network.parameters())
+        rate = _RATES[canvas] if rate is None else rate
+        self._optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        self._schedule = decayed(self._optimizer, iterations)
+
+    def draw(self) -> Tensor:
+        """Draws (N, C, H, W), differentiable in what is optimized."""
+        if self._network is None:
+            assert self._pixels is not None
+            return self._pixels
+        with torch.enable_grad():
+            return normalize(self._network(self._features), self._spec)
+
+    def step(self, drawn: Tensor, slope: Tensor) -> None:
+        """Takes a step of Adam, given the gradient in the images `drawn`; pixels stay valid."""
+        self._optimizer.zero_grad()
+        if self._pixels is None:
+            torch.autograd.backward(drawn, slope)
+        else:
+            self._pixels.grad = slope
+        self._optimizer.step()
+        self._schedule.step()
+        if self._pixels is not None:
+            self._pixels.data.clamp_(*self.box)
