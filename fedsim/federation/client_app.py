@@ -19,8 +19,9 @@ from fedsim.federation.noise_use import asked
 from fedsim.recording.files import save_truth
 from fedsim.scenario import Scenario
 from fedsim.system import threads
+from fedsim.training.client import ClientResult
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import ClientResult, Workload
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 
 PROBE = "probe"

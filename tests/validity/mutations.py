@@ -292,16 +292,16 @@ MUTATIONS = (
     Mutation(
         name="victims drawn independently in each trial",
         item=11,
-        file="fedsim/training/workload.py",
+        file="fedsim/training/client.py",
         old="            if probe and (own := "
-        "self._victims(client, round, probe, step)) is not None:\n",
+        "self._victims(training, round, probe, step, trials)) is not None:\n",
         new="            if probe and (own := None) is not None:\n",
         tests=(VICTIMS,),
     ),
     Mutation(
         name="more trials than images",
         item=11,
-        file="fedsim/training/workload.py",
+        file="fedsim/training/client.py",
         old="        if trials * needed > held:\n",
         new="        if False:\n",
         tests=(VICTIMS,),
@@ -974,8 +974,8 @@ MUTATIONS = (
         name="a server that holds its clients' data",
         item=17,
         file="fedsim/training/workload.py",
-        old="self.scenario, self.stack_name, self.described, len(",
-        new="self.scenario, self.stack_name, self.dataset, len(",
+        old="self.scenario, self.stack_name, self.described, self",
+        new="self.scenario, self.stack_name, self.dataset, self",
         tests=("tests/training/test_server.py",),
     ),
     Mutation(
