@@ -29,9 +29,9 @@ from fedsim.contracts.grant import Grant
 from fedsim.recording.files import (
     checked_id,
     load_observation,
-    load_truth,
     write_tensors,
 )
+from fedsim.recording.truth import load_truth
 from fedsim.system import processes, threads
 from fedsim.system.interrupts import held
 from fedsim.types import (
@@ -177,7 +177,7 @@ def run_job(
 ) -> Result:
     """Attack one observation and score what was recovered. A failure is a value."""
     observation = load_observation(job.observation, setting.device)
-    truth = load_truth(setting.root, observation.id)
+    truth = load_truth(setting.root, observation.id, observation.num_clients)
     seed = seed_of(observation, job.label)
     started = time.perf_counter()
     solution: Solution | None = None

@@ -13,6 +13,7 @@ from fedsim.attacking.targets import question, unanswerable
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
 from fedsim.recording import files
+from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
 from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
@@ -61,8 +62,8 @@ def attack(
         path = Path(observation)
         observation = files.load_observation(path, resolve_device(device))
         root = root or files.root_of(path)
-    known = root is not None and files.has_truth(root, observation.id)
-    victim = files.load_truth(root, observation.id) if root and known else None
+    known = root is not None and has_truth(root, observation.id)
+    victim = load_truth(root, observation.id, observation.num_clients) if root and known else None
     if victim is None and (secrets := grant.from_truth()):
         raise FedsimError(
             f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "

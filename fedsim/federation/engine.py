@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
-from fedsim.federation import client_app, local, server_app, simulation, strategies
+from fedsim.federation import client_app, client_state, local, server_app, simulation, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.server_app import OnRound
@@ -60,7 +60,11 @@ def run(
     """See `fedsim.federation.federate`."""
     check(scenario, [stack])
     checkpoints = Checkpoints(out, scenario, stack)
-    checkpoints.start(resume=resume)
+    if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
+        raise FedsimError(
+            f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
+        )
+    client_state.rewind(out, stack, checkpoints.start())
     if checkpoints.complete:
         return
     job = Job(
