@@ -227,6 +227,11 @@ def test_the_server_side_reaches_neither_truth_nor_what_clients_keep() -> None:
     assert not reached(*SERVER) & CLIENTS
 
 
+def test_what_attacks_are_asked_through_reaches_no_truth() -> None:
+    found = reached("fedsim.attacking.question")
+    assert not found & {"fedsim.recording.truth", "fedsim.attacking.jobs", "fedsim.scoring"}
+
+
 def test_no_file_of_the_server_side_names_the_folder_of_truth() -> None:
     """It is named in one place."""
     named = [

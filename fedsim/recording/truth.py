@@ -18,6 +18,10 @@ from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
 
 
+class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
+    """A client that is part of an observation wrote no truth, or one that is none did."""
+
+
 def home(root: Path, stack: str) -> Path:
     """Where the ground truth of all that was seen behind `stack` lies."""
     return root / "truth" / stack
@@ -55,14 +59,15 @@ def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
     """The ground truth of the observation `id`, of all its clients in order of client.
 
     Raises:
-        FedsimError: there is none, it cannot be read, or it is not of so many `clients`.
+        IncompleteTruth: it is not of so many `clients`.
+        FedsimError: there is none, or it cannot be read.
     """
     folder = _folder(root, id)
     parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
     if not parts:
         raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
     if clients not in (None, len(parts)):
-        raise FedsimError(
+        raise IncompleteTruth(
             f"{folder}: the ground truth is of {number_of(len(parts), 'client')} and the "
             f"observation of {clients}; record it again"
         )

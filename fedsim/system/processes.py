@@ -7,17 +7,19 @@ with, which takes seconds.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -38,6 +40,26 @@ class _Given:
 _given: _Given | None = None
 
 
+class _Process(SpawnProcess):
+    """One that is told neither its parent's arguments, which name files, nor its script.
+
+    So a script needs no guard against being run again by its workers.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - multiprocessing calls it so
+        arguments, main = sys.argv, sys.modules["__main__"]
+        sys.argv, sys.modules["__main__"] = [""], types.ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.argv, sys.modules["__main__"] = arguments, main
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
 @contextmanager
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
     """`workers` processes that have `shared`, and a queue of what they `tell`.
@@ -45,7 +67,7 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
     Work is to be submitted within `interrupts.held`: submitting starts them. An exception in the
     block ends them at once, in the middle of their work, and so does the end of this process.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _Context()
     news: Queue[Any] = context.Queue()
     end, lifeline = context.Pipe(duplex=False)
     with end, lifeline:

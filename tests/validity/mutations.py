@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         name="a worker computes on as many threads as its machine likes",
         item=12,
-        file="fedsim/attacking/jobs.py",
-        old="    threads.fix(setting.threads)\n",
+        file="fedsim/attacking/question.py",
+        old="    threads.fix(around.threads)\n",
         new="",
         tests=(THREADS,),
     ),
@@ -569,28 +569,31 @@ MUTATIONS = (
         name="a restart picked by PSNR",
         item=8,
         file="fedsim/attacking/jobs.py",
-        old="        solution = question(\n"
+        old="        self._left = questions(\n"
         "            attack,\n"
         "            observation,\n"
         "            truth,\n"
         "            setting.granted,\n"
-        "            seed,\n",
-        new="        tries = [\n"
-        "            question(attack, observation, truth, setting.granted, seed + k)\n"
+        "            seed_of(observation, job.label),\n",
+        new="        first = seed_of(observation, job.label)\n"
+        "        from fedsim.attacking.targets import question\n"
+        "        tries = {\n"
+        "            first + k: question(attack, observation, truth, setting.granted, first + k)\n"
         "            for k in range(job.restarts)\n"
-        "        ]\n"
-        "        solution = max(\n"
+        "        }\n"
+        "        lpips = scoring.Unavailable('')\n"
+        "        best = max(\n"
         "            tries,\n"
-        "            key=lambda t: _score(\n"
-        "                on_cpu(t.reconstruction), truth, setting, lpips\n"
+        "            key=lambda seed: _score(\n"
+        "                tries[seed].reconstruction, truth, setting, lpips\n"
         "            ).metrics()['psnr'],\n"
         "        )\n"
-        "        _ = lambda: question(\n"
+        "        self._left = questions(\n"
         "            attack,\n"
         "            observation,\n"
         "            truth,\n"
         "            setting.granted,\n"
-        "            seed,\n",
+        "            best,\n",
         tests=(ROAD,),
     ),
     Mutation(
@@ -788,8 +791,8 @@ MUTATIONS = (
     Mutation(
         name="an attack that draws from what other jobs left",
         item=16,
-        file="fedsim/attacking/targets.py",
-        old="    with rng.global_stream(seed):\n",
+        file="fedsim/attacking/question.py",
+        old="        with rng.global_stream(self.seed):\n",
         new="    if True:\n",
         tests=(FOREIGN,),
     ),
