@@ -39,7 +39,7 @@ def measure(scenario: Scenario, dataset: Dataset, trials: int, batch: int) -> di
     """One scale."""
     workload = Workload(scenario, next(iter(scenario.defenses)), dataset)
     parameters, buffers = workload.initial()
-    planted = workload.probed(parameters, 1)
+    planted = workload.plant_probe(parameters, 1)
     head = scenario.model.parameters["head"]
     first = head["width"] - head["planted"]
     rows = torch.linalg.vector_norm(planted["head.hidden.weight"], dim=1)
@@ -65,7 +65,7 @@ def measure(scenario: Scenario, dataset: Dataset, trials: int, batch: int) -> di
 def _errors(workload: Workload, trials: int, batch: int) -> list[float]:
     """Span errors of `best_features`, one a batch; 1 where it fails."""
     parameters, buffers = workload.initial()
-    planted = workload.probed(parameters, 1)
+    planted = workload.plant_probe(parameters, 1)
     errors = []
     for trial in range(trials):
         probe = Probe(batch_size=batch, trial=trial)

@@ -8,14 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.defense import GradientFn, LossFn, RememberingDefense, add_gaussian
+from fedsim.contracts.defense import GradientFn, LossFn, StatefulTrainingDefense, add_gaussian
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining, Noise, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
 
 
 @final
-class CorrelatedNoise(RememberingDefense):
+class CorrelatedNoise(StatefulTrainingDefense):
     """Clips each example's gradient to `norm`, takes the mean, adds (C / B) (z_t - λ z_(t-1)).
 
     z_t ~ N(0, z^2) with z the `noise_multiplier`, λ the `correlation`, B the batch size (its mean,
@@ -46,7 +46,7 @@ class CorrelatedNoise(RememberingDefense):
         """The training as it is."""
         return declared
 
-    def recalling(
+    def gradient_with_memory(
         self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
         """The noisy mean of clipped gradients; `memory` holds z_(t-1) in units of its deviation.

@@ -69,7 +69,7 @@ class DPFTRL(NoisyAggregation):
             num_examples=examples,
         )
 
-    def noised(self, combined: Update, round: ServerRound) -> Update:
+    def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """See the class."""
         zeros = {name: torch.zeros_like(value) for name, value in combined.tensors.items()}
         reach = round.sensitivity * (1 + _ROUNDING * round.clients)

@@ -90,7 +90,7 @@ class GaussianNoise(UpdateDefense):
         std = self._std(before.sensitivity, before.reason)
         return Effect(noise=(Noise(variance=std**2, on="update"),) if std else ())
 
-    def law(self, before: Guarantee) -> dict[str, float]:
+    def public_parameters(self, before: Guarantee) -> dict[str, float]:
         """`std`, whatever it was declared by."""
         return {"std": self._std(before.sensitivity, before.reason)}
 

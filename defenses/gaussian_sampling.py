@@ -131,7 +131,7 @@ class GaussianSampling(StatisticDefense):
             eigenvalues=eigenvalues,
         )
 
-    def law(self, release: Release) -> dict[str, float]:
+    def public_parameters(self, release: Release) -> dict[str, float]:
         """How many draws there are, and of which lift.
 
         Raises:

@@ -56,7 +56,7 @@ class TruncatedLaplace(StatisticDefense):
             dimension=release.features,
         )
 
-    def law(self, release: Release) -> dict[str, float]:
+    def public_parameters(self, release: Release) -> dict[str, float]:
         """Scale and bound of the noise on each entry."""
         made = self.guarantee(release)
         return {"scale": made.scale, "bound": made.bound}

@@ -41,7 +41,7 @@ ReleaseKind = Literal[
     "kernel_regression",
     "kernel_model",
 ]
-Released = Literal["update"] | ReleaseKind
+Payload = Literal["update"] | ReleaseKind
 """What a client sends: the update of a model, or what it computed from its rows in closed form."""
 
 
@@ -158,7 +158,7 @@ class ReleaseSpec:
     regression all, and a row ends with an entry for each: 1 for its class, else 0."""
     statistics: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Of each statistic that a defense has privatized, the parameters of its law in use, as
-    `fedsim.contracts.defense.StatisticDefense.law` says."""
+    `fedsim.contracts.defense.StatisticDefense.public_parameters` says."""
     counted: bool = False
     """Whether the release shows of how many rows it is. Whether a row is there at all is then told
     by that number, and what is asked is whether it is there or another one in its place."""
@@ -313,7 +313,7 @@ class Observation:
         return self.spec
 
     @property
-    def released(self) -> Released:
+    def released(self) -> Payload:
         """The kind of what was sent, which an attack has to be able to read."""
         return self.spec.kind if isinstance(self.spec, ReleaseSpec) else "update"
 

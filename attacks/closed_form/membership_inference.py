@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackFailed, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.types import Observation, Reconstruction, Released
+from fedsim.types import Observation, Payload, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks.closed_form._kernel_posterior import likeness, log_normal
 from fedsim_attacks.closed_form._kernel_release import (
@@ -54,7 +54,7 @@ class MembershipInference(Attack[Compared]):
         "Reconstructing Training Data with Informed Adversaries, S&P 2022"
     )
     needs: ClassVar[Grant] = Grant.least(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
+    reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
     asked_of_candidates: ClassVar[bool] = True
 
     alpha: bool = True
@@ -66,7 +66,7 @@ class MembershipInference(Attack[Compared]):
         """Everything happens here."""
         if knowledge.candidate is None:
             raise AttackFailed("there is no candidate to ask about")
-        if observation.released in KERNELS:
+        if observation.payload in KERNELS:
             absent, present = self._exchanged(observation, knowledge, knowledge.candidate)
         else:
             worlds = torch.stack([torch.zeros_like(knowledge.candidate), knowledge.candidate])

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.grant import Grant, Knowledge
-from fedsim.types import Observation, Reconstruction, Released
+from fedsim.types import Observation, Payload, Reconstruction
 from fedsim_attacks.closed_form._kernel_posterior import KernelPosterior
 from fedsim_attacks.closed_form._kernel_release import KERNELS, match, others, read
 from fedsim_attacks.closed_form._release_law import KNOWN, Law, law
@@ -60,7 +60,7 @@ class RowReconstruction(Attack[Searched]):
         "and Bishop, JRSS-B 1999"
     )
     needs: ClassVar[Grant] = Grant.least(rows="others")
-    reads: ClassVar[tuple[Released, ...]] = (*KNOWN, *KERNELS)
+    reads: ClassVar[tuple[Payload, ...]] = (*KNOWN, *KERNELS)
 
     prior: Literal["others", "ranges"] = "others"
     """What a row is expected to be: like the others, or anything within the declared ranges."""
@@ -78,7 +78,7 @@ class RowReconstruction(Attack[Searched]):
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Searched:
         """The likeliest of the closed-form estimates."""
-        if observation.released in KERNELS:
+        if observation.payload in KERNELS:
             return self._left_over(observation, knowledge, rng)
         known = law(observation, knowledge)
         expected = prior(observation.release, knowledge, self.prior == "others")

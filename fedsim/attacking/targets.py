@@ -105,9 +105,9 @@ def unanswerable(
     attack: Attack[AttackState], observation: Observation, truth: Truth | None
 ) -> str | None:
     """Why `attack` cannot be asked about `observation` at all; None if it can."""
-    if reason := unreadable(type(attack).__name__, attack.reads, observation.released):
+    if reason := unreadable(type(attack).__name__, attack.reads, observation.payload):
         return reason
-    if observation.released != "update" and not isinstance(truth, RowTruth):
+    if observation.payload != "update" and not isinstance(truth, RowTruth):
         return "rows are asked for one at a time, which takes the run's truth/ folder"
     return None
 

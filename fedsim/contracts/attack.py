@@ -22,7 +22,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
-from fedsim.types import FedsimError, Observation, Reconstruction, Released
+from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
 
 class AttackFailed(FedsimError):  # noqa: N818 - reads as the row's status
@@ -45,7 +45,7 @@ class Attack(Plugin, Generic[S]):
     """Recovers a client's data from an observation. Fields are hyper-parameters."""
 
     needs: ClassVar[Grant] = Grant.least()
-    reads: ClassVar[tuple[Released, ...]] = ("update",)
+    reads: ClassVar[tuple[Payload, ...]] = ("update",)
     """What of clients it can read. Of rows it is asked about one at a time, on its own."""
     asked_of_candidates: ClassVar[bool] = False
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
@@ -171,7 +171,7 @@ def create(name: str, parameters: Mapping[str, object] | None = None) -> Attack[
     return cls.model_validate(dict(parameters or {}))
 
 
-def unreadable(attack: str, reads: Sequence[Released], released: Released | None) -> str | None:
+def unreadable(attack: str, reads: Sequence[Payload], released: Payload | None) -> str | None:
     """Why an attack that `reads` so cannot be run on what is `released`; None if it can."""
     if released in reads:
         return None

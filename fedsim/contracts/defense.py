@@ -113,7 +113,7 @@ class StatisticDefense(Plugin):
         """
 
     @abstractmethod
-    def law(self, release: Release) -> Mapping[str, float]:
+    def public_parameters(self, release: Release) -> Mapping[str, float]:
         """The parameters in use of the private statistic's distribution, which are public.
 
         An attack that knows the defense reads them; one that finds other names does not know it.
@@ -160,7 +160,7 @@ class UpdateDefense(Plugin):
         """
         return UNKNOWN
 
-    def law(self, before: Guarantee) -> Mapping[str, float]:
+    def public_parameters(self, before: Guarantee) -> Mapping[str, float]:
         """Parameters in use that follow from the declared ones and what held `before`.
 
         They are as public as those, and observations hold them in the declared ones' place.
@@ -195,11 +195,11 @@ class TrainingDefense(Plugin):
         return UNKNOWN
 
 
-class RememberingDefense(TrainingDefense):
+class StatefulTrainingDefense(TrainingDefense):
     """A training defense whose steps depend on the client's earlier ones, over all its rounds."""
 
     @abstractmethod
-    def recalling(
+    def gradient_with_memory(
         self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
         """As `gradient`, going on from `memory`, which each step replaces with its own.
@@ -250,7 +250,7 @@ class NoisyAggregation(AggregationDefense):
     """An aggregation by a trusted server that adds noise of its own to what it shows."""
 
     @abstractmethod
-    def noised(self, combined: Update, round: ServerRound) -> Update:
+    def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """What the server shows of what `combine` made. Does not mutate `combined`."""
 
 

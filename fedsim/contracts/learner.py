@@ -22,7 +22,7 @@ from fedsim.types import (
     GroundTruth,
     LocalTraining,
     ModelSpec,
-    Released,
+    Payload,
     ReleaseSpec,
     RowTruth,
     Table,
@@ -139,11 +139,11 @@ class Computation(ABC):
         """One client's work in one round; `rng` is the defenses' stream."""
 
     @abstractmethod
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """One parameter of the global model `before` as a client's `update` would have it."""
 
     @abstractmethod
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The new global parameters, given the strategy's `mean` over so many clients."""
 
     @abstractmethod
@@ -151,7 +151,7 @@ class Computation(ABC):
         """The global model on the test split."""
 
     @abstractmethod
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """The weights that the server sends with probes, where it plants."""
 
 
@@ -182,7 +182,7 @@ class Learner(Plugin):
     """Of one that trains nothing: whether it computes from the features of a frozen model, if the
     scenario names one (`model`, `training.weights`)."""
 
-    def released(self) -> Released | None:
+    def released(self) -> Payload | None:
         """What an attack has to be able to read; None if no attack reads what clients send."""
         return "update" if self.trains else None
 

@@ -20,7 +20,7 @@ from fedsim.contracts.defense import (
     Defense,
     GradientFn,
     LossFn,
-    RememberingDefense,
+    StatefulTrainingDefense,
     StatisticDefense,
     TrainingDefense,
     UpdateDefense,
@@ -73,20 +73,25 @@ class Stack:
         """The defenses of `statistic` whose claims hold of some data only."""
         return [d for d in self.statistic_defenses if d.statistic == statistic and d.assumes]
 
-    def laws(self, release: Release) -> dict[str, Mapping[str, float]]:
-        """Of each statistic that is private, how its law is in use (`StatisticDefense.law`)."""
-        return {defense.statistic: defense.law(release) for defense in self.statistic_defenses}
+    def statistic_parameters(self, release: Release) -> dict[str, Mapping[str, float]]:
+        """Of each statistic that is private, how its law is in use (`StatisticDefense.public_parameters`)."""
+        return {
+            defense.statistic: defense.public_parameters(release)
+            for defense in self.statistic_defenses
+        }
 
-    def update_laws(
+    def update_parameters(
         self, declared: LocalTraining, release: Release | None = None
     ) -> list[Mapping[str, float]]:
-        """Of each update defense, the parameters in use (`UpdateDefense.law`).
+        """Of each update defense, the parameters in use (`UpdateDefense.public_parameters`).
 
         Raises:
             FedsimError: as `guarantees`.
         """
         proven = self.guarantees(declared, release)
-        return [d.law(held) for d, held in zip(self.update_defenses, proven, strict=False)]
+        return [
+            d.public_parameters(held) for d, held in zip(self.update_defenses, proven, strict=False)
+        ]
 
     def effect(self, declared: LocalTraining, release: Release | None = None) -> Effect:
         """What the whole stack does to the update.
@@ -122,9 +127,9 @@ class Stack:
         """The direction of a local step after every training defense."""
         for index, defense in enumerate(self.training_defenses):
             self._directed.add(index)
-            if isinstance(defense, RememberingDefense):
+            if isinstance(defense, StatefulTrainingDefense):
                 memory = self._memories.get(index, {})
-                gradient = defense.recalling(loss, gradient, batch_size, memory)
+                gradient = defense.gradient_with_memory(loss, gradient, batch_size, memory)
             else:
                 gradient = defense.gradient(loss, gradient, batch_size)
         return gradient
@@ -132,11 +137,11 @@ class Stack:
     @property
     def remembers(self) -> bool:
         """Whether a client has to keep a state between its rounds."""
-        training = any(isinstance(d, RememberingDefense) for d in self.training_defenses)
+        training = any(isinstance(d, StatefulTrainingDefense) for d in self.training_defenses)
         return training or bool(self.update_defenses)
 
     @contextmanager
-    def recalling(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
+    def memory_of(self, state: Tensors) -> Iterator[dict[str, Tensor]]:
         """Let the steps of `gradient` inside go on from where the client's `state` says it was.
 
         `state` is the client's after its round before (empty before its first). The value is filled

@@ -132,7 +132,7 @@ class _Training:
             self._tap.tally.say(f"{name} aggregates nothing of {number_of(len(replies), 'update')}")
             return None
         clients = len(self._tap.tally.accepted)
-        return self._server.concluded(self._cast(aggregated), clients)
+        return self._server.finalize(self._cast(aggregated), clients)
 
     def _cast(self, arrays: ArrayRecord) -> Tensors:
         """The strategy's result as the model's parameters (FedAdam computes in float64)."""

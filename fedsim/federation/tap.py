@@ -114,7 +114,7 @@ class TapGrid(Grid):
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
         """Exchange and record `probes` of the `observed` clients."""
         trained = self._parameters
-        self._parameters = self._server.probed(trained, self._round)
+        self._parameters = self._server.plant_probe(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
         try:
             for probe in probes:
@@ -181,7 +181,7 @@ class TapGrid(Grid):
         combined = self._combine(spool, None, record=record)
         if combined is not None:
             self._new_buffers = combined.buffers or self._buffers
-            weights = {n: self._moved(n, combined.tensors[n]) for n in self._parameters}
+            weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
             first = accepted[min(accepted)]
             first.content = _result(wire.encode(weights), combined.num_examples, None)
             return [first]
@@ -204,11 +204,11 @@ class TapGrid(Grid):
         return True
 
     def _weight(self, client: int, name: str) -> Tensor:
-        return self._moved(name, self._spool.update(client, name))
+        return self._apply_update(name, self._spool.update(client, name))
 
-    def _moved(self, name: str, update: Tensor) -> Tensor:
+    def _apply_update(self, name: str, update: Tensor) -> Tensor:
         """The global weight `name` after `update`, in the learner's units."""
-        return self._server.moved(self._parameters[name], update)
+        return self._server.apply_update(self._parameters[name], update)
 
     def _combine(self, spool: Spool, probe: Probe | None, *, record: bool) -> Update | None:
         """What the server gets to see of all the spooled updates, if the stack combines them."""

@@ -91,11 +91,11 @@ class ClosedForm(Computation):
             loss=None,
         )
 
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """The release itself."""
         return update
 
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """The parameters: nothing can be planted in them."""
         return parameters
 

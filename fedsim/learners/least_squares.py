@@ -91,7 +91,7 @@ class _Regression(ClosedForm):
             return normal_solution(rows, self.release.columns, rng)
         return solve(rows)
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The sum of sketches, which is solved where it is used; the mean of coefficients."""
         return {VALUE: mean[VALUE] * clients} if self._method == "sketch" else mean
 

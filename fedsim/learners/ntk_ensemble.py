@@ -119,7 +119,7 @@ class _Regression(Computation):
             gain = float(torch.linalg.matrix_norm(self._weights, 2) ** 2 / len(self._weights))
         self._declared = problem.learner
         self.release = Release(
-            kind=learner.released(),
+            kind=learner.payload(),
             row_norm=1.0,
             columns=0,
             features=d,
@@ -139,7 +139,7 @@ class _Regression(Computation):
             names=(*(f"feature {i}" for i in range(self.release.features)), *self._names),
             intercept=False,
             classes=self._names,
-            statistics=self._stack.laws(self.release),
+            statistics=self._stack.statistic_parameters(self.release),
             counted=True,
         )
 
@@ -190,15 +190,15 @@ class _Regression(Computation):
         )
         return self._stack.private("features", features, self.release, rng), alpha
 
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """The release itself."""
         return update
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The mean itself."""
         return mean
 
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """The parameters: nothing can be planted in them."""
         return parameters
 

@@ -106,13 +106,13 @@ class _Training(Computation):
             loss=trained.loss,
         )
 
-    def moved(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """In the units of the algorithm."""
         if training.algorithm == "fedsgd":
             return before - training.lr * update
         return before + update
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The strategy's weights, or what is nearest to them in the ball that they are held in."""
         radius = self._problem.projection_radius
         if radius is None:
@@ -128,7 +128,7 @@ class _Training(Computation):
     def _start(self) -> Tensors:
         return self.initial()[0]
 
-    def probed(self, parameters: Tensors, seed: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
         """The weights with neurons planted by `seed`."""
         return planted(self.model, parameters, seed)
 

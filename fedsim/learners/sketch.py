@@ -48,7 +48,7 @@ class _Sketching(ClosedForm):
     def value(self, rows: Tensor, rng: torch.Generator) -> Tensor:
         return sketch(rows, self.release.columns, rng)
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The sum over the clients."""
         return {VALUE: mean[VALUE] * clients}
 

@@ -83,7 +83,7 @@ def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClai
     return replace(worst, covers=covers)
 
 
-def released(workload: Workload, seen: Observation) -> PrivacyClaim:
+def claim_of(workload: Workload, seen: Observation) -> PrivacyClaim:
     """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
     scenario, probing = workload.scenario, bool(_sizes(workload))
     declared = workload.declared
@@ -257,7 +257,7 @@ class Context:
         last = max(own, key=lambda row: int(row["round"]))
         attacked = next(row for row in own if row["round"] == seen.round)
         workload = self.workloads[stack]
-        guarantee = released(workload, seen)
+        guarantee = claim_of(workload, seen)
         whole = spent(workload, self.scenario.training.rounds)
         return {
             "scenario": self.scenario.name,

@@ -92,7 +92,7 @@ def announced(
     Raises:
         FedsimError: as `Stack.guarantees`.
     """
-    laws = iter(stack.update_laws(declared, release))
+    laws = iter(stack.update_parameters(declared, release))
     known = []
     for ref in refs:
         updates = issubclass(plugin_class("fedsim.defenses", ref.name), UpdateDefense)

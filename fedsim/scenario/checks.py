@@ -20,7 +20,7 @@ from fedsim.scenario.model import (
     Scenario,
     Training,
 )
-from fedsim.types import FedsimError, Released
+from fedsim.types import FedsimError, Payload
 from fedsim.words import number_of
 
 Finding = tuple[KeyPath, str]
@@ -40,7 +40,7 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
     if sound(("learner",)):
         learner = build_learner(sections["learner"])
         trains = learner.trains
-        yield from _readable(attacks or [], sound, learner.released())
+        yield from _readable(attacks or [], sound, learner.payload())
         yield from (_model(sections, sound) if trains else _closed_form(sections, learner))
     trainable: Training | None = None
     if training:
@@ -93,7 +93,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
     frozen = plugin.reads_features and "model" in sections
     if "model" in sections and not frozen:
         yield ("model",), f"learner {learner} trains no model; remove it"
-    if plugin.released() is None:
+    if plugin.payload() is None:
         if observe and observe.batch_sizes is not None:
             yield (
                 ("observe", "batch_sizes"),
@@ -127,7 +127,7 @@ def _closed_form(sections: Mapping[str, Any], plugin: Learner) -> Iterator[Findi
 
 
 def _readable(
-    entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Released | None
+    entries: Sequence[AttackEntry], sound: Callable[[KeyPath], bool], released: Payload | None
 ) -> Iterator[Finding]:
     """Attacks that read something else than what the learner's clients send."""
     for index, entry in enumerate(entries):
@@ -143,7 +143,7 @@ def _readable(
             )
 
 
-def _that_read(released: Released | None) -> Iterator[str]:
+def _that_read(released: Payload | None) -> Iterator[str]:
     for plugin in installed("fedsim.attacks"):
         if plugin.cls and issubclass(plugin.cls, Attack) and released in plugin.cls.reads:
             yield plugin.name

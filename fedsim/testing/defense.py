@@ -408,7 +408,7 @@ class AggregationDefenseContract(_DefenseContract):
         zero = Update(tensors={"weight": torch.zeros(40_000)}, num_examples=1)
         variances = [noise.variance for noise in effect.noise]
         round = ServerRound(clients=5, sensitivity=BOUND, stream=stream(), before=None)
-        shown = defense.noised(zero, round).tensors["weight"].double()
+        shown = defense.add_noise(zero, round).tensors["weight"].double()
         assert float(5 * shown.std()) == pytest.approx(math.sqrt(sum(variances)), rel=0.02)
 
     def test_no_update_is_an_error(self) -> None:

@@ -132,7 +132,7 @@ def combined(
     *_, before, _ = stack.guarantees(declared, release)
     stream = rng.generator(seed, "defense", "server")
     count, bound = len(updates), before.sensitivity
-    return aggregation.noised(
+    return aggregation.add_noise(
         together, ServerRound(clients=count, sensitivity=bound, stream=stream, before=None)
     )
 

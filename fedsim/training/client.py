@@ -105,7 +105,7 @@ class Client:
         )
         again = (probe.release,) if probe and probe.release else ()
         stream = rng.generator(self.seed, "defense", *path, *again)
-        with server.stack.recalling(state) as remembered:
+        with server.stack.memory_of(state) as remembered:
             computed = server.computation.compute(request, stream)
         update = {name: value.cpu() for name, value in computed.update.items()}
         before = state or server.stack.init(update, declared, server.release)

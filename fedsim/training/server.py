@@ -167,12 +167,12 @@ class Server:
         """Whether clients report their loss: not if the stack hides or privatizes their update."""
         return self.trains and self.stack.shows_losses(self.declared)
 
-    def probed(self, parameters: Tensors, round: int) -> Tensors:
+    def plant_probe(self, parameters: Tensors, round: int) -> Tensors:
         """The weights at which the probes of `round` are computed, for the global `parameters`."""
         if not self.scenario.observe.plant:
             return parameters
         seed = rng.derive(self.scenario.seed, "plant", round)
-        return self.computation.probed(parameters, seed)
+        return self.computation.plant_probe(parameters, seed)
 
     def recordings(self) -> Iterator[Observation]:
         """What a run without failures records, without tensors, in canonical order."""
@@ -215,7 +215,7 @@ class Server:
         seed, path = self.scenario.seed if seed is None else seed, ("defense", "server")
         asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
         *_, before, _ = self.stack.guarantees(self.declared_for(probe), self.release)
-        return aggregation.noised(
+        return aggregation.add_noise(
             combined,
             ServerRound(
                 clients=len(self.schedule.participants(round)),
@@ -225,13 +225,13 @@ class Server:
             ),
         )
 
-    def moved(self, before: Tensor, update: Tensor) -> Tensor:
+    def apply_update(self, before: Tensor, update: Tensor) -> Tensor:
         """One parameter of the global model `before` as a client's `update` would have it."""
-        return self.computation.moved(before, update, self.training)
+        return self.computation.apply_update(before, update, self.training)
 
-    def concluded(self, mean: Tensors, clients: int) -> Tensors:
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """The new global parameters, given the strategy's `mean` over so many clients."""
-        return self.computation.concluded(mean, clients)
+        return self.computation.finalize(mean, clients)
 
     def observation(
         self,

@@ -126,7 +126,7 @@ def test_one_curator_releases_the_model_itself() -> None:
         parameters, buffers = here.initial()
         probe = Probe(batch_size=300, trial=0)
         update = here.client_update(0, 1, parameters, buffers, {}, probe=probe).update.tensors
-        found.append(here.evaluate(here.concluded(update, 1), buffers))
+        found.append(here.evaluate(here.finalize(update, 1), buffers))
         if release == "model":
             assert 200 < int(update["features"].any(1).sum()) < 400 < len(update["features"])
     assert found[0].accuracy == found[1].accuracy is not None and found[0].accuracy > 0.5

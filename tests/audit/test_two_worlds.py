@@ -253,12 +253,12 @@ def test_a_server_with_less_noise_than_claimed_is_caught(monkeypatch: pytest.Mon
     claim = rows.spent(audited, 16)
     assert isinstance(audited.stack.aggregation, NoisyAggregation)
     server = type(audited.stack.aggregation)
-    honest: Callable[..., Update] = server.noised
+    honest: Callable[..., Update] = server.add_noise
 
     def lying(self: Any, combined: Update, round: ServerRound) -> Update:
         return honest(self, combined, replace(round, sensitivity=0.6 * round.sensitivity))
 
-    monkeypatch.setattr(server, "noised", lying)
+    monkeypatch.setattr(server, "add_noise", lying)
     bound = audited_epsilon(audited)
     assert bound is not None
     assert bound > claim.epsilon

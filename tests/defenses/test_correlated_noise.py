@@ -52,7 +52,7 @@ def releases(stack: Stack, count: int, entries: int = 4000) -> list[Tensor]:
     """What a client with gradients of zero releases in so many rounds of one step."""
     at, state, found = {"w": torch.zeros(entries, 4)}, {}, []
     for round in range(count):
-        with stack.recalling(state) as left:
+        with stack.memory_of(state) as left:
             direction = stack.gradient(still, _never, 4)
             found.append(direction(at, IMAGES, LABELS, stream(round))["w"].flatten())
         state = dict(left)
@@ -106,7 +106,7 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
     found = []
     for steps in ([0, 1, 2], [3, 4]):
         training = LocalTraining(algorithm="fedavg", steps=len(steps), batch_size=4, lr=0.1)
-        with stack.recalling(state) as left:
+        with stack.memory_of(state) as left:
             direction = stack.gradient(still, _never, 4)
             seeds = iter(steps)
             update = local_update(
@@ -123,13 +123,13 @@ def test_local_steps_are_steps_as_rounds_are() -> None:
 
 def test_a_client_that_failed_in_between_forgets_nothing_and_leaks_nothing() -> None:
     stack = chain(noisy(0.6))
-    with stack.recalling({}) as left:
+    with stack.memory_of({}) as left:
         stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(0))
     kept = dict(left)
-    with pytest.raises(RuntimeError), stack.recalling(kept):
+    with pytest.raises(RuntimeError), stack.memory_of(kept):
         stack.gradient(still, _never, 4)({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(1))
         raise RuntimeError
-    with stack.recalling({}) as another:
+    with stack.memory_of({}) as another:
         first = stack.gradient(still, _never, 4)
         found = first({"w": torch.zeros(2, 4)}, IMAGES, LABELS, stream(5))
     assert same(

@@ -33,7 +33,7 @@ DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=4, lr=0.1)
 def server(defense: DPFTRL, round: int, entries: int = 20_000) -> Tensor:
     """What is shown of the sum of two updates of ones, under a bound of 0.5."""
     updates = [Update(tensors={"a": torch.ones(entries)}, num_examples=n) for n in (1, 9)]
-    shown = defense.noised(
+    shown = defense.add_noise(
         defense.combine(updates),
         ServerRound(
             clients=4,
@@ -172,5 +172,5 @@ def test_nothing_is_changed_in_place() -> None:
     defense: NoisyAggregation = DPFTRL(noise_multiplier=1.0, correlation=0.5)
     update = Update(tensors={"a": torch.ones(5)}, num_examples=1)
     asked = ServerRound(clients=1, sensitivity=1.0, stream=stream(0), before=stream(1))
-    defense.noised(update, asked)
+    defense.add_noise(update, asked)
     assert same(update.tensors, {"a": torch.ones(5)})

@@ -34,7 +34,7 @@ def workload(**changes: Any) -> Workload:
 
 
 def row_claim(world: Workload) -> Any:
-    return rows.released(world, next(iter(world.recordings())))
+    return rows.claim_of(world, next(iter(world.recordings())))
 
 
 def test_a_probe_of_many_images_costs_what_it_costs() -> None:

@@ -145,7 +145,7 @@ def test_one_of_many_clients_moves_their_sum_by_no_more_than_the_noise_is_for() 
     def noise(clients: int) -> Tensor:
         zero = Update(tensors={"w": torch.zeros(3)}, num_examples=1)
         asked = ServerRound(clients=clients, sensitivity=1.0, stream=rng.generator(5), before=None)
-        return server.noised(zero, asked).tensors["w"].double() * clients
+        return server.add_noise(zero, asked).tensors["w"].double() * clients
 
     widened = float((noise(4000) / noise(1)).mean())
     assert moved <= longest * widened

@@ -382,7 +382,10 @@ def test_the_claim_bounds_what_a_move_by_beta_tells_and_no_more() -> None:
     row = truth.rows[target, :d]
     worst = row + beta / math.sqrt(d)
     limit = auc_limit(epsilon, delta)
-    assert mechanism.law(observation_release()) == {"scale": model.scale, "bound": model.bound}
+    assert mechanism.public_parameters(observation_release()) == {
+        "scale": model.scale,
+        "bound": model.bound,
+    }
     assert 0.55 < area(row, worst) <= limit + 5 * 0.5 / math.sqrt(4000)
     stranger = truth.rows[target + 1, :d]
     assert float((stranger - row).norm()) > 5 * beta
