@@ -39,7 +39,8 @@ from fedsim.data.folder import ImageFolder
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_observation, load_truth, root_of
+from fedsim.recording.files import load_observation, root_of
+from fedsim.recording.truth import load_truth
 from fedsim.system.memory import keep_freed
 from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction
 

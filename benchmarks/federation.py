@@ -178,7 +178,7 @@ def run_plain(wanted: Scenario, workload: Workload) -> Speed:
 
     if wanted.federation.engine == "local":
         _prepared(shared.scenario_json)
-        local.run(server, client, wanted.data.clients, 600.0)
+        local.run_apps(server, client, wanted.data.clients, 600.0)
     else:
         from flwr.simulation import run_simulation
 

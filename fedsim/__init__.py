@@ -2,9 +2,8 @@
 
     import fedsim
 
-    if __name__ == "__main__":  # attacks run in processes that import this file again
-        finished = fedsim.run("scenarios/quickstart.yaml")
-        fedsim.attack(finished.observations()[0], "inverting_gradients")
+    finished = fedsim.run("scenarios/quickstart.yaml")
+    fedsim.attack(finished.observations()[0], "inverting_gradients")
 
 Names are loaded when first used, so `import fedsim` costs nothing.
 """

@@ -2,5 +2,5 @@
 
 from fedsim.cli.main import main
 
-if __name__ == "__main__":  # attack workers import this module again
+if __name__ == "__main__":
     main()

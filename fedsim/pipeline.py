@@ -31,7 +31,7 @@ from fedsim.scenario import (
     open_document,
 )
 from fedsim.scenario.model import AttackEntry
-from fedsim.system import main_guard, paths
+from fedsim.system import paths
 from fedsim.system.device import resolve_device
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
@@ -161,8 +161,6 @@ class _Plan:
         cores = os.cpu_count() or 1
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
         self.workers = workers or fitting
-        if self.workers > 1 and scenario.attacks:
-            main_guard.check()
         with fixed(scenario.threads):
             self.dataset = load_dataset(scenario)
             self.workloads = {

@@ -284,19 +284,14 @@ def script(folder: Path, text: str, *, closed: bool = False) -> subprocess.Compl
     )
 
 
-def test_a_script_without_a_guard_is_told_before_it_trains(scenario: Path) -> None:
-    done = script(scenario.parent, 'import fedsim\n\nfedsim.run("s.yaml", out="out", workers=2)\n')
-    assert "script.py, line 3" in done.stderr and '__name__ == "__main__"' in done.stderr
-    assert not (scenario.parent / "out").exists()
-
-
-def test_a_script_with_a_guard_or_one_worker_runs(scenario: Path) -> None:
+def test_a_script_needs_no_guard(scenario: Path) -> None:
+    """Worker processes do not run it again."""
     call = 'fedsim.run("s.yaml", out="out{0}", workers={0})\n'
-    text = f"import fedsim\n\n{call.format(1)}if __name__ == '__main__':\n    {call.format(2)}"
-    guarded = "import fedsim\n\nif __name__ == '__main__':\n"
-    text = guarded + "".join(f"    {call.format(n)}" for n in (1, 2))
-    done = script(scenario.parent, text)
+    done = script(
+        scenario.parent, f"import fedsim\n\n{call.format(1)}{call.format(2)}print('once')"
+    )
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "once\n"
 
 
 def cli(

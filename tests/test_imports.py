@@ -202,6 +202,48 @@ def test_the_server_side_cannot_name_a_data_set() -> None:
     assert not [name for name in imports(CORE / "training" / "server.py") if wrong(name)]  # type: ignore[operator]
 
 
+def reached(*modules: str) -> set[str]:
+    """What these modules import, directly and by way of others, and they themselves."""
+    graph, found, waiting = arrows(), set(modules), [*modules]
+    while waiting:
+        new = graph[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+SERVER = ("fedsim.federation.server_app", "fedsim.federation.tap", "fedsim.training.server")
+CLIENTS = {
+    "fedsim.recording.truth",
+    "fedsim.federation.client_app",
+    "fedsim.federation.client_state",
+    "fedsim.training.client",
+    "fedsim.training.workload",
+}
+
+
+def test_the_server_side_reaches_neither_truth_nor_what_clients_keep() -> None:
+    assert reached("fedsim.federation.client_app") > CLIENTS
+    assert not reached(*SERVER) & CLIENTS
+
+
+def test_what_attacks_are_asked_through_reaches_no_truth() -> None:
+    found = reached("fedsim.attacking.question")
+    assert not found & {"fedsim.recording.truth", "fedsim.attacking.jobs", "fedsim.scoring"}
+
+
+def test_no_file_of_the_server_side_names_the_folder_of_truth() -> None:
+    """It is named in one place."""
+    named = [
+        name
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and node.value == "truth"
+    ]
+    assert "fedsim.recording.truth" in named
+    assert not set(named) & reached(*SERVER)
+
+
 STRIPPED = """
 import sys
 import tomllib

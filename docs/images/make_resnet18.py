@@ -15,7 +15,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from scipy.optimize import linear_sum_assignment
 
-from fedsim.recording.files import load_observation, load_truth, read_tensors
+from fedsim.recording.files import load_observation, read_tensors
+from fedsim.recording.truth import load_truth
 
 
 def main(picture: Path, run: Path, recording: Path, folders: dict[str, Path]) -> None:

@@ -1,20 +1,24 @@
-"""The attack stage: every (observation, attack) is a job, and jobs run in worker processes.
+"""The attack stage: every (observation, attack) is a job.
 
-A job reads a recording and its truth from disk, attacks, scores and writes its reconstruction, so
-workers share nothing, and a job's result depends neither on which worker ran it nor on when.
+This process reads a recording and its truth, and takes out of the truth what is granted. Workers
+that attack are handed questions (`question`) and nothing else; others score the answers and write
+the reconstructions. A job's result depends neither on which worker ran it nor on when.
 """
 
 from __future__ import annotations
 
+import math
+import pickle
 import queue
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from multiprocessing.queues import Queue
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,20 +26,27 @@ from torch import Tensor
 from fedsim import rng, scoring
 from fedsim.attacking.knowledge import Public
 from fedsim.attacking.public_features import MOST, public_features
-from fedsim.attacking.targets import question
+from fedsim.attacking.question import (
+    Answer,
+    Surroundings,
+    answered,
+    opened,
+    reason_of,
+    sealed,
+)
+from fedsim.attacking.targets import questions, together
 from fedsim.attacking.theory import observed_rate
-from fedsim.contracts.attack import Progress, Solution, create
+from fedsim.contracts.attack import AttackFailed, Progress, Solution, create
 from fedsim.contracts.grant import Grant
 from fedsim.recording.files import (
     checked_id,
     load_observation,
-    load_truth,
     write_tensors,
 )
+from fedsim.recording.truth import IncompleteTruth, load_truth
 from fedsim.system import processes, threads
 from fedsim.system.interrupts import held
 from fedsim.types import (
-    FedsimError,
     GroundTruth,
     Observation,
     Reconstruction,
@@ -129,34 +140,159 @@ def run_jobs(
     on_progress: Callable[[Job, Progress], None],
     on_result: Callable[[Job, Result], None],
 ) -> None:
-    """Run `jobs` on `workers` processes (in this process if 1), telling of each as it goes on.
+    """Run `jobs`, attacking in `workers` processes, telling of each as it goes on.
+
+    As many others score, or this process if there is one worker.
 
     Raises:
         RunFailed: a worker died (most likely for want of memory). What had finished was told.
     """
-    if workers == 1:
-        with threads.fixed(setting.threads):
-            lpips = _lpips(setting)
-            for job in jobs:
-                on_result(job, run_job(job, setting, lpips, _teller(job, on_progress)))
-        return
+    if setting.device.startswith("cuda"):
+        torch.cuda.empty_cache()  # what this process trained with is the attacks' now
+    public = Public.of(setting.root, setting.granted)
+    around = Surroundings(
+        device=setting.device, threads=setting.threads, public_images=public.images
+    )
+    pending: dict[Future[Any], Callable[[Any], None]] = {}
+    asking = 0
+
+    def take(asked: _Asked, number: int, answer: bytes) -> None:
+        nonlocal asking
+        asking -= 1
+        asked.take(number, opened(answer))
+        settle(asked)
+
+    def settle(asked: _Asked) -> None:
+        if asked.done:
+            pending[score(asked.job, asked.outcome())] = partial(on_result, asked.job)
+
     try:
-        with processes.pool(workers, setting) as (pool, news):
-            with held():
-                pending: dict[Future[Result], Job] = {
-                    pool.submit(_work, index, job): job for index, job in enumerate(jobs)
-                }
-            while pending:
+        with ExitStack() as running:
+            running.enter_context(threads.fixed(setting.threads))
+            attackers, news = running.enter_context(processes.pool(workers, around))
+            score: Callable[[Job, Outcome], Future[Result]]
+            if workers > 1:
+                scorers, _ = running.enter_context(processes.pool(workers, setting))
+                score = partial(_in_worker, scorers)
+            else:
+                score = partial(_at_once, setting, _lpips(setting))
+            left = _all_asked(jobs, setting, public, on_result)
+            asked = next(left, None)
+            while asked or pending:
+                while asked and asking < _AHEAD * workers:
+                    if question := asked.next():
+                        with held():
+                            future = attackers.submit(answered, asked.index, question)
+                        pending[future] = partial(take, asked, asked.sent)
+                        asking += 1
+                    else:
+                        settle(asked)
+                        asked = next(left, None)
                 done, _ = wait(pending, timeout=0.1, return_when=FIRST_COMPLETED)
                 _drain(news, jobs, on_progress)
                 for future in done:
-                    on_result(pending.pop(future), future.result())
+                    pending.pop(future)(future.result())
     except BrokenProcessPool as error:
         raise RunFailed(
-            "a worker process of the attack stage died, for want of memory or because a "
-            'script calls fedsim.run outside `if __name__ == "__main__":`; finished rows are '
-            "kept: continue with --resume (resume=True), and with fewer --workers"
+            "a worker process of the attack stage died, most likely for want of memory; finished "
+            "rows are kept: continue with --resume (resume=True), and with fewer --workers"
         ) from error
+
+
+_AHEAD = 2
+"""Questions for each worker that attacks: one that it is at, and the next."""
+
+
+def _all_asked(
+    jobs: Sequence[Job],
+    setting: Setting,
+    public: Public,
+    on_result: Callable[[Job, Result], None],
+) -> Iterator[_Asked]:
+    """One job after the other, but for those that nobody could score, of which it is told."""
+    for index, job in enumerate(jobs):
+        try:
+            yield _Asked(index, job, setting, public)
+        except IncompleteTruth as error:
+            seen = _without_tensors(load_observation(job.observation))
+            on_result(job, nothing_recorded(seen, str(error)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What came of a job's attack."""
+
+    answer: Answer
+    tensor_rate: float | None
+
+
+class _Asked:
+    """A job whose questions are being asked and answered."""
+
+    def __init__(self, index: int, job: Job, setting: Setting, public: Public) -> None:
+        """Load what it is about.
+
+        Raises:
+            IncompleteTruth: nobody could score it.
+        """
+        self.index, self.job = index, job
+        observation = load_observation(job.observation)
+        truth = load_truth(setting.root, observation.id, observation.num_clients)
+        attack = create(job.attack, job.parameters)
+        self._rate = observed_rate(observation) if attack.follows_tensor_rate else None
+        self._left = questions(
+            attack,
+            observation,
+            truth,
+            setting.granted,
+            seed_of(observation, job.label),
+            public=public,
+            restarts=job.restarts,
+        )
+        self._of_rows = isinstance(truth, RowTruth)
+        self._answers: dict[int, Answer] = {}
+        self._reason: str | None = None
+        self._failed, self._asking = False, True
+        self.sent = 0
+        """How many questions there were so far."""
+
+    def next(self) -> bytes | None:
+        """The next question; None if there is none, or one has failed."""
+        try:
+            question = None if self._failed else next(self._left, None)
+        except Exception as error:  # what a recording holds, an attack may not be able to read
+            question, self._reason = None, reason_of(error)
+        if question is None:
+            self._asking = False
+            return None
+        self.sent += 1
+        return sealed(question)
+
+    def take(self, number: int, answer: Answer) -> None:
+        """Note the answer to one question."""
+        self._answers[number] = answer
+        self._failed |= answer.solution is None
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to ask or to be answered."""
+        return not self._asking and len(self._answers) == self.sent
+
+    def outcome(self) -> Outcome:
+        """All answers as one; the first failure is that of the whole."""
+        answers = [self._answers[number] for number in sorted(self._answers)]
+        solution, reason = None, self._reason
+        for answer in answers:
+            reason = reason or answer.reason
+        if reason is None:
+            try:
+                solutions = [one.solution for one in answers if one.solution]
+                solution = together(solutions, rows=self._of_rows)
+            except AttackFailed as error:
+                reason = str(error)
+        seconds = math.fsum(answer.seconds for answer in answers)
+        answer = Answer(solution=solution, reason=reason, seconds=seconds)
+        return Outcome(answer=answer, tensor_rate=self._rate)
 
 
 def seed_of(observation: Observation, label: str) -> int:
@@ -169,54 +305,34 @@ def seed_of(observation: Observation, label: str) -> int:
     return rng.derive(observation.seed, "attack", label, *victim)
 
 
-def run_job(
-    job: Job,
-    setting: Setting,
-    lpips: scoring.LpipsMetric | scoring.Unavailable,
-    progress: Callable[[Progress], None] | None = None,
+def finish(
+    job: Job, outcome: Outcome, setting: Setting, lpips: scoring.LpipsMetric | scoring.Unavailable
 ) -> Result:
-    """Attack one observation and score what was recovered. A failure is a value."""
+    """Score what was recovered and write it. A failure is a value, and what it cost is kept."""
     observation = load_observation(job.observation, setting.device)
-    truth = load_truth(setting.root, observation.id)
-    seed = seed_of(observation, job.label)
-    started = time.perf_counter()
-    solution: Solution | None = None
-    found: Reconstruction | None = None
+    truth = load_truth(setting.root, observation.id, observation.num_clients)
+    solution, reason = outcome.answer.solution, outcome.answer.reason
+    found = solution.reconstruction if solution else None
     metrics: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
     per_image: dict[str, list[float]] = {}
-    reason = None
-    attack = create(job.attack, job.parameters)
-    rate = observed_rate(observation) if attack.follows_tensor_rate else None
-    try:
-        solution = question(
-            attack,
-            observation,
-            truth,
-            setting.granted,
-            seed,
-            public=Public.of(setting.root, setting.granted),
-            restarts=job.restarts,
-            progress=progress,
-        )
-        found = on_cpu(solution.reconstruction)
-        scores = _score(found, truth, setting, lpips)
-        metrics, per_image = scores.metrics(), scores.per_image
-        path = reconstruction_path(setting.root, job.label, observation.id)
-        _save(path, found, truth, scores.assignment, setting.guesser)
-    except FedsimError as error:
-        reason = str(error)
-    except Exception as error:  # a third party's attack may raise anything: the row says what
-        reason = f"{type(error).__name__}: {error}"
+    if found is not None:
+        try:
+            scores = _score(found, truth, setting, lpips)
+            metrics, per_image = scores.metrics(), scores.per_image
+            path = reconstruction_path(setting.root, job.label, observation.id)
+            _save(path, found, truth, scores.assignment, setting.guesser)
+        except Exception as error:  # a third party's attack may answer anything
+            reason = reason_of(error)
     return Result(
         observation=_without_tensors(observation),
-        seed=seed,
+        seed=seed_of(observation, job.label),
         reason=reason,
         metrics=metrics,
         per_image=per_image,
         baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
-        tensor_rate=rate,
-        cost=cost(solution) if solution else _failed_cost(time.perf_counter() - started),
+        tensor_rate=outcome.tensor_rate,
+        cost=cost(solution) if solution else _failed_cost(outcome.answer.seconds),
         local_losses=_local_losses(truth),
     )
 
@@ -230,18 +346,6 @@ def cost(solution: Solution) -> dict[str, float | int | None]:
         "iterations_per_second": iterations / seconds if iterations and seconds else None,
         "peak_memory_bytes": solution.peak_memory_bytes,
     }
-
-
-def on_cpu(found: Reconstruction) -> Reconstruction:
-    """The same reconstruction in CPU memory, images and features as float32."""
-    return replace(
-        found,
-        images=None if found.images is None else found.images.detach().float().cpu(),
-        labels=None if found.labels is None else found.labels.cpu(),
-        features=None if found.features is None else found.features.detach().float().cpu(),
-        rows=None if found.rows is None else found.rows.detach().cpu(),
-        membership=None if found.membership is None else found.membership.detach().cpu(),
-    )
 
 
 def _local_losses(truth: Truth) -> tuple[float, float] | None:
@@ -375,10 +479,6 @@ def _lpips(setting: Setting) -> scoring.LpipsMetric | scoring.Unavailable:
     return scoring.load_lpips(setting.lpips_backbone, setting.lpips_weights)
 
 
-def _teller(job: Job, on_progress: Callable[[Job, Progress], None]) -> Callable[[Progress], None]:
-    return lambda progress: on_progress(job, progress)
-
-
 def _drain(
     news: Queue[tuple[int, Progress]],
     jobs: Sequence[Job],
@@ -392,19 +492,33 @@ def _drain(
         on_progress(jobs[index], progress)
 
 
-def _work(index: int, job: Job) -> Result:
-    """In a worker: run the job that the parent knows by `index`."""
+def _at_once(
+    setting: Setting,
+    lpips: scoring.LpipsMetric | scoring.Unavailable,
+    job: Job,
+    outcome: Outcome,
+) -> Future[Result]:
+    """Score in this process."""
+    done: Future[Result] = Future()
+    done.set_result(finish(job, outcome, setting, lpips))
+    return done
+
+
+def _in_worker(scorers: Executor, job: Job, outcome: Outcome) -> Future[Result]:
+    """Score in a worker. Pickled here, since multiprocessing would send a file per tensor."""
+    with held():
+        return scorers.submit(_score_job, job, pickle.dumps(outcome))
+
+
+def _score_job(job: Job, outcome: bytes) -> Result:
+    """In a worker that scores."""
     setting, lpips = _prepared()
-
-    def progress(at: Progress) -> None:
-        processes.tell((index, at))
-
-    return run_job(job, setting, lpips, progress)
+    return finish(job, pickle.loads(outcome), setting, lpips)  # noqa: S301 - the parent wrote it
 
 
 @cache
 def _prepared() -> tuple[Setting, scoring.LpipsMetric | scoring.Unavailable]:
-    """In a worker, before its first job."""
+    """In a worker that scores, before its first job."""
     setting: Setting = processes.shared()
     threads.fix(setting.threads)
     return setting, _lpips(setting)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
+from fedsim.attacking.question import on_cpu
 from fedsim.attacking.targets import question, unanswerable
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
 from fedsim.recording import files
+from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
 from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
@@ -29,7 +31,6 @@ def attack(
     device: str = "cpu",
     threads: int = 1,
     truth: str | Path | None = None,
-    on_start: Callable[[], None] | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
@@ -45,7 +46,6 @@ def attack(
             same bytes.
         truth: The run's folder that holds `truth/`, and the public images. For a recording given
             by path it is found by itself. Without truth nothing is scored.
-        on_start: Called when everything that can be refused beforehand was accepted.
         on_progress: Told of the attack's loss now and then.
 
     Returns:
@@ -61,8 +61,8 @@ def attack(
         path = Path(observation)
         observation = files.load_observation(path, resolve_device(device))
         root = root or files.root_of(path)
-    known = root is not None and files.has_truth(root, observation.id)
-    victim = files.load_truth(root, observation.id) if root and known else None
+    known = root is not None and has_truth(root, observation.id)
+    victim = load_truth(root, observation.id, observation.num_clients) if root and known else None
     if victim is None and (secrets := grant.from_truth()):
         raise FedsimError(
             f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
@@ -76,8 +76,6 @@ def attack(
     if missing := grant.lacks(chosen.required()):
         raise FedsimError(f"attack {name} {missing}")
     public = Public.of(root, grant)
-    if on_start:
-        on_start()
     with fixed(threads):
         solution = question(
             chosen,
@@ -89,7 +87,7 @@ def attack(
             restarts=restarts,
             progress=on_progress,
         )
-        found = jobs.on_cpu(solution.reconstruction)
+        found = on_cpu(solution.reconstruction)
         scores = _scores(found, victim)
     return found, {
         "observation": observation.id,

@@ -7,19 +7,19 @@ once, one of them would give away the answer to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from fedsim import rng
 from fedsim.attacking.knowledge import Public, hand_over, hand_over_row
+from fedsim.attacking.question import Question
 from fedsim.contracts.attack import (
     Attack,
     AttackFailed,
     AttackState,
     Progress,
     Solution,
-    solve,
     unreadable,
 )
 from fedsim.contracts.grant import Grant
@@ -37,23 +37,68 @@ def question(
     restarts: int = 1,
     progress: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """Run `attack` on `observation` with what is granted of `truth` and of what is `public`.
-
-    Of rows the answers are put together: for every row that took part, in order, or, from an attack
-    that is asked of candidates, for every row that could have. What an attack draws from
-    torch's global stream follows from `seed`, whatever was computed before in this process.
+    """Ask all `questions` in this process, and put the answers together.
 
     Raises:
-        AttackFailed: it cannot read such an observation, or `solve` raises it; of rows also if
-            there is no truth to ask about or nothing to ask.
+        AttackFailed: `questions` or `Question.answer` raises it, or there is nothing to ask.
+    """
+    asked = questions(attack, observation, truth, granted, seed, public=public, restarts=restarts)
+    return together([one.answer(progress) for one in asked], rows=isinstance(truth, RowTruth))
+
+
+def questions(
+    attack: Attack[AttackState],
+    observation: Observation,
+    truth: Truth | None,
+    granted: Grant,
+    seed: int,
+    *,
+    public: Public | None = None,
+    restarts: int = 1,
+) -> Iterator[Question]:
+    """What `attack` is asked of `observation`, with what is granted of `truth` and `public`.
+
+    Of rows it is a question for every row that took part, in order, or, of an attack that is asked
+    of candidates, for every row that could have.
+
+    Raises:
+        AttackFailed: it cannot read such an observation; of rows also if there is no truth to ask
+            about.
     """
     if reason := unanswerable(attack, observation, truth):
         raise AttackFailed(reason)
     if isinstance(truth, RowTruth):
-        return _of_rows(attack, observation, truth, granted, seed, restarts, progress)
+        yield from _of_rows(attack, observation, truth, granted, seed, restarts)
+        return
     seen, known = hand_over(observation, truth, granted, public)
-    with rng.global_stream(seed):
-        return solve(attack, seen, known, seed, restarts=restarts, progress=progress)
+    yield Question(attack=attack, observation=seen, knowledge=known, seed=seed, restarts=restarts)
+
+
+def together(found: Sequence[Solution], *, rows: bool) -> Solution:
+    """The answers to all `questions`, in their order, as one; several of `rows` alone.
+
+    Raises:
+        AttackFailed: there is none.
+    """
+    if not rows:
+        (only,) = found
+        return only
+    if not found:
+        raise AttackFailed("no row took part in this release, so that there is none to recover")
+    answers = [solution.reconstruction for solution in found]
+    return Solution(
+        reconstruction=Reconstruction(
+            rows=_joined([answer.rows for answer in answers]),
+            membership=_joined([answer.membership for answer in answers]),
+            loss=math.fsum(answer.loss for answer in answers) / len(answers),
+            iterations=sum(answer.iterations for answer in answers),
+        ),
+        restart=found[0].restart,
+        losses=found[0].losses,
+        seconds=math.fsum(solution.seconds for solution in found),
+        iterations=sum(solution.iterations for solution in found),
+        peak_memory_bytes=max(solution.peak_memory_bytes for solution in found),
+    )
 
 
 def unanswerable(
@@ -81,37 +126,21 @@ def _of_rows(
     granted: Grant,
     seed: int,
     restarts: int,
-    progress: Callable[[Progress], None] | None,
-) -> Solution:
+) -> Iterator[Question]:
     asked = attack.asked_of_candidates
     # Of the truth, so that nothing that an attack is handed tells which row is withheld.
     secret = rng.of_bytes(truth.rows.numpy().tobytes() + truth.members.numpy().tobytes())
-    found = []
     for target in targets(attack, truth):
-        own = rng.derive(seed, "target", target)
         exchanged = (
             rng.generator(secret, "exchanged", target) if observation.release.counted else None
         )
-        known = hand_over_row(truth, target, granted, asked, exchanged)
-        with rng.global_stream(own):
-            answer = solve(attack, observation, known, own, restarts=restarts, progress=progress)
-        found.append(answer)
-    if not found:
-        raise AttackFailed("no row took part in this release, so that there is none to recover")
-    answers = [solution.reconstruction for solution in found]
-    return Solution(
-        reconstruction=Reconstruction(
-            rows=_joined([answer.rows for answer in answers]),
-            membership=_joined([answer.membership for answer in answers]),
-            loss=math.fsum(answer.loss for answer in answers) / len(answers),
-            iterations=sum(answer.iterations for answer in answers),
-        ),
-        restart=found[0].restart,
-        losses=found[0].losses,
-        seconds=math.fsum(solution.seconds for solution in found),
-        iterations=sum(solution.iterations for solution in found),
-        peak_memory_bytes=max(solution.peak_memory_bytes for solution in found),
-    )
+        yield Question(
+            attack=attack,
+            observation=observation,
+            knowledge=hand_over_row(truth, target, granted, asked, exchanged),
+            seed=rng.derive(seed, "target", target),
+            restarts=restarts,
+        )
 
 
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.audit.contribution import Contributions, images, other_label
 from fedsim.models.local import mean_gradient_factor
+from fedsim.training.client import Client
 from fedsim.training.workload import Workload
 from fedsim.types import Relation, Tensors, Unit, Update
 
@@ -174,7 +175,6 @@ class _Examples(_Cast):
         self.labels = labels[self.examples]
         """(m,) in the one world; the other has `other_label`s."""
         exchanged = other_label(data, self.labels)
-        withheld = None
         if self.replaced:
             labels[self.examples] = torch.where(self.coins, exchanged, self.labels)
             for others in self.others:
@@ -182,15 +182,19 @@ class _Examples(_Cast):
                 labels[others] = labels[others[:1]]
         else:
             labels[self.examples] = exchanged
-            withheld = torch.ones(len(labels), dtype=torch.bool)
-            withheld[self.examples] = ~self.coins
         self.data = replace(data, train_images=shown, train_labels=labels)
         self.run = workload.of_neighbours(self.data)
-        self.run.scenario = workload.scenario.model_copy(update={"seed": self.seed})
-        self.run.withheld = withheld
+        self.clients = [self._thrown(client) for client in self.run.clients]
+
+    def _thrown(self, client: Client) -> Client:
+        """The client with the examples that coins left it, and randomness of the audit's own."""
+        if self.replaced:
+            return replace(client, seed=self.seed)
+        there = torch.isin(client.own, self.examples[self.coins])
+        return replace(client, seed=self.seed, absent=client.own[~there])
 
     def release(self, client: int, round: int, state: Tensors) -> tuple[Tensors, Tensors]:
-        result = self.run.client_update(client, round, *self.start, state)
+        result = self.clients[client].update(self.run, round, *self.start, state)
         return result.update.tensors, result.state
 
     def contributed(self, canaries: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:

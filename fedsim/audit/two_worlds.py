@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -16,6 +15,7 @@ from fedsim.audit.contribution import Contributions, along, images, other_label
 from fedsim.contracts.defense import NoisyAggregation, global_norm
 from fedsim.models.local import mean_gradient_factor
 from fedsim.privacy.composition import participation
+from fedsim.training.client import Client
 from fedsim.training.workload import Workload
 from fedsim.types import Relation, Tensors, Unit, Update
 
@@ -65,10 +65,8 @@ def _of_client(
     update = dict(toward if present else away)
     rounds, weights = _asked(workload, taken)
     scores = np.zeros(canaries)
-    canary = copy(workload)
     for trial in range(canaries):
         server = rng.derive(seed, "canary", int(present), trial)
-        canary.scenario = workload.scenario.model_copy(update={"seed": server})
         state = stack.init(update, declared)
         for round, weight in enumerate(weights, 1):
             released: Tensors = away
@@ -76,7 +74,7 @@ def _of_client(
                 noise = rng.generator(seed, "canary", int(present), trial, round)
                 released, state = stack.apply(update, state, noise)
             if weight:
-                scores[trial] += weight * along(_seen(canary, released, round), toward)
+                scores[trial] += weight * along(_seen(workload, released, round, server), toward)
         on_trial(trial + 1)
     return scores
 
@@ -116,13 +114,13 @@ def _of_example(
     data: sampling hides its examples least. The worlds are two data sets, and each computes from
     its own whatever it computes.
     """
-    client = min(range(len(workload.parts)), key=lambda c: len(workload.parts[c]))
+    client = min(workload.clients, key=lambda one: len(one.own))
     base = _farthest_labels(workload, client)
     absent = _world(workload, relation, client, base, None)
-    without = _contributed(absent, client)
+    without = _contributed(absent)
 
-    def shift(canary: Workload) -> Tensors:
-        moved = _contributed(canary, client)
+    def shift(canary: _World) -> Tensors:
+        moved = _contributed(canary)
         return {name: value - without[name] for name, value in moved.items()}
 
     tried = [_world(workload, relation, client, base, how) for how in _CANARIES]
@@ -137,12 +135,13 @@ def _of_example(
     scores = np.zeros(canaries)
     for trial in range(canaries):
         seed = rng.derive(workload.scenario.seed, "canary", int(present), trial)
-        canary.scenario = workload.scenario.model_copy(update={"seed": seed})
+        one = replace(canary.client, seed=seed)
         state: Tensors = {}
         for round in range(1, rounds + 1):
-            result = canary.client_update(client, round, *start, state)
+            result = one.update(canary.federation, round, *start, state)
             state = result.state
-            scores[trial] += sign * along(_seen(canary, result.update.tensors, round), toward)
+            released = _seen(canary.federation, result.update.tensors, round, seed)
+            scores[trial] += sign * along(released, toward)
         on_trial(trial + 1)
     return scores
 
@@ -159,7 +158,16 @@ _MOST_OF_ONE = 2 + 1e-3
 """What one example moves by itself: a contribution of norm 1 is exchanged for another."""
 
 
-def _farthest_labels(workload: Workload, client: int) -> int:
+@dataclass(frozen=True, kw_only=True)
+class _World:
+    """One of the two neighbours."""
+
+    federation: Workload
+    client: Client
+    """The canary's, or who holds the rest of its data where there is none."""
+
+
+def _farthest_labels(workload: Workload, client: Client) -> int:
     """Which of the client's first images contributes what differs most between two labels."""
     data, contributions = images(workload), Contributions(workload)
 
@@ -169,7 +177,7 @@ def _farthest_labels(workload: Workload, client: int) -> int:
         there = contributions.unit_gradient(image, other_label(data, label))
         return float(global_norm({name: here[name] - there[name] for name in here}))
 
-    tried: list[int] = workload.parts[client][:_TRIED].tolist()
+    tried: list[int] = client.own[:_TRIED].tolist()
     return max(tried, key=apart)
 
 
@@ -179,37 +187,37 @@ _TRIED = 8
 def _world(
     workload: Workload,
     relation: Relation,
-    client: int,
+    client: Client,
     base: int,
     canary: Callable[[Tensor], Tensor] | None,
-) -> Workload:
+) -> _World:
     """The federation on data with the canary, or on the neighbouring data without it (None).
 
     All images of the client are the one at `base`, and the first of them is the canary.
     In its place there is then an image like all others (`replace_one`), or none that is computed
     with (`zero_out`).
     """
-    data, part = images(workload), workload.parts[client]
+    data, part = images(workload), client.own
     image, label = data.train_images[base], data.train_labels[base]
     pixels, labels = data.train_images.clone(), data.train_labels.clone()
     pixels[part], labels[part] = image, label
     if canary:
         pixels[part[0]], labels[part[0]] = canary(image), other_label(data, label)
-    world = workload.of_neighbours(replace(data, train_images=pixels, train_labels=labels))
+    federation = workload.of_neighbours(replace(data, train_images=pixels, train_labels=labels))
+    own = federation.clients[client.number]
     if relation == "zero_out":
-        world.withheld = torch.zeros(len(labels), dtype=torch.bool)
-        world.withheld[part[1:] if canary else part] = True
-    return world
+        own = replace(own, absent=part[1:] if canary else part)
+    return _World(federation=federation, client=own)
 
 
-def _contributed(world: Workload, client: int) -> Tensors:
+def _contributed(world: _World) -> Tensors:
     """The sum of what the client's examples contribute, each at a norm of 1."""
-    data, part = images(world), world.parts[client]
-    contributions = Contributions(world)
+    data, part = images(world.federation), world.client.own
+    contributions = Contributions(world.federation)
     total = {name: torch.zeros_like(value) for name, value in contributions.start[0].items()}
     rest = part[1:]
     for members in (part[:1], rest):
-        there = members if world.withheld is None else members[~world.withheld[members]]
+        there = world.client.there(members)
         if len(there):
             one = there[0]  # all others of the client are alike
             found = contributions.unit_gradient(
@@ -220,8 +228,8 @@ def _contributed(world: Workload, client: int) -> Tensors:
     return total
 
 
-def _seen(workload: Workload, released: Tensors, round: int) -> Tensors:
-    """What the server sees of it, if it knows what all others sent."""
+def _seen(workload: Workload, released: Tensors, round: int, seed: int) -> Tensors:
+    """What the server, whose noise is of `seed`, sees of it, if it knows what all others sent."""
     if workload.stack.aggregation is None:
         return released
-    return workload.combined([Update(tensors=released, num_examples=1)], round).tensors
+    return workload.combined([Update(tensors=released, num_examples=1)], round, seed=seed).tensors

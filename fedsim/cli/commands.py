@@ -140,6 +140,7 @@ def attack(
         from rich.console import Console
 
         from fedsim.attacking.replay import attack as attack_recording
+        from fedsim.contracts.attack import Progress
         from fedsim.progress import Live
         from fedsim.scenario import grant_of, parameters_of
         from fedsim.system.paths import writable_folder
@@ -151,6 +152,15 @@ def attack(
         if out:
             writable_folder(out, "--out")
         with Live(Console(stderr=True, quiet=quiet)) as display:
+            begun: list[Progress] = []
+
+            def on_progress(at: Progress) -> None:
+                if not begun:  # an attack may refuse a recording until its first iteration
+                    display.stage(name, restarts)
+                    begun.append(at)
+                said = f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
+                display.detail(name, said)
+
             reconstruction, row = attack_recording(
                 observation,
                 name,
@@ -161,10 +171,7 @@ def attack(
                 device=device,
                 threads=threads,
                 truth=truth,
-                on_start=lambda: display.stage(name, restarts),
-                on_progress=lambda at: display.detail(
-                    name, f"start {at.restart + 1}: iteration {at.iteration}, loss {at.loss:.2e}"
-                ),
+                on_progress=on_progress,
             )
         typer.echo(json.dumps(row, indent=2))
         if out:

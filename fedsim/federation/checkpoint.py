@@ -20,8 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from fedsim.federation import client_state, spool
-from fedsim.recording.files import read_tensors, remove_torn, write_bytes
+from fedsim.federation import spool
+from fedsim.recording.files import read_tensors, remove_rounds, remove_torn, write_bytes
 from fedsim.scenario import Scenario
 from fedsim.system import memory
 from fedsim.system.paths import from_home, opened, regular
@@ -62,33 +62,28 @@ class Checkpoints:
         self._rounds = scenario.training.rounds
         self._fingerprint = fingerprint(scenario, stack)
         self._path = out / "checkpoints" / f"{stack}.safetensors"
+        self._recordings = out / "observations" / stack
 
-    def start(self, *, resume: bool) -> None:
-        """Make the run's folder what it was at the last checkpoint: later rounds come again.
+    def start(self) -> int:
+        """Make the recordings what they were at the last checkpoint; returns its round, or 0.
+
+        Later rounds come again.
 
         Raises:
-            FedsimError: `out` holds results of this stack and `resume` is false, or they are of
-                another scenario.
+            FedsimError: the checkpoint is of another scenario.
         """
         index = self._index()
-        if not resume and (index or any(folder.exists() for folder in self._folders())):
-            raise FedsimError(
-                f"{self._out} holds results of the stack {self._stack!r}; resume that run, or use "
-                "another folder"
-            )
         done = index.round if index else 0
-        for folder in self._folders():
-            for path in folder.glob("round-*"):
-                number = path.name.removeprefix("round-")
-                if number.isdecimal() and int(number) > done and path.is_dir():
-                    shutil.rmtree(path)
-        states = client_state.folder(self._out, self._stack)
-        if not done:
-            for path in states.glob("client-*/round-*.safetensors"):
-                path.unlink()  # but not what the client has noted of its answers
+        remove_rounds(self._recordings, done)
         shutil.rmtree(spool.scratch(self._out, self._stack), ignore_errors=True)
-        for folder in (*self._folders(), states, self._path.parent):
+        for folder in (self._recordings, self._path.parent):
             remove_torn(folder)
+        return done
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is a checkpoint or a recording."""
+        return self._index() is not None or self._recordings.exists()
 
     @property
     def complete(self) -> bool:
@@ -145,9 +140,6 @@ class Checkpoints:
                 "model, training, federation, defense and observe sections, or use another folder"
             )
         return index
-
-    def _folders(self) -> tuple[Path, Path]:
-        return self._out / "observations" / self._stack, self._out / "truth" / self._stack
 
 
 def fingerprint(scenario: Scenario, stack: str) -> str:

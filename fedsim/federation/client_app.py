@@ -16,18 +16,12 @@ from flwr.clientapp import ClientApp
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import asked
-from fedsim.recording.files import save_truth
+from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.scenario import Scenario
 from fedsim.system import threads
-from fedsim.training.schedule import Probe
-from fedsim.training.workload import ClientResult, Workload
+from fedsim.training.client import ClientResult
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
-
-PROBE = "probe"
-"""Action of a training message whose answer is recorded and never aggregated."""
-
-IDENTIFY = "identify"
-"""Action of a query: which client is behind a node?"""
 
 
 @dataclass(frozen=True)
@@ -56,8 +50,9 @@ def build(job: Job, workload: Workload | None = None) -> ClientApp:
     client = Client(job, workload)
     app = ClientApp()
     app.train()(client.train)
-    app.train(PROBE)(client.probe)
-    app.query(IDENTIFY)(client.identify)
+    app.train(wire.PROBE)(client.probe)
+    app.query(wire.IDENTIFY)(client.identify)
+    app.query(wire.LEFT_OUT)(client.left_out)
     return app
 
 
@@ -75,6 +70,13 @@ class Client:
     def identify(self, message: Message, context: Context) -> Message:
         """Say which client this is. Builds the workload, so that no round waits for it."""
         return Message(wire.identity(self._client(context)), reply_to=message)
+
+    def left_out(self, message: Message, context: Context) -> Message:
+        """Remove the truth of an answer that is no part of what was recorded."""
+        order = wire.read_order(message.content)
+        client = self._client(context)
+        forget_truth(Path(self._job.out), self._recorded_as(client, order), client)
+        return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
         """Train one round: update out; truth (if observed) and state stay."""
@@ -107,7 +109,7 @@ class Client:
             memory.before(round) if workload.remembers else {},
             probe=order.probe,
         )
-        self._keep_truth(client, round, order.probe, result)
+        self._keep_truth(client, order, result)
         if order.probe is None and result.state:
             memory.save(round, result.state, workload.scenario.federation.checkpoint_every)
         update = result.update
@@ -116,15 +118,17 @@ class Client:
         loss = result.loss if workload.reports_loss else None
         return Message(wire.answer(update, loss), reply_to=message)
 
-    def _keep_truth(
-        self, client: int, round: int, probe: Probe | None, result: ClientResult
-    ) -> None:
-        workload = self._workload
-        recorded = probe is not None or not workload.schedule.probes(round)
-        if recorded and result.truth and client in workload.schedule.observed(round):
-            seen_as = -1 if workload.stack.aggregation else client
-            observation = workload.observation_id(round, seen_as, probe)
+    def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
+        schedule = self._workload.schedule
+        recorded = order.probe is not None or not schedule.probes(order.round)
+        if recorded and result.truth and client in schedule.observed(order.round):
+            observation = self._recorded_as(client, order)
             save_truth(result.truth, Path(self._job.out), observation, client)
+
+    def _recorded_as(self, client: int, order: wire.Order) -> str:
+        """The id of the observation that the answer to `order` is, or is a part of."""
+        seen_as = -1 if self._workload.stack.aggregation else client
+        return self._workload.observation_id(order.round, seen_as, order.probe)
 
     def _client(self, context: Context) -> int:
         """The client's id, as its own node was configured.

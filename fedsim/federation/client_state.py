@@ -1,8 +1,8 @@
-"""What clients remember between rounds (error feedback, noise), on disk and apart from any engine.
+"""What clients keep of their rounds, on disk and apart from any engine: truth, and what they
+remember between rounds (error feedback, noise).
 
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
-    OUT/client_state/<stack>/server/answered.jsonl                  what its noise was added to
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
 """
@@ -13,11 +13,31 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedsim.federation.noise_use import use_once
-from fedsim.recording.files import read_tensors, write_tensors
+from fedsim.federation.noise_use import notes, use_once
+from fedsim.recording import truth
+from fedsim.recording.files import read_tensors, remove_rounds, remove_torn, write_tensors
 from fedsim.types import Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
+
+
+def has_truth(out: Path, stack: str) -> bool:
+    """Whether clients of `stack` have written truth."""
+    return truth.home(out, stack).exists()
+
+
+def rewind(out: Path, stack: str, done: int) -> None:
+    """Make what clients keep what it was after round `done`: later rounds come again.
+
+    But for what they have noted of their answers.
+    """
+    kept, states = truth.home(out, stack), folder(out, stack)
+    remove_rounds(kept, done)
+    if not done:
+        for path in states.glob("client-*/round-*.safetensors"):
+            path.unlink()
+    for each in (kept, states):
+        remove_torn(each)
 
 
 def folder(out: Path, stack: str) -> Path:
@@ -56,7 +76,7 @@ class ClientState:
         Raises:
             FedsimError: it has answered at other weights.
         """
-        path = self._path(0).with_name("answered.jsonl")
+        path = notes(self.out, self.stack, self._path(0).parent.name)
         use_once(path, asked, weights, f"client {self.client}")
 
     def _rounds(self) -> list[int]:

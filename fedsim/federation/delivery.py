@@ -10,7 +10,6 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
-from fedsim.federation.client_app import IDENTIFY
 from fedsim.types import FedsimError
 
 _POLL_SECONDS = 0.05
@@ -66,7 +65,7 @@ def discover(grid: Grid, clients: int) -> dict[int, int]:
             raise FedsimError(f"{len(nodes)} of {clients} nodes came; start one node per client")
         time.sleep(_POLL_SECONDS)
     query = RecordDict()
-    messages = [Message(query, node, f"query.{IDENTIFY}") for node in nodes]
+    messages = [Message(query, node, f"query.{wire.IDENTIFY}") for node in nodes]
     found: dict[int, int] = {}
     for position, reply in exchange(grid, messages, _START_SECONDS):
         if reply is None or reply.has_error():

@@ -6,10 +6,11 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
-from fedsim.federation import client_app, local, server_app, simulation, strategies
+from fedsim.federation import client_state, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
 from fedsim.federation.server_app import OnRound
@@ -21,31 +22,26 @@ from fedsim.types import FedsimError
 
 
 class Engine(Protocol):
-    """Runs the ServerApp and the ClientApps of a job to their end.
+    """A module of this room that runs the ServerApp and the ClientApps of a job to their end.
 
-    Both apps are the same on every engine; an engine only decides where they run and how their
-    messages travel.
+    `federation.engine` calls it by its name. Both apps are the same on every engine; an engine
+    only decides where they run and how their messages travel. Flower's deployment engine, for many
+    machines, would be one: its SuperLink and SuperNodes load the same two apps.
     """
 
-    def __call__(self, job: Job, workload: Workload | None, on_round: OnRound) -> None:
+    def check(self) -> None:
+        """Refuse a machine on which it cannot run.
+
+        Raises:
+            FedsimError: this is one.
+        """
+
+    def run(self, job: Job, workload: Workload | None, on_round: OnRound) -> None:
         """Train what is left of `job`; `workload` may spare building it."""
 
 
-def run_local(job: Job, workload: Workload | None, on_round: OnRound) -> None:
-    """In this process, one client at a time."""
-    workload = workload or Workload(Scenario.model_validate_json(job.scenario), job.stack)
-    scenario = workload.scenario
-    local.run(
-        server_app.build(workload.server(), Path(job.out), on_round),
-        client_app.build(job, workload),
-        scenario.data.clients,
-        scenario.federation.timeout,
-    )
-
-
-ENGINES: dict[str, Engine] = {"local": run_local, "simulation": simulation.run}
-"""By the name in `federation.engine`. Flower's deployment engine, for many machines, belongs here:
-its SuperLink and SuperNodes load the same two apps."""
+def _named(name: str) -> Engine:
+    return cast(Engine, import_module(f"fedsim.federation.{name}"))
 
 
 def run(
@@ -60,7 +56,11 @@ def run(
     """See `fedsim.federation.federate`."""
     check(scenario, [stack])
     checkpoints = Checkpoints(out, scenario, stack)
-    checkpoints.start(resume=resume)
+    if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
+        raise FedsimError(
+            f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
+        )
+    client_state.rewind(out, stack, checkpoints.start())
     if checkpoints.complete:
         return
     job = Job(
@@ -70,14 +70,13 @@ def run(
         threads=scenario.threads,
     )
     with _quiet_flower(), threads.fixed(scenario.threads):
-        ENGINES[scenario.federation.engine](job, workload, on_round)
+        _named(scenario.federation.engine).run(job, workload, on_round)
 
 
 def check(scenario: Scenario, stacks: list[str] | None = None) -> None:
     """See `fedsim.federation.check`; `stacks` limits it to some of the scenario's."""
     federation = scenario.federation
-    if federation.engine == "simulation":
-        simulation.require_ray()
+    _named(federation.engine).check()
     with _quiet_flower():
         strategies.build(federation.strategy, federation.strategy_parameters)
     trains = build_learner(scenario.learner).trains

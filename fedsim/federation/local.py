@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.app.metadata import Metadata
@@ -21,8 +22,10 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedsim.federation import client_app, server_app
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
+from fedsim.training.workload import Workload
 
 _RUN_ID = 1
 _FIRST_NODE = 2  # 1 is the server's
@@ -129,7 +132,23 @@ class LocalGrid(Grid):
         return self._contexts[node]
 
 
-def run(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
+def check() -> None:
+    """Any machine will do."""
+
+
+def run(job: client_app.Job, workload: Workload | None, on_round: server_app.OnRound) -> None:
+    """Train what is left of `job` in this process, one client at a time."""
+    workload = workload or job.workload()
+    scenario = workload.scenario
+    run_apps(
+        server_app.build(workload.server(), Path(job.out), on_round),
+        client_app.build(job, workload),
+        scenario.data.clients,
+        scenario.federation.timeout,
+    )
+
+
+def run_apps(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
     """Run both apps to their end in this process."""
     keep_freed()  # each message is made of the same large pieces as the one before
     grid = LocalGrid(client_app, clients, timeout)

@@ -22,6 +22,11 @@ def asked(round: int, probe: Probe | None) -> tuple[int, ...]:
     return (round, probe.batch_size, probe.trial, probe.release) if probe else (round,)
 
 
+def notes(out: Path, stack: str, who: str) -> Path:
+    """Where it is noted what the noise of `who`, a client or the server, was used for."""
+    return out / "client_state" / stack / who / "answered.jsonl"
+
+
 def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> None:
     """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
 

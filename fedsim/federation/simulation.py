@@ -51,8 +51,8 @@ _TAIL = 2000
 _SHORT_PATH = 40
 
 
-def require_ray() -> None:
-    """Refuse to go on where Ray is not installed.
+def check() -> None:
+    """Refuse a machine on which Ray is not installed.
 
     Raises:
         FedsimError: it is not.
@@ -60,7 +60,7 @@ def require_ray() -> None:
     if importlib.util.find_spec("ray") is None:
         raise FedsimError(
             "federation.engine: simulation needs Ray, which is not installed; run "
-            "pip install 'fedsim[simulation]', or use the engine local"
+            "pip install 'fedsim[simulation]', or leave federation.engine out"
         )
 
 

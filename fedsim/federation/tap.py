@@ -20,11 +20,10 @@ from flwr.supercore.run import Run
 from torch import Tensor
 
 from fedsim.contracts.defense import NoisyAggregation, shapes
-from fedsim.federation import client_state, wire
+from fedsim.federation import wire
 from fedsim.federation.averaging import Averages, Mean
-from fedsim.federation.client_app import PROBE
 from fedsim.federation.delivery import exchange
-from fedsim.federation.noise_use import asked, use_once
+from fedsim.federation.noise_use import asked, notes, use_once
 from fedsim.federation.screening import Tally, judge
 from fedsim.federation.spool import Spool, lazy_record, scratch
 from fedsim.recording.files import save_observation
@@ -131,7 +130,7 @@ class TapGrid(Grid):
         self, probe: Probe, arrays: ArrayRecord, observed: Collection[int], timeout: float
     ) -> None:
         content = self._order(arrays, probe)
-        kind = f"train.{PROBE}"
+        kind = f"train.{wire.PROBE}"
         asked = [Message(content, self._nodes[client], kind) for client in observed]
         with Spool(self._scratch / "probe") as spool:
             accepted = self._collect(asked, probe, observed, timeout, spool)
@@ -220,8 +219,7 @@ class TapGrid(Grid):
         combined = self._server.combined(updates, self._round, probe)
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
-            state = client_state.folder(self._out, self._server.stack_name)
-            path = state / "server" / "answered.jsonl"
+            path = notes(self._out, self._server.stack_name, "server")
             use_once(path, asked(self._round, probe), combined.tensors, "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
@@ -230,7 +228,7 @@ class TapGrid(Grid):
             )
         if record:
             self._record(-1, combined, probe, num_clients=len(clients))
-            self._forget_truth(self._server.observation_id(self._round, -1, probe), clients)
+            self._tell_left_out(probe, clients)
         return combined
 
     def _record(
@@ -255,12 +253,17 @@ class TapGrid(Grid):
         )
         save_observation(observation, self._out)
 
-    def _forget_truth(self, observation_id: str, kept: Collection[int]) -> None:
-        """Clients write their truth before they answer; drop that of answers left out."""
-        names = {f"client-{client:04d}.safetensors" for client in kept}
-        for path in (self._out / "truth" / observation_id).glob("client-*.safetensors"):
-            if path.name not in names:
-                path.unlink()
+    def _tell_left_out(self, probe: Probe | None, kept: Collection[int]) -> None:
+        """Tell all who were asked and are not `kept` that what is recorded has no part of theirs.
+
+        A client keeps its truth before it answers, and only it can remove that again.
+        """
+        left_out = set(self._server.schedule.observed(self._round)) - set(kept)
+        content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
+        kind = f"query.{wire.LEFT_OUT}"
+        told = [Message(content, self._nodes[client], kind) for client in sorted(left_out)]
+        for _ in exchange(self._grid, told, self._server.scenario.federation.timeout):
+            pass
 
     def _order(self, arrays: ArrayRecord, probe: Probe | None) -> RecordDict:
         return wire.order(self._round, arrays, wire.encode(self._buffers), probe)

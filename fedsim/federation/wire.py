@@ -26,6 +26,13 @@ from torch import Tensor
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors, Update
 
+PROBE = "probe"
+"""Action of a training message whose answer is recorded and never aggregated."""
+IDENTIFY = "identify"
+"""Action of a query: which client is behind a node?"""
+LEFT_OUT = "left_out"
+"""Action of a query: your answer to this order is no part of what was recorded."""
+
 ARRAYS = "arrays"
 BUFFERS = "buffers"
 CONFIG = "config"

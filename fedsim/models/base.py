@@ -7,7 +7,7 @@ module, if there is one, comes before the body and is part of `features`.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +15,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    SerializerFunctionWrapHandler,
-    model_serializer,
     model_validator,
 )
 from torch import Tensor, nn
@@ -108,14 +106,6 @@ class ModelPlugin(Plugin):
     """A two-layer head in place of the single linear layer."""
     imprint: ImprintConfig | None = None
     """A malicious server's module in front of the model, which attack `imprint` reads."""
-
-    @model_serializer(mode="wrap")
-    def _without_absent_imprint(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # Checkpoints name their scenario: those from before there were imprints stay valid.
-        written: dict[str, Any] = write(self)
-        if self.imprint is None:
-            del written["imprint"]
-        return written
 
     @abstractmethod
     def build(self, input_shape: tuple[int, int, int], num_classes: int) -> Classifier:

@@ -1,4 +1,4 @@
-"""Observations and ground truth on disk: safetensors for tensors, JSON for the rest.
+"""Observations on disk: safetensors for tensors, JSON for the rest.
 
 Everything is written whole or not at all (temporary file, fsync, rename), so that a kill or a full
 disk never leaves half a recording. Nothing here needs Flower: a recording made on one machine is
@@ -7,7 +7,6 @@ attacked on another.
     ROOT/observations/<stack>/round-0001/global.safetensors        what the server had sent
     ROOT/observations/<stack>/round-0001/client-0000-b4-t0.*       one update: .safetensors, .json
     ROOT/public.safetensors                                        images of no client, if granted
-    ROOT/truth/<stack>/round-0001/client-0000-b4-t0.safetensors    written by the client itself
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -36,13 +36,10 @@ from fedsim.types import (
     UNKNOWN,
     Effect,
     FedsimError,
-    GroundTruth,
     ModelSpec,
     Observation,
     ReleaseSpec,
-    RowTruth,
     Tensors,
-    Truth,
 )
 
 _ID = re.compile(
@@ -177,72 +174,6 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     return observation
 
 
-def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
-    """Write what `client` really used for the observation `id` (several clients may share one)."""
-    if isinstance(truth, RowTruth):
-        tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
-        tensors["classes"] = torch.tensor(truth.classes)
-    else:
-        tensors = {"images": truth.images, "labels": truth.labels}
-        if truth.features is not None:
-            tensors["features"] = truth.features
-        if truth.local_losses is not None:
-            tensors["local_losses"] = truth.local_losses
-    write_tensors(root / "truth" / checked_id(id) / f"client-{client:04d}.safetensors", tensors)
-
-
-def load_truth(root: Path, id: str) -> Truth:
-    """The ground truth of the observation `id`, of all its clients in order of client.
-
-    Raises:
-        FedsimError: there is none, or it cannot be read.
-    """
-    folder = root / "truth" / checked_id(id)
-    parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
-    if not parts:
-        raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
-    if not all(_is_truth(part) for part in parts):
-        raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
-    if "rows" in parts[0]:
-        return RowTruth(
-            rows=torch.cat([part["rows"] for part in parts]),
-            members=torch.cat([part["members"] for part in parts]),
-            scored=parts[0]["scored"],
-            classes=int(parts[0].get("classes", 0)),
-            clients=torch.cat(
-                [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
-            ),
-        )
-    features = [part["features"] for part in parts if "features" in part]
-    losses = [part["local_losses"] for part in parts if "local_losses" in part]
-    return GroundTruth(
-        images=torch.cat([part["images"] for part in parts]),
-        labels=torch.cat([part["labels"] for part in parts]),
-        features=torch.cat(features) if len(features) == len(parts) else None,
-        local_losses=torch.stack(losses).mean(0) if len(losses) == len(parts) else None,
-    )
-
-
-def _is_truth(part: Mapping[str, Tensor]) -> bool:
-    """Whether it is what `save_truth` writes, of images or of rows."""
-    if "rows" in part:
-        rows, members = part["rows"], part.get("members")
-        if members is None or "scored" not in part or rows.ndim != 2:
-            return False
-        return (
-            members.dtype == part["scored"].dtype == torch.bool
-            and members.shape == rows.shape[:1]
-            and part["scored"].shape == rows.shape[1:]
-        )
-    images, labels = part.get("images"), part.get("labels")
-    if images is None or labels is None or images.ndim != 4:
-        return False
-    losses = part.get("local_losses", torch.zeros(2))
-    whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
-    whole &= losses.shape == (2,) and losses.is_floating_point()
-    return whole and bool((labels >= 0).all()) and images.is_floating_point()
-
-
 def save_public(images: Tensor, root: Path) -> None:
     """Write the `images` (P, C, H, W), uint8, that the threat model grants every attack."""
     write_tensors(root / _PUBLIC, {"images": images})
@@ -272,11 +203,6 @@ def root_of(recording: Path) -> Path | None:
         if parent.name == "observations":
             return parent.parent
     return None
-
-
-def has_truth(root: Path, id: str) -> bool:
-    """Whether the ground truth of the observation `id` is below `root`."""
-    return any((root / "truth" / checked_id(id)).glob("client-*.safetensors"))
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
@@ -343,6 +269,14 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
+
+
+def remove_rounds(folder: Path, last: int) -> None:
+    """Remove what `folder` has of rounds after the `last`: `round-0001` and so on."""
+    for path in folder.glob("round-*"):
+        number = path.name.removeprefix("round-")
+        if number.isdecimal() and int(number) > last and path.is_dir():
+            shutil.rmtree(path)
 
 
 def remove_torn(root: Path) -> None:

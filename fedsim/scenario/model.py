@@ -111,6 +111,7 @@ class Federation(Section):
     """Who takes part, and which engine carries the messages."""
 
     engine: Literal["local", "simulation"] = "local"
+    """The name of a module of `fedsim.federation` that is one (`engine.Engine`)."""
     strategy: str = "FedAvg"
     """Any strategy of flwr.serverapp.strategy, by class name."""
     strategy_parameters: dict[str, Any] = {}
@@ -135,7 +136,6 @@ class AttackEntry(Section):
 class Observe(Section):
     """Which updates are recorded. Each is also attacked and scored."""
 
-    vantage: Literal["server"] = "server"
     rounds: Annotated[list[Annotated[int, Field(ge=1)] | Literal["last"]], Field(min_length=1)] = [
         "last"
     ]

@@ -7,17 +7,19 @@ with, which takes seconds.
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
 from typing import Any
 
@@ -38,6 +40,29 @@ class _Context:
 _context: _Context | None = None
 
 
+class _Process(SpawnProcess):
+    """A worker that is told neither its parent's arguments, which name files, nor its script.
+
+    So a script needs no guard against being run again by its workers.
+    """
+
+    @staticmethod
+    def _Popen(process_obj: BaseProcess) -> Any:  # noqa: N802 - multiprocessing calls it so
+        # What a spawned process is told follows from `sys.argv` and `__main__` while it is started.
+        arguments, main = sys.argv, sys.modules["__main__"]
+        sys.argv, sys.modules["__main__"] = [""], types.ModuleType("__main__")
+        try:
+            return SpawnProcess._Popen(process_obj)
+        finally:
+            sys.argv, sys.modules["__main__"] = arguments, main
+
+
+class _SpawnContext(SpawnContext):
+    """Starts workers as `_Process`."""
+
+    Process = _Process
+
+
 @contextmanager
 def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Queue[Any]]]:
     """Starts `workers` processes that have `shared`, and a queue of what they `tell`.
@@ -45,7 +70,7 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
     Work is to be submitted within `interrupts.held`: submitting starts them. An exception in the
     block ends them at once, in the middle of their work, and so does the end of this process.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _SpawnContext()
     news: Queue[Any] = context.Queue()
     end, lifeline = context.Pipe(duplex=False)
     with end, lifeline:

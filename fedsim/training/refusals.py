@@ -32,9 +32,8 @@ def check(workload: Workload) -> None:
     parameters, buffers = workload.initial()
     with blaming(f"defenses.{workload.stack_name}"):
         # Two steps show what many would: an epoch of them takes minutes.
-        tried = workload.shortened(2)
-        tried.client_update(0, 1, parameters, buffers, {})
-        _directed(tried)
+        workload.clients[0].update(workload, 1, parameters, buffers, {}, most_steps=2)
+        _directed(workload)
 
 
 def _directed(workload: Workload) -> None:
@@ -140,5 +139,6 @@ def _victims(workload: Workload, sizes: Sequence[int], clients: Sequence[int]) -
     """Trials repeat nothing: each has images of its own."""
     with blaming("observe.trials"):
         for size in sizes:
+            training = workload.stack.training(workload.declared_of(size))
             for client in clients:
-                workload.check_victims(client, size)
+                workload.clients[client].check_victims(training, workload.scenario.observe.trials)

@@ -7,17 +7,17 @@ schedule, what the stack declares, the test split. The tap and Flower's ServerAp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Self
 
 import torch
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.defense import NoisyAggregation, ServerRound
-from fedsim.contracts.learner import Evaluation
+from fedsim.contracts.guarantee import Release
+from fedsim.contracts.learner import Computation, Evaluation, Learner
+from fedsim.contracts.stack import Stack
 from fedsim.models.base import Classifier
 from fedsim.recording.files import observation_id
 from fedsim.scenario import Scenario
@@ -44,44 +44,73 @@ from fedsim.types import (
 )
 
 
+@dataclass(frozen=True, eq=False)
 class Server:
     """One defense stack's federation without its clients' data."""
 
-    def __init__(
-        self, scenario: Scenario, stack_name: str, described: Dataset | Table, examples: int
-    ) -> None:
-        """Build the stack and the learner's computation.
+    scenario: Scenario
+    """With every default written out."""
+    stack_name: str
+    """Of the scenario's defenses."""
+    described: Dataset | Table
+    """The description of the data and its test split (`without_training`)."""
+    examples: int
+    """How many training examples all clients hold together."""
 
-        Args:
-            scenario: with every default written out.
-            stack_name: of the scenario's defenses.
-            described: the description of the data and its test split (`without_training`).
-            examples: how many training examples all clients hold together.
+    def __post_init__(self) -> None:
+        """Build the stack and the learner's computation.
 
         Raises:
             FedsimError: the data is not what the learner takes, or the model does not fit it.
         """
-        self.scenario = scenario
-        self.stack_name = stack_name
-        self.device = torch.device(resolve_device(scenario.device))
-        self.stack = build_stack(scenario.defenses[stack_name])
-        self.declared = declared_training(scenario)
-        """Before the stack's training defenses."""
-        self.training = self.stack.training(self.declared)
-        self.described = described
-        learner = build_learner(scenario.learner)
-        if not isinstance(described, learner.data):
+        if not isinstance(self.described, self._learner.data):
             raise FedsimError(
-                f"data.source: {described.name} is {_KIND[type(described)]}, and learner "
-                f"{scenario.learner.name} computes from {_KIND[learner.data]}; choose another "
-                "source, or another learner (`fedsim list learners`)"
+                f"data.source: {self.described.name} is {_KIND[type(self.described)]}, and learner "
+                f"{self.scenario.learner.name} computes from {_KIND[self._learner.data]}; choose "
+                "another source, or another learner (`fedsim list learners`)"
             )
-        with blaming("model" if learner.trains else "learner"):
-            self.computation = learner.start(
-                problem_of(scenario, self.stack, described, examples, self.device)
-            )
-        self.trains = learner.trains
-        self.release = self.computation.release
+        self.computation  # noqa: B018 - built now, since it may be refused
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where clients compute."""
+        return torch.device(resolve_device(self.scenario.device))
+
+    @cached_property
+    def stack(self) -> Stack:
+        """The defenses."""
+        return build_stack(self.scenario.defenses[self.stack_name])
+
+    @cached_property
+    def declared(self) -> LocalTraining:
+        """The local training before the stack's training defenses."""
+        return declared_training(self.scenario)
+
+    @cached_property
+    def training(self) -> LocalTraining:
+        """The local training as clients do it."""
+        return self.stack.training(self.declared)
+
+    @cached_property
+    def _learner(self) -> Learner:
+        return build_learner(self.scenario.learner)
+
+    @cached_property
+    def computation(self) -> Computation:
+        """What a client computes, and what becomes of it."""
+        problem = problem_of(self.scenario, self.stack, self.described, self.examples, self.device)
+        with blaming("model" if self.trains else "learner"):
+            return self._learner.start(problem)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the learner trains a network, over the rounds."""
+        return self._learner.trains
+
+    @property
+    def release(self) -> Release | None:
+        """What a closed-form learner releases, as far as privacy depends on it."""
+        return self.computation.release
 
     @cached_property
     def unprotected(self) -> tuple[str, ...]:
@@ -122,13 +151,6 @@ class Server:
             return self.computation.initial()
         with blaming("training.weights"):
             return self.computation.initial()
-
-    def shortened(self, steps: int) -> Self:
-        """The same with at most so many local steps declared."""
-        short = copy(self)
-        short.declared = replace(self.declared, steps=min(steps, self.declared.steps))
-        short.training = self.stack.training(short.declared)
-        return short
 
     @property
     def releases_statistics(self) -> bool:
@@ -173,16 +195,26 @@ class Server:
                         releases=self.scenario.observe.releases,
                     )
 
-    def combined(self, updates: Iterable[Update], round: int, probe: Probe | None = None) -> Update:
-        """What the server gets to see of all `updates` of `round`, if the stack combines them."""
+    def combined(
+        self,
+        updates: Iterable[Update],
+        round: int,
+        probe: Probe | None = None,
+        *,
+        seed: int | None = None,
+    ) -> Update:
+        """What the server gets to see of all `updates` of `round`, if the stack combines them.
+
+        Its noise is drawn from `seed`, the scenario's by default.
+        """
         aggregation = self.stack.aggregation
         assert aggregation is not None
         combined = aggregation.combine(updates)
         if not isinstance(aggregation, NoisyAggregation):
             return combined
-        seed, path = self.scenario.seed, ("defense", "server")
+        seed, path = self.scenario.seed if seed is None else seed, ("defense", "server")
         asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
-        *_, before, _ = self.stack.guarantees(self._declared(probe), self.release)
+        *_, before, _ = self.stack.guarantees(self.declared_for(probe), self.release)
         return aggregation.add_noise(
             combined,
             ServerRound(
@@ -227,8 +259,8 @@ class Server:
             parameters=parameters,
             buffers=buffers,
             spec=spec,
-            training=self._training(probe),
-            defense=announced(self.stack, refs, self._declared(probe), self.release),
+            training=self.stack.training(self.declared_for(probe)),
+            defense=announced(self.stack, refs, self.declared_for(probe), self.release),
             effect=self.effect(probe),
             vantage=self.stack.vantage,
             round=round,
@@ -241,7 +273,7 @@ class Server:
 
     def effect(self, probe: Probe | None = None) -> Effect:
         """What the stack does to an update."""
-        return self.stack.effect(self._declared(probe), self.release)
+        return self.stack.effect(self.declared_for(probe), self.release)
 
     def observation_id(self, round: int, client: int, probe: Probe | None) -> str:
         """The id under which an update is recorded; client -1 is the aggregate."""
@@ -263,10 +295,9 @@ class Server:
         """Mean loss and accuracy of the global model on the test split."""
         return self.computation.evaluate(parameters, buffers)
 
-    def _training(self, probe: Probe | None) -> LocalTraining:
-        return self.stack.training(self._declared(probe))
-
-    def _declared(self, probe: Probe | None) -> LocalTraining:
+    def declared_for(self, probe: Probe | None) -> LocalTraining:
+        """The local training that answers `probe`, or (None) an order to train, before the stack's
+        training defenses."""
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:

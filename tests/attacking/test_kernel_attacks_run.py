@@ -10,7 +10,7 @@ import torch
 
 import fedsim
 from fedsim.attacking import replay
-from fedsim.recording.files import load_truth
+from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.results.record import Row, Run
 from fedsim.scenario.resolve import resolve

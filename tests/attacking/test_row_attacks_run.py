@@ -12,7 +12,7 @@ import torch
 
 import fedsim
 from fedsim.privacy.membership import auc_limit
-from fedsim.recording.files import load_truth
+from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls, render
 from fedsim.results.record import Row, Run
 from fedsim.scenario import ScenarioError

@@ -244,6 +244,13 @@ def test_attack_refuses(words: list[str], message: str, finished: Path, tmp_path
     assert not (tmp_path / "o").exists()
 
 
+def test_attack_says_nothing_of_work_that_an_attack_refuses(finished: Path) -> None:
+    result = invoke("attack", recording(finished), "--attack", "head_fit")
+    assert result.exit_code == 1, result.output
+    assert "head" in result.stderr
+    assert "to do" not in result.stderr
+
+
 def test_attack_tells_of_its_work_when_it_is_accepted(finished: Path) -> None:
     words = ("attack", recording(finished), "--attack", "inverting_gradients")
     result = invoke(*words, "--set", "iterations=1", "--restarts", 2)

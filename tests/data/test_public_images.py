@@ -14,7 +14,8 @@ import fedsim
 from fedsim.cli.commands import app
 from fedsim.data.bundled import Digits
 from fedsim.data.public import public_images
-from fedsim.recording.files import load_public, load_truth, save_public
+from fedsim.recording.files import load_public, save_public
+from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows
 from fedsim.report.threat import threat_model
 from fedsim.results.reading import load_runs

@@ -38,10 +38,11 @@ def ask(
     probe: Probe | None = None,
     stack: str = "none",
     scale: float = 1.0,
+    left_out: bool = False,
 ) -> Message:
-    """What the client app answers."""
+    """What the client app answers to an order, or to the news that its answer was left out."""
     wanted = scenario(
-        defenses={"none": [], **TOPK, **NOISY},
+        defenses={"none": [], "secure": [{"name": "aggregate"}], **TOPK, **NOISY},
         observe={"rounds": [1], "clients": [0], "batch_sizes": [2]},
     )
     plan = workload(wanted, stack)
@@ -57,7 +58,8 @@ def ask(
         run_config={},
     )
     with identity():
-        message = Message(content, 2, "train.probe" if probe else "train")
+        kind = "query.left_out" if left_out else "train.probe" if probe else "train"
+        message = Message(content, 2, kind)
         return client_app.build(job, plan)(message, context)
 
 
@@ -97,6 +99,18 @@ def test_truth_stays_on_the_clients_side(tmp_path: Path) -> None:
     (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
     place = "truth/none/round-0001/client-0000-b2-t0/client-0000.safetensors"
     assert written == tmp_path / place
+
+
+def test_a_client_removes_the_truth_of_an_answer_that_was_left_out(tmp_path: Path) -> None:
+    """Its own, and of that answer alone."""
+    for client in (0, 1):
+        ask(tmp_path, stack="secure", client=client, probe=Probe(batch_size=2, trial=0))
+    folder = tmp_path / "truth/secure/round-0001/aggregate-b2-t0"
+    assert {path.name for path in folder.iterdir()} == {f"client-000{c}.safetensors" for c in "01"}
+    for probe in (None, Probe(batch_size=2, trial=0)):
+        assert len(list(folder.iterdir())) == 2, "no answer to an order to train is recorded"
+        ask(tmp_path, stack="secure", client=1, probe=probe, left_out=True)
+    assert [path.name for path in folder.iterdir()] == ["client-0000.safetensors"]
 
 
 @pytest.mark.parametrize("probe", [None, Probe(batch_size=2, trial=0)])

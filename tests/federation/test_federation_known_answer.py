@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from fedsim import rng
 from fedsim.models.base import build, normalize
-from fedsim.recording.files import load_truth
+from fedsim.recording.truth import load_truth
 from fedsim.scenario import Scenario
 
 ALL = {"observe__clients": "all", "observe__rounds": [1, 2, 3]}

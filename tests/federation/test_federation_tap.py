@@ -29,7 +29,7 @@ from fedsim.federation import local, strategies, tap, wire
 from fedsim.federation.local import LocalGrid
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.spool import Spool
-from fedsim.recording.files import load_truth
+from fedsim.recording.truth import load_truth
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from fedsim.contracts.plugins import load
 from fedsim.models.base import build
 from fedsim.models.imprint import Imprint, ImprintConfig
 from fedsim.types import ModelSpec
@@ -100,9 +99,3 @@ def test_it_changes_no_other_weight_and_no_stream(name: str) -> None:
 def test_bad_configurations_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         ImprintConfig(**wrong)
-
-
-def test_a_model_without_one_is_written_as_before_there_were_any() -> None:
-    plugin = load("fedsim.models", "mlp")
-    assert "imprint" not in plugin().model_dump()
-    assert plugin(imprint={"bins": 8}).model_dump()["imprint"]["bins"] == 8  # type: ignore[call-arg]

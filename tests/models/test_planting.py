@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import fedsim
-from fedsim.recording.files import load_observation, load_truth
+from fedsim.recording.files import load_observation
+from fedsim.recording.truth import load_truth
 from fedsim.report.control import positive_controls
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.verdict import verdicts

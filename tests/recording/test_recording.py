@@ -12,14 +12,13 @@ from torch import Tensor
 
 from fedsim.recording.files import (
     load_observation,
-    load_truth,
     observation_id,
     read_tensors,
     save_observation,
-    save_truth,
     write_bytes,
     write_tensors,
 )
+from fedsim.recording.truth import load_truth, save_truth
 from fedsim.types import (
     Effect,
     FedsimError,
@@ -105,6 +104,9 @@ def test_truth_of_several_clients_is_joined_in_order_of_client(tmp_path: Path) -
     truth = load_truth(tmp_path, "none/round-0001/aggregate-b1-t0")
     assert truth.labels.tolist() == [0, 1, 2]
     assert truth.images[:, 0, 0, 0].tolist() == [0.0, 0.25, 0.5]
+    load_truth(tmp_path, "none/round-0001/aggregate-b1-t0", clients=3)
+    with pytest.raises(FedsimError, match="is of 3 clients and the observation of 2"):
+        load_truth(tmp_path, "none/round-0001/aggregate-b1-t0", clients=2)
 
 
 @pytest.mark.parametrize(

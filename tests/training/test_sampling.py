@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,9 @@ from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
 from fedsim.testing.updates import same
+from fedsim.training.client import ClientResult
 from fedsim.training.schedule import Probe
-from fedsim.training.workload import ClientResult, Workload
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.correlated_noise import CorrelatedNoise
 from fedsim_defenses.dp_sgd import DPSGD
@@ -121,8 +123,8 @@ def test_sums_are_divided_by_the_mean_size(sampling: str) -> None:
         count = len(result.truth.labels)
         sizes.add(count)
         fixed = Workload(scenario("without_replacement", local={"batch_size": count}), "none")
-        fixed._chosen = lambda *_, r=result: _indices(sampled, r)  # type: ignore[method-assign]
-        plain = fixed.client_update(1, 1, *sampled.initial(), {})
+        client = replace(fixed.clients[1], own=_indices(sampled, result))
+        plain = client.update(fixed, 1, *sampled.initial(), {})
         assert plain.loss is not None
         assert result.loss == pytest.approx(plain.loss * count / 16, rel=1e-5)
         for name, value in result.update.tensors.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,3 +101,27 @@ def test_the_engine_hands_the_server_app_no_data(
     monkeypatch.setattr(server_app, "build", watched)
     federate(resolve(IMAGES), "none", tmp_path, resume=False, on_round=lambda _: None)
     assert [type(one) for one in handed] == [Server]
+
+
+@pytest.mark.parametrize("document", [IMAGES, ROWS], ids=["images", "rows"])
+def test_nothing_of_a_federation_can_be_overwritten(document: dict[str, Any]) -> None:
+    """Another federation, or another client, is made: none becomes another one."""
+    workload = Workload(resolve(document), "none")
+    for one in (workload, workload.server(), workload.clients[0]):
+        public = {name for name in dir(one) if not name.startswith("_")}
+        assert {"dataset", "seed", "scenario"} & public
+        for name in public | {"more"}:
+            with pytest.raises((AttributeError, TypeError)):
+                setattr(one, name, None)
+            with pytest.raises((AttributeError, TypeError)):
+                delattr(one, name)
+    assert isinstance(workload.clients, tuple)
+
+
+def test_another_seed_is_another_client_of_the_same_federation() -> None:
+    workload = Workload(resolve(IMAGES), "none")
+    client, start = workload.clients[0], workload.initial()
+    other = replace(client, seed=client.seed + 1)
+    drawn = [one.update(workload, 1, *start, {}).update.tensors for one in (client, other, client)]
+    assert all(torch.equal(value, drawn[2][name]) for name, value in drawn[0].items())
+    assert not all(torch.equal(value, drawn[1][name]) for name, value in drawn[0].items())

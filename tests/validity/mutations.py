@@ -225,8 +225,8 @@ MUTATIONS = (
     Mutation(
         name="a worker computes on as many threads as its machine likes",
         item=12,
-        file="fedsim/attacking/jobs.py",
-        old="    threads.fix(setting.threads)\n",
+        file="fedsim/attacking/question.py",
+        old="    threads.fix(around.threads)\n",
         new="",
         tests=(THREADS,),
     ),
@@ -292,16 +292,16 @@ MUTATIONS = (
     Mutation(
         name="victims drawn independently in each trial",
         item=11,
-        file="fedsim/training/workload.py",
+        file="fedsim/training/client.py",
         old="            if probe and (own := "
-        "self._victims(client, round, probe, step)) is not None:\n",
+        "self._victims(training, round, probe, step, trials)) is not None:\n",
         new="            if probe and (own := None) is not None:\n",
         tests=(VICTIMS,),
     ),
     Mutation(
         name="more trials than images",
         item=11,
-        file="fedsim/training/workload.py",
+        file="fedsim/training/client.py",
         old="        if trials * needed > held:\n",
         new="        if False:\n",
         tests=(VICTIMS,),
@@ -570,28 +570,31 @@ MUTATIONS = (
         name="a restart picked by PSNR",
         item=8,
         file="fedsim/attacking/jobs.py",
-        old="        solution = question(\n"
+        old="        self._left = questions(\n"
         "            attack,\n"
         "            observation,\n"
         "            truth,\n"
         "            setting.granted,\n"
-        "            seed,\n",
-        new="        tries = [\n"
-        "            question(attack, observation, truth, setting.granted, seed + k)\n"
+        "            seed_of(observation, job.label),\n",
+        new="        first = seed_of(observation, job.label)\n"
+        "        from fedsim.attacking.targets import question\n"
+        "        tries = {\n"
+        "            first + k: question(attack, observation, truth, setting.granted, first + k)\n"
         "            for k in range(job.restarts)\n"
-        "        ]\n"
-        "        solution = max(\n"
+        "        }\n"
+        "        lpips = scoring.Unavailable('')\n"
+        "        best = max(\n"
         "            tries,\n"
-        "            key=lambda t: _score(\n"
-        "                on_cpu(t.reconstruction), truth, setting, lpips\n"
+        "            key=lambda seed: _score(\n"
+        "                tries[seed].reconstruction, truth, setting, lpips\n"
         "            ).metrics()['psnr'],\n"
         "        )\n"
-        "        _ = lambda: question(\n"
+        "        self._left = questions(\n"
         "            attack,\n"
         "            observation,\n"
         "            truth,\n"
         "            setting.granted,\n"
-        "            seed,\n",
+        "            best,\n",
         tests=(ROAD,),
     ),
     Mutation(
@@ -789,8 +792,8 @@ MUTATIONS = (
     Mutation(
         name="an attack that draws from what other jobs left",
         item=16,
-        file="fedsim/attacking/targets.py",
-        old="    with rng.global_stream(seed):\n",
+        file="fedsim/attacking/question.py",
+        old="        with rng.global_stream(self.seed):\n",
         new="    if True:\n",
         tests=(FOREIGN,),
     ),
@@ -975,8 +978,8 @@ MUTATIONS = (
         name="a server that holds its clients' data",
         item=17,
         file="fedsim/training/workload.py",
-        old="self.scenario, self.stack_name, self.described, len(",
-        new="self.scenario, self.stack_name, self.dataset, len(",
+        old="self.scenario, self.stack_name, self.described, self",
+        new="self.scenario, self.stack_name, self.dataset, self",
         tests=("tests/training/test_server.py",),
     ),
     Mutation(

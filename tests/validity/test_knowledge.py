@@ -18,7 +18,8 @@ from fedsim.attacking.knowledge import Public, hand_over
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_observation, save_observation, save_truth
+from fedsim.recording.files import load_observation, save_observation
+from fedsim.recording.truth import save_truth
 from fedsim.scenario.resolve import resolve
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch

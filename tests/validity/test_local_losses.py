@@ -12,7 +12,8 @@ from torch import Tensor
 import fedsim
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_observation, load_truth, path_of
+from fedsim.recording.files import load_observation, path_of
+from fedsim.recording.truth import load_truth
 from fedsim.report import load_runs
 from fedsim.scenario import resolve
 from fedsim.types import Observation

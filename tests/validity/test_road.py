@@ -31,7 +31,8 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.models.base import normalize
 from fedsim.models.victim import rebuild
-from fedsim.recording.files import load_observation, load_truth, read_tensors
+from fedsim.recording.files import load_observation, read_tensors
+from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.results.record import Row, Run
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors

@@ -98,25 +98,20 @@ def test_one_image_of_a_folder_moves_an_update_by_its_own_contribution(
 
 
 def test_one_digit_moves_an_update_by_its_own_contribution() -> None:
-    here = Workload(scenario({"name": "digits", "size": 8}), "dp")
-    data = here.dataset
+    source = {"name": "digits", "size": 8}
+    data = load_dataset(scenario(source))
     assert isinstance(data, Dataset)
+    # Of all images, so that the exchanged one is in the batch.
+    local = {"batch_size": len(data.train_labels), "lr": 0.1}
+    here = Workload(scenario(source, training={"rounds": 1, "local": local}), "dp", data)
     pixels = data.train_images.clone()
     pixels[0] = 255 - pixels[0]
     there = here.of_neighbours(replace(data, train_images=pixels))
     for scale in (1.0, 4.0):
         start = weights(here, scale)
-        # Of all images, so that the exchanged one is in the batch.
-        found = [_of_everything(world, start) for world in (here, there)]
+        found = [released(world, *start) for world in (here, there)]
         shift = float(global_norm({name: found[0][name] - found[1][name] for name in found[0]}))
         assert 0 < shift <= 2 * NORM / len(pixels) * 1.01
-
-
-def _of_everything(world: Workload, start: tuple[Tensors, Tensors]) -> Tensors:
-    everything = len(world.parts[0])
-    world.declared = replace(world.declared, batch_size=everything)
-    world.training = replace(world.training, batch_size=everything)
-    return released(world, *start)
 
 
 @pytest.mark.parametrize("partition", ["dirichlet", "shards"])

@@ -16,7 +16,8 @@ from fedsim.contracts import plugins
 from fedsim.contracts.attack import Attack, AttackState
 from fedsim.contracts.data import DataSource
 from fedsim.contracts.grant import Knowledge
-from fedsim.recording.files import load_truth, read_tensors
+from fedsim.recording.files import read_tensors
+from fedsim.recording.truth import load_truth
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.row import LeaderboardRow
 from fedsim.results import rows

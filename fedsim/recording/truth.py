@@ -1,0 +1,118 @@
+"""Ground truth on disk: written and removed by clients, read where attacks are scored.
+
+    ROOT/truth/<stack>/round-0001/client-0000-b4-t0/client-0000.safetensors
+
+Neither a federation's server nor an attack imports this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedsim.recording.files import checked_id, read_tensors, write_tensors
+from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
+from fedsim.words import number_of
+
+
+class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
+    """A client that is part of an observation wrote no truth, or one that is none did."""
+
+
+def home(root: Path, stack: str) -> Path:
+    """Where the ground truth of all that was seen behind `stack` lies."""
+    return root / "truth" / stack
+
+
+def _folder(root: Path, id: str) -> Path:
+    stack, _, rest = checked_id(id).partition("/")
+    return home(root, stack) / rest
+
+
+def _path(root: Path, id: str, client: int) -> Path:
+    return _folder(root, id) / f"client-{client:04d}.safetensors"
+
+
+def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
+    """Write what `client` really used for the observation `id` (several clients may share one)."""
+    if isinstance(truth, RowTruth):
+        tensors = {"rows": truth.rows, "members": truth.members, "scored": truth.scored}
+        tensors["classes"] = torch.tensor(truth.classes)
+    else:
+        tensors = {"images": truth.images, "labels": truth.labels}
+        if truth.features is not None:
+            tensors["features"] = truth.features
+        if truth.local_losses is not None:
+            tensors["local_losses"] = truth.local_losses
+    write_tensors(_path(root, id, client), tensors)
+
+
+def forget_truth(root: Path, id: str, client: int) -> None:
+    """Remove what `client` wrote for the observation `id`, of which its answer is no part."""
+    _path(root, id, client).unlink(missing_ok=True)
+
+
+def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
+    """The ground truth of the observation `id`, of all its clients in order of client.
+
+    Raises:
+        IncompleteTruth: it is not of so many `clients`.
+        FedsimError: there is none, or it cannot be read.
+    """
+    folder = _folder(root, id)
+    parts = [read_tensors(path) for path in sorted(folder.glob("client-*.safetensors"))]
+    if not parts:
+        raise FedsimError(f"{folder}: no ground truth was recorded for this observation")
+    if clients not in (None, len(parts)):
+        raise IncompleteTruth(
+            f"{folder}: the ground truth is of {number_of(len(parts), 'client')} and the "
+            f"observation of {clients}; record it again"
+        )
+    if not all(_is_truth(part) for part in parts):
+        raise FedsimError(f"{folder}: not the ground truth of an observation; record it again")
+    if "rows" in parts[0]:
+        return RowTruth(
+            rows=torch.cat([part["rows"] for part in parts]),
+            members=torch.cat([part["members"] for part in parts]),
+            scored=parts[0]["scored"],
+            classes=int(parts[0].get("classes", 0)),
+            clients=torch.cat(
+                [torch.full((len(part["rows"]),), client) for client, part in enumerate(parts)]
+            ),
+        )
+    features = [part["features"] for part in parts if "features" in part]
+    losses = [part["local_losses"] for part in parts if "local_losses" in part]
+    return GroundTruth(
+        images=torch.cat([part["images"] for part in parts]),
+        labels=torch.cat([part["labels"] for part in parts]),
+        features=torch.cat(features) if len(features) == len(parts) else None,
+        local_losses=torch.stack(losses).mean(0) if len(losses) == len(parts) else None,
+    )
+
+
+def _is_truth(part: Mapping[str, Tensor]) -> bool:
+    """Whether it is what `save_truth` writes, of images or of rows."""
+    if "rows" in part:
+        rows, members = part["rows"], part.get("members")
+        if members is None or "scored" not in part or rows.ndim != 2:
+            return False
+        return (
+            members.dtype == part["scored"].dtype == torch.bool
+            and members.shape == rows.shape[:1]
+            and part["scored"].shape == rows.shape[1:]
+        )
+    images, labels = part.get("images"), part.get("labels")
+    if images is None or labels is None or images.ndim != 4:
+        return False
+    losses = part.get("local_losses", torch.zeros(2))
+    whole = labels.dtype == torch.int64 and labels.shape == images.shape[:1]
+    whole &= losses.shape == (2,) and losses.is_floating_point()
+    return whole and bool((labels >= 0).all()) and images.is_floating_point()
+
+
+def has_truth(root: Path, id: str) -> bool:
+    """Whether the ground truth of the observation `id` is below `root`."""
+    return any(_folder(root, id).glob("client-*.safetensors"))

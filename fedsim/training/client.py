@@ -1,0 +1,247 @@
+"""One client: the examples that it holds, and what it computes from them when it is asked.
+
+A client is a value. Whoever wants another one, with other examples or of another seed, makes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.learner import Batches, Computation, Request
+from fedsim.data import batches
+from fedsim.learners.sgd import as_pixels
+from fedsim.training.schedule import Probe
+from fedsim.training.server import Server
+from fedsim.types import (
+    Dataset,
+    FedsimError,
+    LocalTraining,
+    RowTruth,
+    Table,
+    Tensors,
+    Truth,
+    Update,
+)
+from fedsim.words import number_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientResult:
+    """What a client computed in a round. Only `update` (and `loss`, if reported) leaves it."""
+
+    update: Update
+    truth: Truth | None
+    """With features in a round that is observed; None where nothing is recorded."""
+    state: Tensors
+    """The client's defense state for its next round (unchanged by a probe)."""
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Client:
+    """One client of a federation, with its examples."""
+
+    number: int
+    """From 0."""
+    dataset: Dataset | Table
+    """Of which its examples are some."""
+    own: Tensor
+    """(n,) indices of its examples among those of training."""
+    seed: int
+    """Of all that it draws."""
+    absent: Tensor | None = None
+    """Those of `own` that are drawn as ever but are not there, as in a neighbouring database."""
+
+    def update(
+        self,
+        server: Server,
+        round: int,
+        parameters: Tensors,
+        buffers: Tensors,
+        state: Tensors,
+        *,
+        probe: Probe | None = None,
+        most_steps: int | None = None,
+    ) -> ClientResult:
+        """Train on the global model in `round` and apply the stack. Pure.
+
+        Args:
+            server: What the client knows of the federation.
+            round: From 1.
+            parameters: Of the global model.
+            buffers: Of the global model.
+            state: The client's defense state after its previous round (empty before the first).
+            probe: What it is asked instead of training.
+            most_steps: At most so many local steps, of a trial; by default as declared.
+
+        Raises:
+            FedsimError: the batch is larger than the client's data.
+        """
+        declared = server.declared_for(probe)
+        if most_steps is not None:
+            declared = replace(declared, steps=min(most_steps, declared.steps))
+        training = server.stack.training(declared)
+        taken = int(state.get(_STEPS, 0))
+        path = self._path(round, probe)
+        truth: Truth | None = None
+        if isinstance(self.dataset, Dataset) and server.trains:
+            trials = server.scenario.observe.trials
+            drawn = self._batches(self.dataset, training, round, probe, taken, trials)
+        else:
+            rows, truth = self.rows(server.computation, round, probe)
+            drawn = [rows]
+        request = Request(
+            batches=drawn,
+            parameters=parameters,
+            buffers=buffers,
+            training=training,
+            stream=rng.generator(self.seed, "learner", *path),
+            recorded=server.schedule.is_observed(round),
+        )
+        again = (probe.release,) if probe and probe.release else ()
+        stream = rng.generator(self.seed, "defense", *path, *again)
+        with server.stack.memory_of(state) as remembered:
+            computed = server.computation.compute(request, stream)
+        update = {name: value.cpu() for name, value in computed.update.items()}
+        before = state or server.stack.init(update, declared, server.release)
+        defended, after = server.stack.apply(update, before, stream)
+        steps: Tensors = {}
+        if training.sampling == "balls_in_bins":
+            steps = {_STEPS: torch.tensor(taken + training.steps)}
+        return ClientResult(
+            update=Update(
+                tensors=defended,
+                num_examples=computed.num_examples,
+                buffers={name: value.cpu() for name, value in computed.buffers.items()},
+            ),
+            truth=truth or computed.truth,
+            state={**after, **remembered, **steps} if probe is None else state,
+            loss=computed.loss,
+        )
+
+    def there(self, examples: Tensor) -> Tensor:
+        """Those of `examples`, indices, that are not absent."""
+        return examples if self.absent is None else examples[~torch.isin(examples, self.absent)]
+
+    def held(self) -> tuple[Tensor, Tensor]:
+        """All that the client holds, rows or pixels, and the labels."""
+        data = self.dataset
+        if isinstance(data, Table):
+            return data.train_rows[self.own], data.train_labels[self.own]
+        return as_pixels(data.train_images[self.own]), data.train_labels[self.own]
+
+    def rows(
+        self, computation: Computation, round: int, probe: Probe | None
+    ) -> tuple[tuple[Tensor, Tensor], RowTruth | None]:
+        """(inputs, labels) of a closed-form release, and which of the client's rows they are.
+
+        Of a training release, all that the client holds and None.
+        """
+        held = self.held()
+        if probe is None:
+            return held, None
+        truth = computation.candidates(*held)
+        assert truth is not None
+        stream = rng.generator(self.seed, "batch", *self._path(round, probe))
+        chances = torch.rand(len(truth.rows), generator=stream, dtype=torch.float64)
+        members = chances < probe.batch_size / len(truth.rows)
+        return (held[0][members], held[1][members]), replace(truth, members=members)
+
+    def check_victims(self, training: LocalTraining, trials: int) -> None:
+        """Refuse more trials of probes that are trained so than the client has images for.
+
+        Raises:
+            FedsimError: there are too few, with how many trials there can be.
+        """
+        if trials == 1 or not isinstance(self.dataset, Dataset):
+            return
+        needed, held = training.batch_size * _distinct(training), len(self._different)
+        if trials * needed > held:
+            raise FedsimError(
+                f"{number_of(trials, 'trial')} of {number_of(needed, 'image')} need "
+                f"{trials * needed} different ones, and client {self.number} holds {held}: lower "
+                f"it to {max(1, held // needed)}, or use smaller batches, "
+                "fewer clients or a more even partition"
+            )
+
+    def _batches(
+        self,
+        dataset: Dataset,
+        training: LocalTraining,
+        round: int,
+        probe: Probe | None,
+        taken: int,
+        trials: int,
+    ) -> Batches:
+        """Pixels and labels of every local step.
+
+        Args:
+            dataset: The client's.
+            training: How it trains, or answers the probe.
+            round: From 1.
+            probe: What it is asked instead of training.
+            taken: How many steps it has taken in earlier rounds.
+            trials: How many there are of each probe.
+        """
+        found = []
+        distinct = _distinct(training)
+        for step in range(distinct):
+            if probe and (own := self._victims(training, round, probe, step, trials)) is not None:
+                chosen = own
+            else:
+                path = (*self._path(round, probe), step)
+                chosen = self._chosen(training, path, taken + step)
+            chosen = self.there(chosen)
+            found.append((as_pixels(dataset.train_images[chosen]), dataset.train_labels[chosen]))
+        return found * (training.steps // distinct)
+
+    def _victims(
+        self, training: LocalTraining, round: int, probe: Probe, step: int, trials: int
+    ) -> Tensor | None:
+        """Indices of the images of one step of a probe; no two trials share one.
+
+        None where a single trial takes more than the client holds: it draws each step anew.
+
+        Raises:
+            FedsimError: several trials do.
+        """
+        own, size = self._different, probe.batch_size
+        stream = rng.generator(self.seed, "victims", round, self.number, size)
+        drawn = batches.of_trial(own, size, probe.trial, trials, step, stream)
+        if drawn is None:
+            self.check_victims(training, trials)
+        return drawn
+
+    @cached_property
+    def _different(self) -> Tensor:
+        """Indices of the client's images, one of each content."""
+        assert isinstance(self.dataset, Dataset)
+        return batches.distinct(self.own, self.dataset.train_images)
+
+    def _chosen(self, training: LocalTraining, path: tuple[int, ...], step: int) -> Tensor:
+        """Indices of the examples of one batch."""
+        if training.sampling == "balls_in_bins":
+            stream = rng.generator(self.seed, "bins", self.number)
+            return batches.balls_in_bins(self.own, training.bins(len(self.own)), step, stream)
+        poisson = training.sampling == "poisson"
+        draw = batches.poisson if poisson else batches.without_replacement
+        return draw(self.own, training.batch_size, rng.generator(self.seed, "batch", *path))
+
+    def _path(self, round: int, probe: Probe | None) -> tuple[int, ...]:
+        """Of the streams of one release."""
+        asked = () if probe is None else (probe.batch_size, probe.trial)
+        return (round, self.number, *asked)
+
+
+def _distinct(training: LocalTraining) -> int:
+    """How many batches of its own a local training draws."""
+    return training.steps if training.batches == "different" else 1
+
+
+_STEPS = "sampling.steps"
+"""Name, in a client's state, of how many local steps it has taken over all its rounds."""

@@ -1,0 +1,141 @@
+"""A hostile attack searches its process for truth, and for a path to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedsim
+from fedsim.contracts import plugins
+from fedsim.contracts.attack import Attack, AttackFailed, AttackState
+from fedsim.contracts.grant import Knowledge
+from fedsim.results.record import Run
+from fedsim.types import GroundTruth, Observation, Reconstruction, RowTruth
+
+_NAME = ("the", "victims", "folder")
+"""Of the run's folder, in parts, so that this module's constants are not what is found."""
+
+
+def searched() -> list[str]:
+    """Whatever of this process is truth, or leads to it."""
+    name = "-".join(_NAME)
+    found = set()
+    places: list[Any] = [*gc.get_objects(), sys.argv, dict(os.environ)]
+    for frame in sys._current_frames().values():
+        while frame is not None:  # type: ignore[redundant-expr]
+            places.append(list(frame.f_locals.values()))
+            frame = frame.f_back  # type: ignore[assignment]
+    for place in places:
+        if type(place) in (GroundTruth, RowTruth):  # some proxies warn when they are looked at
+            found.add(type(place).__name__)
+        for one in gc.get_referents(place):
+            if issubclass(type(one), str | bytes | Path) and one is not name:
+                text = one.decode("latin-1") if isinstance(one, bytes) else str(one)
+                if name in text:
+                    found.add(f"{type(one).__name__} in {type(place).__name__}: {text[:200]}")
+    return sorted({*found, *(name for name in sys.modules if name == "fedsim.recording.truth")})
+
+
+class Quiet(Attack[AttackState]):
+    """One iteration that does nothing."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> AttackState:
+        """Nothing."""
+        return AttackState(loss=torch.zeros(()))
+
+    def step(self, state: AttackState) -> AttackState:
+        """Nothing."""
+        state.iteration += 1
+        return state
+
+    def terminate(self, state: AttackState) -> bool:
+        """At once."""
+        return state.iteration > 0
+
+    def postprocess(self, state: AttackState) -> Reconstruction:
+        """Pixels of no image that there could be."""
+        return Reconstruction(images=torch.zeros(1, 9, 9, 9), loss=0.0, iterations=7)
+
+
+class Spy(Quiet):
+    """Says what it found in its process."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> AttackState:
+        """Look around."""
+        raise AttackFailed(f"in process {os.getpid()}: {searched()}")
+
+
+SCENARIO: dict[str, Any] = {
+    "name": "wall",
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 2},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 1, "local": {"batch_size": 2}},
+    "attacks": ["spy", "quiet"],
+    "observe": {"clients": [0], "batch_sizes": [1]},
+    "knowledge": {"labels": "known"},
+}
+
+
+@pytest.fixture(scope="module")
+def patched() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        before = plugins._entry_points
+
+        def with_own(group: str) -> dict[str, tuple[EntryPoint, ...]]:
+            own = {
+                cls.__name__.lower(): (EntryPoint("", f"{__name__}:{cls.__name__}", group),)
+                for cls in (Quiet, Spy)
+                if group == "fedsim.attacks"
+            }
+            return {**before(group), **own}
+
+        patch.setattr(plugins, "_entry_points", with_own)
+        yield
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def finished(
+    patched: None, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Run:
+    out = tmp_path_factory.mktemp("run") / "-".join(_NAME)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["fedsim", "run", "--out", str(out)])
+        return fedsim.run(SCENARIO, out=out, workers=request.param)
+
+
+def test_no_truth_and_no_way_to_it_is_where_an_attack_runs(finished: Run) -> None:
+    (row,) = [row for row in finished.rows() if row["attack"]["name"] == "spy"]
+    process, _, found = row["reason"].partition(": ")
+    assert process.startswith("in process ") and process != f"in process {os.getpid()}"
+    assert found == "[]"
+
+
+def test_whoever_scores_holds_both(finished: Run) -> None:
+    """Else the test above could not fail."""
+    from fedsim.recording.truth import load_truth
+
+    (row,) = [row for row in finished.rows() if row["attack"]["name"] == "spy"]
+    truth = load_truth(finished.out, row["observation"])
+    found = searched()
+    assert {type(truth).__name__, "fedsim.recording.truth"} <= set(found)
+    assert any(name.startswith(("str in", "PosixPath in")) for name in found)
+
+
+def test_what_cannot_be_scored_has_cost_all_the_same(finished: Run) -> None:
+    (row,) = [row for row in finished.rows() if row["attack"]["name"] == "quiet"]
+    assert row["status"] == "failed"
+    assert row["cost"]["iterations"] == 7
+    assert row["cost"]["seconds"] > 0
+    assert row["baseline"]["name"] is not None
