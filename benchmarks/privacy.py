@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from fedsim.privacy.mechanisms import gaussian, projection, regression
-from fedsim.privacy.numerics import ndis
+from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.numerics import gaussian, ndis
 
 MANY = 100_000
 Arrays = dict[str, np.ndarray]

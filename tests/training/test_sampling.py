@@ -16,8 +16,8 @@ from fedsim.contracts.stack import chain
 from fedsim.privacy import ledger
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import claim, worst_off
-from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import gaussian
 from fedsim.recording.files import read_tensors
 from fedsim.results import rows
 from fedsim.scenario import Scenario

@@ -26,8 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedsim.privacy.mechanisms import gaussian
-from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.numerics import gaussian, quadratic
 from fedsim.privacy.numerics.special import (
     Array,
     checked,

@@ -13,8 +13,8 @@ from scipy.stats import beta, norm
 
 from fedsim.privacy.baselines import correlated_paper
 from fedsim.privacy.composition import correlated
-from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 RATE, SIGMA, EPSILON = 0.1, 1.0, 1.0

@@ -11,7 +11,7 @@ import pytest
 from fedsim.contracts.guarantee import Composed, CurveMechanism
 from fedsim.privacy.composition import curves
 from fedsim.privacy.composition.curves import LogDelta
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ndis_reference import gaussian_difference, gaussian_integral
 
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 POINTS = [

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ndis_reference import projection_difference, projection_integral
 
-from fedsim.privacy.mechanisms import gaussian, projection
-from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.mechanisms import projection
+from fedsim.privacy.numerics import gaussian, quadratic
 from fedsim.types import FedsimError
 
 DOMAIN = {

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from fedsim.privacy.mechanisms import gaussian, wishart
-from fedsim.privacy.numerics import ndis, quadratic
+from fedsim.privacy.mechanisms import wishart
+from fedsim.privacy.numerics import gaussian, ndis, quadratic
 from fedsim.types import FedsimError
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ndis_reference import rotated, two_groups
 
-from fedsim.privacy.mechanisms import gaussian, projection
-from fedsim.privacy.numerics import ndis
+from fedsim.privacy.mechanisms import projection
+from fedsim.privacy.numerics import gaussian, ndis
 from fedsim.types import FedsimError
 
 
