@@ -258,7 +258,7 @@ def test_known_bins_are_the_mean_over_them(bins: int) -> None:
         z[bin::bins] = 1
         reach = float((decay @ z).norm())
         if reach:
-            total += float(gaussian.delta(noise / reach, epsilon)) / bins
+            total += math.exp(gaussian.log_delta(noise / reach, epsilon)) / bins
     found = correlated.log_delta_known_bin(
         noise, epsilon, steps=steps, bins=bins, correlation=correlation
     )

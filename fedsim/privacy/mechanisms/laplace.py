@@ -83,11 +83,6 @@ def log_delta(
     return np.where(gap >= 2 * most, 0.0, np.minimum(result, 0.0))[()]
 
 
-def delta(sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike) -> Array:
-    """δ itself; see `log_delta`."""
-    return np.exp(log_delta(sensitivity, scale, bound, epsilon))
-
-
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
     """The least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 

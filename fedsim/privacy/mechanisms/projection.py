@@ -50,29 +50,26 @@ from fedsim.privacy.numerics.special import (
 Variant = Literal["tight", "paper"]
 
 
-def delta(
+def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """The least δ of a random projection onto r columns, for a row of that leverage.
+    """Compute log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
 
-    `leverage` is in [0, 1], `r` at least 1, `epsilon` at least 0; they broadcast. `forward` is the
-    removal of the row; `both` is the larger, which is `forward`.
+    It is right where δ underflows. The arguments broadcast.
+
+    Args:
+        leverage: of the row, in [0, 1]; one below 1e-300 counts as that.
+        r: columns of the projection, at least 1.
+        epsilon: at least 0.
+        direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
 
     Raises:
         FedsimError: an argument is out of range.
 
-    >>> float(delta(0.1, 20, 1.0).round(8)), float(delta(0.1, 20, 1.0, "reverse").round(16))
-    (0.00190344, 1.678e-12)
-    """
-    return np.exp(log_delta(leverage, r, epsilon, direction))
-
-
-def log_delta(
-    leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
-) -> Array:
-    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0.
-
-    Leverages below 1e-300 count as that.
+    >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
+    0.00190344
+    >>> float(np.exp(log_delta(0.1, 20, 1.0, "reverse")).round(16))
+    1.678e-12
     """
     p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")

@@ -28,20 +28,17 @@ from fedsim.privacy.numerics.special import (
 _RANGE = "a number of at least 0"
 
 
-def delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
-    """The least δ such that the mechanism is (ε, δ)-differentially private.
+def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
+    """Compute log δ(ε) of the Gaussian mechanism; it is right where δ underflows.
+
+    Both directions are alike. The arguments broadcast.
 
     Raises:
         FedsimError: `noise_multiplier` is below 0 or `epsilon` not in [0, ∞).
 
-    >>> float(delta(1.1, 1.0).round(6)), float(delta(0.0, 1.0))
-    (0.096146, 1.0)
+    >>> np.exp(log_delta([1.1, 0.0], 1.0)).round(6)
+    array([0.096146, 1.      ])
     """
-    return np.exp(log_delta(noise_multiplier, epsilon))
-
-
-def log_delta(noise_multiplier: ArrayLike, epsilon: ArrayLike) -> Array:
-    """The natural logarithm of `delta`, also where that underflows."""
     multiplier = checked("noise_multiplier", noise_multiplier, 0.0, np.inf, _RANGE)
     with np.errstate(divide="ignore", invalid="ignore"):
         mu = 1 / multiplier
