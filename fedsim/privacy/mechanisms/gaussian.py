@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from pydantic import Field, model_validator
 
-from fedsim.privacy.contract import Answer, Calibration, Curve, Experiment, KnownMechanism, Size
+from fedsim.privacy.contract import (
+    Answer,
+    Calibration,
+    Direction,
+    ExactCurve,
+    Experiment,
+    KnownMechanism,
+    Sensitivity,
+    Size,
+)
 from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array
 
 
-class GaussianCurve(Curve):
+class GaussianCurve(Sensitivity, ExactCurve):
     """δ(ε) of a given noise."""
 
-    sensitivity: Size
-    """L2 distance between the values of two neighbours, in the units of the release."""
+    formula: ClassVar[str] = "closed form (Balle and Wang 2018, Theorem 8)"
     sigma: float = Field(ge=0, le=1e12)
     """Standard deviation of the noise, in the units of the release; 0 or at least 1e-12."""
-
-    def neighbours(self) -> str:
-        """See `Stated`."""
-        return f"at most {self.sensitivity:g} apart"
 
     @model_validator(mode="after")
     def _some_noise(self) -> GaussianCurve:
@@ -30,38 +34,21 @@ class GaussianCurve(Curve):
             raise ValueError(f"sigma: expected 0 or >= 1e-12, got {self.sigma:g}")
         return self
 
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        return self._answer(
-            epsilon, float(gaussian.log_delta(self.sigma / self.sensitivity, epsilon))
-        )
+    def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
+        """See `ExactCurve`."""
+        return {"both": gaussian.log_delta(self.sigma / self.sensitivity, epsilons)}
 
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        found = float(gaussian.epsilon(self.sigma / self.sensitivity, delta))
-        return self._answer(found, float(np.log(delta)))
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`."""
+        return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method="closed form (Balle and Wang 2018, Theorem 8)",
-            direction="both",
-            sigma=self.sigma,
-            noise_multiplier=self.sigma / self.sensitivity,
-        )
+    def details(self) -> dict[str, float]:
+        """See `ExactCurve`."""
+        return {"sigma": self.sigma, "noise_multiplier": self.sigma / self.sensitivity}
 
 
-class GaussianCalibration(Calibration):
+class GaussianCalibration(Sensitivity, Calibration):
     """The least noise of the Gaussian mechanism."""
-
-    sensitivity: Size
-    """L2 distance between the values of two neighbours, in the units of the release."""
-
-    def neighbours(self) -> str:
-        """See `Stated`."""
-        return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

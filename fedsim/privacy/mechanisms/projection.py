@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,8 +28,8 @@ from fedsim.privacy.contract import (
     Answer,
     Calibration,
     Count,
-    Curve,
     Direction,
+    ExactCurve,
     Experiment,
     KnownMechanism,
     Size,
@@ -238,9 +238,10 @@ def _lower_integral(p: Array, a: Array, y: Array) -> Array:
 _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
-class RandomProjectionCurve(Curve):
+class RandomProjectionCurve(ExactCurve):
     """δ(ε) at a given leverage."""
 
+    formula: ClassVar[str] = _METHOD
     leverage: float = Field(ge=0, le=1)
     """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
     r: Count
@@ -251,26 +252,16 @@ class RandomProjectionCurve(Curve):
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)))
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        found = float(epsilon(self.leverage, self.r, delta))
-        return self._answer(found, float(np.log(delta)))
+        """See `Curve`; the larger direction is known to be `forward`."""
+        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
+        """See `ExactCurve`."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method=_METHOD,
-            direction="forward",
-        )
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`; of the larger direction alone."""
+        return {"forward": float(epsilon(self.leverage, self.r, delta))}
 
 
 class RandomProjectionCalibration(Calibration):
