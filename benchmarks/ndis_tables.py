@@ -34,7 +34,8 @@ from numpy.typing import NDArray
 
 from fedsim.contracts.guarantee import Release
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
-from fedsim.privacy.mechanisms import gaussian, projection, regression
+from fedsim.privacy.mechanisms import projection, regression
+from fedsim.privacy.numerics import gaussian
 from fedsim.scoring import student_interval
 from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.random_projection import RandomProjection

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from fedsim.contracts.defense import UpdateDefense, add_gaussian
 from fedsim.contracts.guarantee import Guarantee, Mechanism
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import Effect, FedsimError, Noise, Tensors
 
 _Scale = Annotated[float, Field(ge=0, le=1e12)]

@@ -49,6 +49,19 @@ ROOMS: dict[str, set[str]] = {
     "fedsim_defenses": {*BASE, "contracts", "privacy"},
 }
 """Each room, and the rooms that it may import. `pipeline` sees all stages, `cli` all of it."""
+PRIVACY: dict[str, set[str]] = {
+    "contract": set(),
+    "membership": set(),
+    "recovery": set(),
+    "numerics": set(),
+    "baselines": {"numerics"},
+    "composition": {"contract", "numerics"},
+    "mechanisms": {"baselines", "composition", "contract", "numerics"},
+    "calculator": {"contract"},
+    "plot": {"calculator", "contract"},
+    "ledger": {"composition", "mechanisms", "numerics"},
+}
+"""Each folder and file within `fedsim/privacy`, and those that it may import."""
 FREE = {"pipeline", "cli", "__main__", ""}
 
 
@@ -142,6 +155,24 @@ def test_rooms_import_only_what_stands_below_them() -> None:
         if room(module) not in FREE
         and room(target) not in {room(module), *ROOMS[room(module)]}
         and target not in {"fedsim", "fedsim_attacks", "fedsim_defenses"}
+    ]
+    assert not wrong
+
+
+def test_folders_of_privacy_import_only_what_stands_below_them() -> None:
+    assert not circle(PRIVACY)
+    within = "fedsim.privacy."
+    graph = {
+        module.removeprefix(within): {t.removeprefix(within) for t in targets if within in t}
+        for module, targets in arrows().items()
+        if module.startswith(within)
+    }
+    assert {module.partition(".")[0] for module in graph} == PRIVACY.keys()
+    wrong = [
+        f"{module} imports {target}"
+        for module, targets in graph.items()
+        for target in sorted(targets)
+        if target.partition(".")[0] not in {(own := module.partition(".")[0]), *PRIVACY[own]}
     ]
     assert not wrong
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 Method = Literal["threshold", "gaussian_dp", "one_run"]

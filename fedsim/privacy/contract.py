@@ -11,7 +11,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,6 +97,54 @@ class Curve(Stated):
     def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
         """log δ at several ε for the plot, by direction where the two are known apart."""
         return {"both": np.array([self.delta(float(each)).log_delta for each in epsilons])}
+
+
+class Sensitivity(Keys):
+    """Neighbours whose values are at most a distance apart."""
+
+    sensitivity: Size
+    """L2 distance between the values of two neighbours, in the units of the release."""
+
+    def neighbours(self) -> str:
+        """See `Stated`."""
+        return f"at most {self.sensitivity:g} apart"
+
+
+class ExactCurve(Curve):
+    """A curve that is computed in each direction; the larger is stated."""
+
+    formula: ClassVar[str] = ""
+    """How δ and ε are computed, with the source: `method` of the answers."""
+
+    @abstractmethod
+    def log_deltas(self, epsilons: NDArray[np.float64]) -> Mapping[Direction, NDArray[np.float64]]:
+        """Compute log δ at each of `epsilons` >= 0, by direction."""
+
+    @abstractmethod
+    def epsilons(self, delta: float) -> Mapping[Direction, float]:
+        """Compute the least ε >= 0 for δ in (0, 1), by direction."""
+
+    def details(self) -> Mapping[str, Any]:
+        """Name further fields of the answers, such as those of the noise."""
+        return {}
+
+    def delta(self, epsilon: float) -> Answer:
+        """See `Curve`."""
+        lines = self.log_deltas(np.array([epsilon]))
+        found = {way: float(values[0]) for way, values in lines.items()}
+        way = larger(found)
+        return self._answer(epsilon, found[way], way)
+
+    def epsilon(self, delta: float) -> Answer:
+        """See `Curve`."""
+        found = self.epsilons(delta)
+        way = larger(found)
+        return self._answer(found[way], float(np.log(delta)), way)
+
+    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
+        fields = {"method": self.formula, "direction": direction, **self.details()}
+        delta = float(np.exp(log_delta))
+        return Answer(epsilon=epsilon, delta=delta, log_delta=log_delta, **fields)
 
 
 class Calibration(Stated):

@@ -28,7 +28,7 @@ import numpy as np
 from fedsim.contracts.guarantee import Composed, ExactMechanism, Mechanism, Proven, Release
 from fedsim.contracts.stack import Stack
 from fedsim.privacy.composition import curves
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Unit
 from fedsim.words import number_of
 

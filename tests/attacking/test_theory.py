@@ -12,7 +12,7 @@ import torch
 
 from fedsim.attacking.theory import observed_rate
 from fedsim.models.local import mean_gradient_factor
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.recovery import tensor_rate
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch

@@ -17,7 +17,7 @@ from fedsim.audit.bounds import (
     mu_bound,
     threshold_bound,
 )
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 Floats = NDArray[np.float64]

@@ -17,7 +17,7 @@ from fedsim.contracts.guarantee import Guarantee
 from fedsim.contracts.stack import chain
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import claim
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.scenario.resolve import resolve
 from fedsim.testing.updates import same, stream
 from fedsim.training.schedule import Probe

@@ -14,9 +14,8 @@ from fedsim.contracts.stack import Stack
 from fedsim.privacy import calculator, ledger
 from fedsim.privacy.composition import correlated, poisson
 from fedsim.privacy.ledger import claim
-from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
-from fedsim.privacy.numerics import work
+from fedsim.privacy.numerics import gaussian, work
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim, Sampling

@@ -15,7 +15,7 @@ from scipy.stats import norm
 from fedsim.contracts.stack import Stack, chain
 from fedsim.privacy import ledger
 from fedsim.privacy.ledger import claim
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError, LocalTraining, PrivacyClaim
 from fedsim_defenses.aggregate import Aggregate
 from fedsim_defenses.clip import Clip

@@ -17,8 +17,8 @@ from fedsim.contracts.stack import chain
 from fedsim.privacy import ledger
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.ledger import claim, worst_off
-from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import gaussian
 from fedsim.recording.files import read_tensors
 from fedsim.results import rows
 from fedsim.scenario import Scenario
@@ -260,7 +260,7 @@ def test_known_bins_are_the_mean_over_them(bins: int) -> None:
         z[bin::bins] = 1
         reach = float((decay @ z).norm())
         if reach:
-            total += float(gaussian.delta(noise / reach, epsilon)) / bins
+            total += math.exp(gaussian.log_delta(noise / reach, epsilon)) / bins
     found = correlated.log_delta_known_bin(
         noise, epsilon, steps=steps, bins=bins, correlation=correlation
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fedsim
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.report import leaderboard_rows, load_runs, render
 from fedsim.report.figures import format_claim
 from fedsim.report.utility import describe, utility

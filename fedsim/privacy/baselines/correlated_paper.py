@@ -45,15 +45,3 @@ def noise(
 def least_delta(steps: int, sampling_rate: float) -> float:
     """The least δ that the theorem speaks of: where η = 1."""
     return math.exp(-steps * sampling_rate / 3) / _SHARE
-
-
-def independent_noise(epsilon: float, delta: float, *, steps: int, sampling_rate: float) -> float:
-    """The noise multiplier that Theorem 5.4 (D.9) asks for without correlation.
-
-    Each step has Rényi divergences 8 q² α / σ² (Lemma D.7, "dominant term": Wang, Balle and
-    Kasiviswanathan's bound for a sensitivity of 2), taken at α = 1 + 2 ln(1/δ) / ε, with half of ε
-    for them and half for ln(1/δ) / (α - 1). Neighbours differ by a replacement, where Theorem F.12
-    has a contribution exchanged for zero.
-    """
-    order = 1 + 2 * math.log(1 / delta) / epsilon
-    return sampling_rate * math.sqrt(16 * steps * order / epsilon)

@@ -20,7 +20,7 @@ from functools import lru_cache
 import numpy as np
 
 from fedsim.privacy.composition.participation import Array, grid_size, seen, squared_norms
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 
 
 def sensitivity(steps: int, correlation: float, participations: int | None = None) -> float:

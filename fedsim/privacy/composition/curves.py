@@ -1,11 +1,15 @@
-"""Several releases of the same data, of which the whole privacy curves are known.
+"""ε of several releases of the same data, from the privacy curve δ(ε) of each.
 
-Each curve stands for a pair of distributions with just that curve, and the product of the pairs is
-no better than any pair of neighbours (Zhu, Dong and Wang, Optimal Accounting of Differential
-Privacy via Characteristic Function, AISTATS 2022). It is computed by dp_accounting: each curve is
-joined at points by chords from above (Doroshenko et al., Connect the Dots, PETS 2022), whose pairs
-are discrete and are convolved. What is stated is thus never below the truth, and above it by the
-chords alone.
+Two proofs are computed, and the smaller ε is stated:
+
+- Basic composition: releases that are (ε_i, δ_i)-private are together (Σ ε_i, Σ δ_i)-private (Dwork
+  and Roth, The Algorithmic Foundations of Differential Privacy, 2014, Theorem 3.16).
+- Numerical composition: a privacy curve is that of a dominating pair of distributions, and the
+  product of the pairs dominates the releases together (Zhu, Dong and Wang, Optimal Accounting of
+  Differential Privacy via Characteristic Function, AISTATS 2022). Each curve is evaluated at points
+  and joined between them by chords from above (Doroshenko et al., Connect the Dots, PETS 2022);
+  dp_accounting convolves the discrete pairs that have these curves. The ε found is never below the
+  product's, and above it by the chords alone.
 """
 
 from __future__ import annotations
@@ -18,31 +22,35 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedsim.contracts.guarantee import CurveMechanism
-from fedsim.privacy.numerics.special import Array, checked_delta, least_epsilon
+from fedsim.privacy.numerics.special import Array, checked_delta, least
 
 if TYPE_CHECKING:
     from dp_accounting.pld.pld_pmf import PLDPmf
 
 LogDelta = Callable[[Array], Array]
-"""ε >= 0 -> log δ: the largest over neighbours, in both directions."""
+"""A privacy curve: ε >= 0 -> log δ, the larger of both directions, for the worst neighbours."""
 
 _POINTS = 300
-"""On each side of ε = 0."""
+"""Points of a curve on each side of ε = 0."""
 _TAIL = 1e-4
-"""What the ends of a curve may add to δ, in units of δ."""
+"""The most that cutting a curve off at its ends may add to δ, as a share of δ."""
 _FAR = 1e4
+"""The ε at which a curve is taken to have come down to its limit, and the largest ε stated."""
+
+_ROUNDING = 1e-14
+"""The relative error of a sum of limits, which are known by their logarithms."""
 
 
 @lru_cache(maxsize=256)
 def of_mechanisms(parts: tuple[CurveMechanism, ...], delta: float) -> float:
-    """`epsilon` of one release by each of `parts`; a mechanism may be there several times."""
+    """Compute `epsilon` of one release by each of `parts`; a mechanism may occur several times."""
     return epsilon([part.log_delta for part in parts], delta)
 
 
 def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
-    """The least proven ε >= 0 of all releases together at δ; inf if there is none.
+    """Compute the least proven ε >= 0 of all releases together at δ; inf if nothing is proven.
 
-    Of a single curve it is exact, of several an upper bound.
+    It is exact for a single curve, and an upper bound for several.
 
     Raises:
         FedsimError: δ is not in (0, 1).
@@ -51,12 +59,34 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     if not curves:
         return 0.0
     if len(curves) == 1:
-        found = least_epsilon(
-            lambda at: _at(curves[0], at), math.log(target), xtol=1e-12, rtol=1e-12, most=_FAR
-        )
-        # Rounded up by the tolerance: the claim must not be below the truth.
-        return found * (1 + 1e-11) + 1e-11 if found > 0 else 0.0
-    reaches = {curve: _reach(curve, target) for curve in set(curves)}
+        return _inverse(curves[0], math.log(target))
+    return min(_basic(curves, target), _numerical(curves, target))
+
+
+def _basic(curves: Sequence[LogDelta], delta: float) -> float:
+    """Compute Σ ε_i for δ_i = lim δ_i(ε) + an equal share of what these limits leave of δ.
+
+    A pure ε_i-private release has the limit 0, so that it never counts for more than ε_i.
+    """
+    limits = {curve: _at(curve, _FAR) for curve in set(curves)}
+    left = delta - sum(math.exp(limits[curve]) for curve in curves)
+    if left < -_ROUNDING * delta:
+        return math.inf
+    share = math.log(left / len(curves)) if left > 0 else -math.inf
+    each = {
+        curve: _inverse(curve, float(np.logaddexp(limit, share))) for curve, limit in limits.items()
+    }
+    return math.fsum(each[curve] for curve in curves)
+
+
+def _inverse(curve: LogDelta, target: float) -> float:
+    """Compute the least ε >= 0 at which log δ is at most `target`; inf if there is none."""
+    return least(lambda at: _at(curve, at) <= target, most=_FAR)
+
+
+def _numerical(curves: Sequence[LogDelta], delta: float) -> float:
+    """Compute ε of the convolution of the curves' discrete pairs."""
+    reaches = {curve: _reach(curve, delta) for curve in set(curves)}
     if any(math.isinf(reach) for reach in reaches.values()):
         return math.inf
     step = max(reaches.values()) / _POINTS
@@ -64,29 +94,29 @@ def epsilon(curves: Sequence[LogDelta], delta: float) -> float:
     total = pairs[curves[0]]
     for curve in curves[1:]:
         total = total.compose(pairs[curve])
-    found = float(total.get_epsilon_for_delta(target))
+    found = float(total.get_epsilon_for_delta(delta))
     # Up by the rounding of the convolution: the claim must not be below the truth.
     return found * (1 + 1e-9) + 1e-9 if found > 0 else 0.0
 
 
-def _reach(curve: LogDelta, target: float) -> float:
-    """Where δ(ε) has come down to what never goes away; inf if that is too much for δ."""
+def _reach(curve: LogDelta, delta: float) -> float:
+    """Find an ε at which the curve has come down to its limit; inf if the limit is δ or more."""
     points: Array = np.geomspace(1e-3, _FAR, 80, dtype=np.float64)
     deltas = np.exp(curve(points))
-    floor = float(deltas[-1])
-    if floor >= target:
+    limit = float(deltas[-1])
+    if limit >= delta:
         return math.inf
-    return float(points[np.argmax(deltas <= floor + _TAIL * target)])
+    return float(points[np.argmax(deltas <= limit + _TAIL * delta)])
 
 
 def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
-    """A discrete pair whose curve is on or above `curve`, with losses of multiples of `step`."""
+    """Build a pair with losses at multiples of `step`, whose curve is at or above `curve`."""
     from dp_accounting.pld import pld_pmf
 
     steps = max(1, math.ceil(reach / step))
     losses: Array = np.arange(steps + 1, dtype=np.float64) * step
     right = np.exp(curve(losses))
-    # δ(-ε) = 1 - exp(-ε) (1 - δ(ε)), neighbours being so in both orders.
+    # δ(-ε) = 1 - exp(-ε) (1 - δ(ε)), since the curve is the larger of both directions.
     left = 1 - np.exp(-losses[:0:-1]) * (1 - right[:0:-1])
     deltas = np.clip(np.concatenate([left, right]), 0.0, 1.0)
     points = np.arange(-steps, steps + 1)
@@ -98,7 +128,7 @@ def _chords(curve: LogDelta, reach: float, step: float) -> PLDPmf:
 
 
 def _convex(x: Array, y: Array) -> list[int]:
-    """Positions of the points on the lower convex hull: a privacy curve is convex in exp(ε)."""
+    """Find the points on the lower convex hull, by index: a privacy curve is convex in exp(ε)."""
     hull: list[int] = []
     for i in range(len(x)):
         while len(hull) > 1:
@@ -111,4 +141,5 @@ def _convex(x: Array, y: Array) -> list[int]:
 
 
 def _at(curve: LogDelta, epsilon: float) -> float:
+    """Evaluate a curve at one ε."""
     return float(curve(np.array([epsilon]))[0])

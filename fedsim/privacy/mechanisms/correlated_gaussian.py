@@ -30,7 +30,7 @@ from fedsim.privacy.contract import (
 )
 from fedsim.privacy.mechanisms._correlated_releases import Releases
 from fedsim.privacy.numerics import work
-from fedsim.privacy.numerics.special import Array
+from fedsim.privacy.numerics.special import Array, least
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -320,20 +320,8 @@ def _reached(delta: Callable[[], float], target: float) -> bool:
 
 
 def _least(holds: Callable[[float], bool]) -> float:
-    """The least x >= 0 for which `holds`, which it does from there on; inf if for none."""
-    if holds(0.0):
-        return 0.0
-    low, high = 0.0, 1.0
-    while not holds(high):
-        low, high = high, 2 * high
-        if high > _LARGEST:
-            return math.inf
-    for _ in range(60):
-        middle = (low + high) / 2
-        if high - low < 1e-10 * high:
-            break
-        low, high = (low, middle) if holds(middle) else (middle, high)
-    return high
+    """Find the least x >= 0 from which on `holds` is true, to a relative 1e-10."""
+    return least(holds, most=_LARGEST, tolerance=1e-10)
 
 
 def _searched(excess: Callable[[float], float], enough: float) -> tuple[float, float]:

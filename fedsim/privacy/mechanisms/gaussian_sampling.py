@@ -18,8 +18,8 @@ from fedsim.privacy.contract import (
     Answer,
     Calibration,
     Count,
-    Curve,
     Direction,
+    ExactCurve,
     Experiment,
     Keys,
     KnownMechanism,
@@ -77,12 +77,12 @@ class Neighbours(Keys):
 
     @property
     def method(self) -> str:
-        """How δ is found, in words."""
+        """How δ is computed, in words."""
         worst = "worst eigenvalues" + (" at this distance" if self.beta is None else ", proven")
         return f"contour integral, {worst}"
 
 
-class GaussianSamplingCurve(Neighbours, Curve):
+class GaussianSamplingCurve(Neighbours, ExactCurve):
     """δ(ε) of a number of draws."""
 
     k: Count
@@ -90,42 +90,36 @@ class GaussianSamplingCurve(Neighbours, Curve):
     variant: Variant = "exact"
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
+    def details(self) -> dict[str, str]:
+        """See `ExactCurve`."""
+        paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
+        return {"method": paper if self.variant == "paper" else self.method}
+
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
+        """See `Curve`.
+
+        Raises:
+            FedsimError: the variant is `paper`.
+        """
         if self.variant == "paper":
             raise FedsimError("variant: paper states ε only; ask for epsilon, or use variant=exact")
-        return self._answer(epsilon, float(self._log_delta(epsilon)))
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        known = self.eigenvalues()
-        if self.variant == "paper":
-            found = wishart.paper_epsilon(self.k, self.apart(), delta)
-        elif known is not None:
-            found = wishart.epsilon_of(self.k, known, delta)
-        else:
-            found = wishart.epsilon(self.k, self.apart(), delta)
-        return self._answer(found, math.log(delta))
+        return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
-        return {"both": self._log_delta(epsilons)}
-
-    def _log_delta(self, epsilons: float | Array) -> Array:
+        """See `ExactCurve`."""
         known = self.eigenvalues()
         if known is not None:
-            return wishart.log_delta_of(self.k, known, epsilons)
-        return wishart.log_delta(self.k, self.apart(), epsilons)
+            return {"both": wishart.log_delta_of(self.k, known, epsilons)}
+        return {"both": wishart.log_delta(self.k, self.apart(), epsilons)}
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
-        return Answer(
-            epsilon=epsilon,
-            delta=math.exp(log_delta),
-            log_delta=log_delta,
-            method=paper if self.variant == "paper" else self.method,
-            direction="both",
-        )
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`."""
+        known = self.eigenvalues()
+        if self.variant == "paper":
+            return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
+        if known is not None:
+            return {"both": wishart.epsilon_of(self.k, known, delta)}
+        return {"both": wishart.epsilon(self.k, self.apart(), delta)}
 
 
 class GaussianSamplingCalibration(Neighbours, Calibration):

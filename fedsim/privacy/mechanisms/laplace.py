@@ -12,7 +12,7 @@ of entries in which neighbours differ; the curve here is that of one number.
 from __future__ import annotations
 
 import math
-from typing import final
+from typing import ClassVar, final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -20,10 +20,11 @@ from numpy.typing import ArrayLike
 from fedsim.privacy.contract import (
     Answer,
     Calibration,
-    Curve,
     Direction,
+    ExactCurve,
     Experiment,
     KnownMechanism,
+    Sensitivity,
     Size,
 )
 from fedsim.privacy.numerics.special import Array, checked, checked_delta, checked_epsilon
@@ -83,11 +84,6 @@ def log_delta(
     return np.where(gap >= 2 * most, 0.0, np.minimum(result, 0.0))[()]
 
 
-def delta(sensitivity: ArrayLike, scale: ArrayLike, bound: ArrayLike, epsilon: ArrayLike) -> Array:
-    """δ itself; see `log_delta`."""
-    return np.exp(log_delta(sensitivity, scale, bound, epsilon))
-
-
 def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> float:
     """The least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
@@ -125,58 +121,36 @@ def _positive(name: str, value: ArrayLike) -> Array:
     return checked(name, value, np.finfo(float).tiny, _MOST, "a finite number above 0")
 
 
-class TruncatedLaplaceCurve(Curve):
+class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """δ(ε) of a given noise."""
 
-    sensitivity: Size
-    """Distance between the numbers of two neighbours, in the units of the release."""
+    formula: ClassVar[str] = "closed form (Geng et al. 2020)"
     scale: Size
     """b of the density exp(-|x| / b), in the units of the release."""
     bound: Size
     """The largest magnitude of the noise, in the units of the release."""
 
-    def neighbours(self) -> str:
-        """See `Stated`."""
-        return f"at most {self.sensitivity:g} apart"
-
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        keys = (self.sensitivity, self.scale, self.bound)
-        return self._answer(epsilon, float(log_delta(*keys, epsilon)))
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        found = epsilon(self.sensitivity, self.scale, self.bound, delta)
-        return self._answer(found, math.log(delta))
-
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
+        """See `ExactCurve`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`."""
+        return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
+
+    def details(self) -> dict[str, float]:
+        """See `ExactCurve`."""
         deviation = std(self.scale, self.bound)
-        return Answer(
-            epsilon=epsilon,
-            delta=math.exp(log_delta),
-            log_delta=log_delta,
-            method="closed form (Geng et al. 2020)",
-            direction="both",
-            sigma=deviation,
-            noise_multiplier=deviation / self.sensitivity,
-            scale=self.scale,
-            bound=self.bound,
-        )
+        return {
+            "sigma": deviation,
+            "noise_multiplier": deviation / self.sensitivity,
+            "scale": self.scale,
+            "bound": self.bound,
+        }
 
 
-class TruncatedLaplaceCalibration(Calibration):
+class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
-
-    sensitivity: Size
-    """Distance between the numbers of two neighbours, in the units of the release."""
-
-    def neighbours(self) -> str:
-        """See `Stated`."""
-        return f"at most {self.sensitivity:g} apart"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
         """See `Calibration`."""

@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from fedsim.contracts.guarantee import CurveMechanism
-from fedsim.privacy.mechanisms import gaussian, laplace
+from fedsim.privacy.mechanisms import laplace
+from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array, checked, checked_epsilon
 from fedsim.types import FedsimError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Self, final
+from typing import Annotated, ClassVar, Self, final
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -16,13 +16,12 @@ from fedsim.privacy.contract import (
     Answer,
     Calibration,
     Count,
-    Curve,
     Direction,
+    ExactCurve,
     Experiment,
     Keys,
     KnownMechanism,
     Size,
-    larger,
 )
 from fedsim.privacy.mechanisms import regression
 from fedsim.privacy.mechanisms.leverage import regularized
@@ -54,36 +53,20 @@ class Leverages(Keys):
         return self
 
 
-class LeastSquaresCurve(Leverages, Curve):
+class LeastSquaresCurve(Leverages, ExactCurve):
     """δ(ε) at given leverages."""
 
-    def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        lines = self.log_deltas(np.array([epsilon]))
-        found = {way: float(values[0]) for way, values in lines.items()}
-        way = larger(found)
-        return self._answer(epsilon, found[way], way)
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        keys = (self.p, self.q, self.r, self.d, delta)
-        found = {way: float(regression.epsilon(*keys, way)) for way in WAYS}
-        way = larger(found)
-        return self._answer(found[way], float(np.log(delta)), way)
+    formula: ClassVar[str] = _METHOD
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
+        """See `ExactCurve`."""
         keys = (self.p, self.q, self.r, self.d, epsilons)
         return {way: regression.log_delta(*keys, way) for way in WAYS}
 
-    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method=_METHOD,
-            direction=direction,
-        )
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`."""
+        keys = (self.p, self.q, self.r, self.d, delta)
+        return {way: float(regression.epsilon(*keys, way)) for way in WAYS}
 
 
 class LeastSquaresCalibration(Calibration):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fedsim.privacy.contract import WAYS, Answer, Curve, Direction, KnownMechanism, larger
+from fedsim.privacy.contract import WAYS, Answer, Direction, ExactCurve, KnownMechanism
 from fedsim.privacy.numerics.ndis import Pair, estimate, pair
 from fedsim.privacy.numerics.special import Array
 from fedsim.system import paths
@@ -17,9 +17,10 @@ from fedsim.types import FedsimError
 from fedsim.words import number_of
 
 
-class NormalCurve(Curve):
+class NormalCurve(ExactCurve):
     """δ(ε) of the pair in a file."""
 
+    formula: ClassVar[str] = "contour integral (Lu et al., Theorem 1)"
     unit: ClassVar[str] = "unit unknown"
     file: Path
     """A JSON file with mean1, cov1, mean2 and cov2: lists of d numbers and d lists of d numbers."""
@@ -40,21 +41,25 @@ class NormalCurve(Curve):
         """See `Curve`."""
         if self.method == "monte_carlo":
             return self._estimated(epsilon)
-        found = {way: float(pair.log_delta(epsilon)) for way, pair in self._pairs().items()}
-        way = larger(found)
-        return self._answer(epsilon, found[way], way)
+        return super().delta(epsilon)
 
     def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
+        """See `Curve`.
+
+        Raises:
+            FedsimError: the method is `monte_carlo`.
+        """
         if self.method == "monte_carlo":
             raise FedsimError("method: monte_carlo estimates δ only; use method=exact for ε")
-        found = {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
-        way = larger(found)
-        return self._answer(found[way], float(np.log(delta)), way)
+        return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
+        """See `ExactCurve`."""
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
+
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`."""
+        return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, Pair]:
         read = _read(self.file)
@@ -80,15 +85,6 @@ class NormalCurve(Curve):
             direction=way,
             interval=best.interval,
             confidence=self.confidence,
-        )
-
-    def _answer(self, epsilon: float, log_delta: float, direction: Direction) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method="contour integral (Lu et al., Theorem 1)",
-            direction=direction,
         )
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal, final
+from typing import Annotated, ClassVar, Literal, final
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,8 +28,8 @@ from fedsim.privacy.contract import (
     Answer,
     Calibration,
     Count,
-    Curve,
     Direction,
+    ExactCurve,
     Experiment,
     KnownMechanism,
     Size,
@@ -50,29 +50,26 @@ from fedsim.privacy.numerics.special import (
 Variant = Literal["tight", "paper"]
 
 
-def delta(
+def log_delta(
     leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
 ) -> Array:
-    """The least δ of a random projection onto r columns, for a row of that leverage.
+    """Compute log δ of a Gaussian random projection for a row of given leverage; -inf for δ = 0.
 
-    `leverage` is in [0, 1], `r` at least 1, `epsilon` at least 0; they broadcast. `forward` is the
-    removal of the row; `both` is the larger, which is `forward`.
+    It is right where δ underflows. The arguments broadcast.
+
+    Args:
+        leverage: of the row, in [0, 1]; one below 1e-300 counts as that.
+        r: columns of the projection, at least 1.
+        epsilon: at least 0.
+        direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
 
     Raises:
         FedsimError: an argument is out of range.
 
-    >>> float(delta(0.1, 20, 1.0).round(8)), float(delta(0.1, 20, 1.0, "reverse").round(16))
-    (0.00190344, 1.678e-12)
-    """
-    return np.exp(log_delta(leverage, r, epsilon, direction))
-
-
-def log_delta(
-    leverage: ArrayLike, r: ArrayLike, epsilon: ArrayLike, direction: Direction = "both"
-) -> Array:
-    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0.
-
-    Leverages below 1e-300 count as that.
+    >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
+    0.00190344
+    >>> float(np.exp(log_delta(0.1, 20, 1.0, "reverse")).round(16))
+    1.678e-12
     """
     p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
@@ -241,9 +238,10 @@ def _lower_integral(p: Array, a: Array, y: Array) -> Array:
 _METHOD = "closed form (Lu et al., Theorem 2)"
 
 
-class RandomProjectionCurve(Curve):
+class RandomProjectionCurve(ExactCurve):
     """δ(ε) at a given leverage."""
 
+    formula: ClassVar[str] = _METHOD
     leverage: float = Field(ge=0, le=1)
     """Leverage of the row that the neighbour lacks (with noise: in D with σ I appended)."""
     r: Count
@@ -254,26 +252,16 @@ class RandomProjectionCurve(Curve):
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
-        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)))
-
-    def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
-        found = float(epsilon(self.leverage, self.r, delta))
-        return self._answer(found, float(np.log(delta)))
+        """See `Curve`; the larger direction is known to be `forward`."""
+        return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `Curve`."""
+        """See `ExactCurve`."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        return Answer(
-            epsilon=epsilon,
-            delta=float(np.exp(log_delta)),
-            log_delta=log_delta,
-            method=_METHOD,
-            direction="forward",
-        )
+    def epsilons(self, delta: float) -> dict[Direction, float]:
+        """See `ExactCurve`; of the larger direction alone."""
+        return {"forward": float(epsilon(self.leverage, self.r, delta))}
 
 
 class RandomProjectionCalibration(Calibration):

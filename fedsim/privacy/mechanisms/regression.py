@@ -31,28 +31,6 @@ _LOWEST = -115.0
 """Logarithm of the smallest leverage that is looked for."""
 
 
-def delta(
-    p: ArrayLike,
-    q: ArrayLike,
-    r: ArrayLike,
-    d: ArrayLike,
-    epsilon: ArrayLike,
-    direction: Direction = "both",
-) -> Array:
-    """The least δ of least squares for a row with leverages p in B and q in [B, b].
-
-    0 <= p <= q <= 1; `r` and `d` at least 1; they broadcast. `forward` is δ of the database that
-    holds the row against the one that does not; `both` is the larger.
-
-    Raises:
-        FedsimError: an argument is out of range.
-
-    >>> float(delta(0.02, 0.05, 300, 12, 1.0).round(6))
-    0.003475
-    """
-    return np.exp(log_delta(p, q, r, d, epsilon, direction))
-
-
 def log_delta(
     p: ArrayLike,
     q: ArrayLike,
@@ -61,7 +39,24 @@ def log_delta(
     epsilon: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """The natural logarithm of `delta`, also where that underflows; -inf for δ = 0."""
+    """Compute log δ of least squares for a row of given leverages; -inf for δ = 0.
+
+    It is right where δ underflows. The arguments broadcast.
+
+    Args:
+        p: leverage of the row in B, in [0, 1].
+        q: leverage of the row in [B, b], in [p, 1].
+        r: rows of the sketch that the release stands for, at least 1.
+        d: features, at least 1.
+        epsilon: at least 0.
+        direction: `forward` is the removal of the row; `both` is the larger.
+
+    Raises:
+        FedsimError: an argument is out of range.
+
+    >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
+    0.003475
+    """
     p, q, r, d = checked_keys(p, q, r, d)
     p, q, r, d, eps = np.broadcast_arrays(p, q, r, d, checked_epsilon(epsilon))
     result = np.zeros(p.shape)  # q = 1: without the row the residual vanishes

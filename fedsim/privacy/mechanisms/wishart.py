@@ -26,8 +26,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fedsim.privacy.mechanisms import gaussian
-from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.numerics import gaussian, quadratic
 from fedsim.privacy.numerics.special import (
     Array,
     checked,
@@ -90,11 +89,6 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
     return np.asarray(found.max(axis=-1))[()]
 
 
-def delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
-    """δ itself; see `log_delta`."""
-    return np.exp(log_delta(k, distance, epsilon))
-
-
 def epsilon(k: float, distance: float, delta: float) -> float:
     """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more.
 
@@ -118,24 +112,6 @@ def epsilon_of(k: float, eigenvalues: Array, delta: float) -> float:
 
 def _least(log_delta: Callable[[float], float], delta: float) -> float:
     return least_epsilon(log_delta, float(np.log(delta)), xtol=1e-300, rtol=1e-14)
-
-
-def max_distance(k: float, epsilon: float, delta: float) -> float:
-    """The largest distance at which k draws are (ε, δ)-private.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
-    from scipy.optimize import brentq
-
-    _arguments(k, 0.0, epsilon)
-    target = float(np.log(checked_delta(delta)))
-
-    def excess(odds: float) -> float:
-        found = float(log_delta(k, 1 / (1 + math.exp(-odds)), epsilon))
-        return float(np.arcsinh(max(found, -1e300) - target))
-
-    return 1 / (1 + math.exp(-float(brentq(excess, -115.0, 36.0, xtol=1e-13, rtol=1e-14))))
 
 
 def max_draws(distance: float, epsilon: float, delta: float) -> int:

@@ -1,1 +1,1 @@
-"""The special functions, integrals and root finders that closed forms rest on."""
+"""Curves of normal distributions, special functions, integrals and root finders."""

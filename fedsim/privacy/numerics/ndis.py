@@ -47,7 +47,12 @@ class Pair:
     apart: bool = False
 
     def log_delta(self, epsilon: ArrayLike) -> Array:
-        """log δ at ε >= 0; broadcasts over ε."""
+        """Compute log δ of the first distribution against the second, at each ε >= 0.
+
+        >>> two = pair([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]])
+        >>> float(np.exp(two.log_delta(0.5)).round(6))
+        0.284452
+        """
         eps = checked_epsilon(epsilon)
         if self.apart:
             return np.zeros(eps.shape)[()]
@@ -122,20 +127,6 @@ def pair(mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike) -
     rest = (root**2).sum(0)
     shift = rest * (vectors.T @ np.linalg.solve(second, gap)) ** 2
     return Pair(a, rest, shift)
-
-
-def delta(
-    mean1: ArrayLike, cov1: ArrayLike, mean2: ArrayLike, cov2: ArrayLike, epsilon: ArrayLike
-) -> Array:
-    """The least δ with N1(S) <= exp(ε) N2(S) + δ for every set S: the forward direction.
-
-    Raises:
-        FedsimError: as of `pair`; or `epsilon` is not in [0, ∞).
-
-    >>> float(delta([0, 0], [[1, 0], [0, 2]], [1, 0], [[1, 0], [0, 1]], 0.5).round(6))
-    0.284452
-    """
-    return np.exp(pair(mean1, cov1, mean2, cov2).log_delta(epsilon))
 
 
 @dataclass(frozen=True, kw_only=True)

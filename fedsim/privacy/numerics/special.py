@@ -136,6 +136,27 @@ def solve(
     return x
 
 
+def least(holds: Callable[[float], bool], *, most: float, tolerance: float = 0.0) -> float:
+    """Find by bisection the least x >= 0 from which on `holds` is true; inf if it is beyond `most`.
+
+    `holds` is true of what is returned, which is too large by at most `tolerance` relative to x, or
+    by rounding.
+    """
+    if holds(0.0):
+        return 0.0
+    low, high = 0.0, 1.0
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > most:
+            return math.inf
+    for _ in range(60):
+        middle = (low + high) / 2
+        if high - low < tolerance * high or not low < middle < high:
+            break
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
 def least_epsilon(
     log_delta: Callable[[float], float],
     target: float,

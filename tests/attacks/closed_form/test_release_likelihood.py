@@ -13,7 +13,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.learners.closed_form import sketch
 from fedsim.learners.least_squares import normal_solution, solve
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.testing import make_release
 from fedsim.types import UNKNOWN, Observation
 from fedsim_attacks.closed_form._release_likelihood import ReleaseLikelihood, release_likelihood

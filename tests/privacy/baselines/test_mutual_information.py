@@ -34,7 +34,7 @@ def test_a_row_has_no_more_mutual_information_than_that() -> None:
     information = sum(law * np.log((law + tiny) / (middle + tiny)) for law in laws).sum() / 2
     information *= x[1] - x[0]
     variation = np.maximum(laws[1] - laws[0], 0).sum() * (x[1] - x[0])
-    assert variation == pytest.approx(float(projection.delta(p, r, 0.0)), rel=1e-4)
+    assert variation == pytest.approx(float(np.exp(projection.log_delta(p, r, 0.0))), rel=1e-4)
     assert variation**2 / 2 <= information <= delta**2 / 2
 
 

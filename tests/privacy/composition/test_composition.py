@@ -11,7 +11,7 @@ import pytest
 from fedsim.contracts.guarantee import Composed, CurveMechanism
 from fedsim.privacy.composition import curves
 from fedsim.privacy.composition.curves import LogDelta
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 from fedsim.privacy.numerics.special import Array
 
 
@@ -58,6 +58,56 @@ def test_randomized_responses_compose_as_they_must() -> None:
         assert epsilon <= found <= epsilon + 1e-6
 
 
+def composed(parts: list[tuple[float, float]], epsilon: float) -> float:
+    """δ(ε) of randomized responses of (ε_i, δ_i) together, exactly: a sum over their outcomes."""
+    sums = [(1.0, 0.0)]
+    certain = 1 - math.prod(1 - lost for _, lost in parts)
+    for own, _ in parts:
+        truth = 1 / (1 + math.exp(-own))
+        sums = [
+            (chance * part, loss + sign * own)
+            for chance, loss in sums
+            for part, sign in ((truth, 1), (1 - truth, -1))
+        ]
+    rest = sum(p * -math.expm1(min(epsilon - loss, 0.0)) for p, loss in sums)
+    return certain + (1 - certain) * rest
+
+
+SEVERAL = (
+    [(1.0, 0.0)] * 2,
+    [(0.25, 0.0)] * 8,
+    [(1.0, 1e-6)] * 3,
+    [(2.0, 0.0), (0.1, 0.0), (0.7, 0.0)],
+    [(2.0, 1e-6), (0.1, 0.0), (0.7, 1e-4)],
+)
+
+
+@pytest.mark.parametrize("parts", SEVERAL)
+@pytest.mark.parametrize("beside", [1e-300, 1e-12, 1e-6, 1e-2])
+def test_no_more_than_basic_composition_and_no_less_than_the_truth(
+    parts: list[tuple[float, float]], beside: float
+) -> None:
+    """Releases of (ε_i, δ_i) are together (Σ ε_i, Σ δ_i)-private, and so at any larger δ."""
+    delta = sum(lost for _, lost in parts) + beside
+    found = curves.epsilon([response(*part) for part in parts], delta)
+    assert found <= math.fsum(epsilon for epsilon, _ in parts)
+    assert composed(parts, found) <= delta * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 10])
+@pytest.mark.parametrize("delta", [1e-300, 1e-12, 1e-5])
+def test_pure_releases_never_count_for_more_than_their_epsilon(count: int, delta: float) -> None:
+    one = Response(unit="example", relation="close", accountant="response", beta=1.0)
+    assert (count * (1 - 2 * delta)) <= curves.of_mechanisms((one,) * count, delta) <= count
+
+
+def test_the_smaller_of_both_proofs_is_stated() -> None:
+    """Of pure releases that is basic composition's at a small δ, and the convolution's else."""
+    few, many = [response(1.0, 0.0)] * 2, [response(0.1, 0.0)] * 50
+    assert curves.epsilon(few, 1e-9) == curves._basic(few, 1e-9) < curves._numerical(few, 1e-9)
+    assert curves.epsilon(many, 1e-5) == curves._numerical(many, 1e-5) < 0.8 * 5
+
+
 def test_what_is_lost_for_sure_is_lost() -> None:
     """δ never falls below what the mechanisms give away: with less there is no ε."""
     parts = [normal(1.0), response(0.1, 1e-4)]
@@ -87,6 +137,14 @@ class Known(CurveMechanism):
 
     def log_delta(self, epsilons: Array) -> Array:
         return gaussian.log_delta(self.multiplier, epsilons)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response(CurveMechanism):
+    """Randomized response of ε = 1: pure."""
+
+    def log_delta(self, epsilons: Array) -> Array:
+        return response(1.0, 0.0)(epsilons)
 
 
 def test_releases_count_as_often_as_they_are_made() -> None:

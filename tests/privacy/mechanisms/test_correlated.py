@@ -15,8 +15,8 @@ from scipy.stats import binom, norm
 
 from fedsim.privacy.composition import correlated
 from fedsim.privacy.composition.participation import grid, squared_norms
-from fedsim.privacy.mechanisms import gaussian
 from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCalibration, CorrelatedCurve
+from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
 
 LAMBDAS = [0.0, 0.3, 0.7, 0.95]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from fedsim.privacy.mechanisms import gaussian
+from fedsim.privacy.numerics import gaussian
 
 
 def delta(multiplier: float, epsilon: float) -> float:

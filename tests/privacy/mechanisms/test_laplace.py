@@ -63,7 +63,7 @@ def test_laws_and_the_inverse() -> None:
         again = float(laplace.log_delta(1.0, 1.0, 6.0, epsilon))
         assert again == pytest.approx(log_delta, abs=1e-9)
     assert laplace.epsilon(1.0, 1.0, 6.0, math.exp(last - 0.1)) == math.inf
-    assert laplace.delta(1.0, 1.0, 0.5, 3.0) == 1.0
+    assert np.exp(laplace.log_delta(1.0, 1.0, 0.5, 3.0)) == 1.0
 
 
 def test_its_standard_deviation_is_that_of_the_density() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ndis_reference import projection_difference, projection_integral
 
-from fedsim.privacy.mechanisms import gaussian, projection
-from fedsim.privacy.numerics import quadratic
+from fedsim.privacy.mechanisms import projection
+from fedsim.privacy.numerics import gaussian, quadratic
 from fedsim.types import FedsimError
 
 DOMAIN = {
@@ -91,9 +91,9 @@ def test_forward_is_the_larger_direction_and_both_of_them() -> None:
 
 
 def test_at_the_ends_of_the_range() -> None:
-    assert projection.delta(1.0, 5, 10.0) == 1.0
-    assert projection.delta(1.0, 5, 10.0, "reverse") == 1.0
-    assert projection.delta(0.0, 5, 0.0) == 0.0
+    assert np.exp(projection.log_delta(1.0, 5, 10.0)) == 1.0
+    assert np.exp(projection.log_delta(1.0, 5, 10.0, "reverse")) == 1.0
+    assert np.exp(projection.log_delta(0.0, 5, 0.0)) == 0.0
     powers = 10.0 ** -np.arange(1, 17)
     everywhere = projection.log_delta(
         np.concatenate([[5e-324, 1e-300], powers, 1 - powers]),
@@ -135,7 +135,7 @@ def test_the_noise_brings_the_worst_row_to_the_allowed_leverage() -> None:
     sigma = float(projection.sigma(2.0, 20, 1.0, 1e-5))
     paper = float(projection.sigma(2.0, 20, 1.0, 1e-5, "paper"))
     worst = 4 / (4 + sigma**2)  # a database of the one row, norm 2
-    assert float(projection.delta(worst, 20, 1.0)) == pytest.approx(1e-5, rel=1e-10)
+    assert float(np.exp(projection.log_delta(worst, 20, 1.0))) == pytest.approx(1e-5, rel=1e-10)
     assert paper**2 == pytest.approx(sigma**2 + 4, rel=1e-12)
 
 
@@ -155,7 +155,7 @@ def test_it_is_what_a_threshold_test_of_real_releases_finds(count: int) -> None:
     epsilon = 0.3
     with_row, without_row = (float((ratio > epsilon).mean()) for ratio in log_ratio)
     found = with_row - math.exp(epsilon) * without_row
-    assert found == pytest.approx(float(projection.delta(p, count, epsilon)), abs=0.005)
+    assert found == pytest.approx(float(np.exp(projection.log_delta(p, count, epsilon))), abs=0.005)
 
 
 @pytest.mark.parametrize(

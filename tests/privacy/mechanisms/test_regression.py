@@ -98,8 +98,8 @@ def test_nothing_is_lost_over_the_whole_range() -> None:
         found = regression.log_delta(p, q, r, d, epsilon, way)  # type: ignore[arg-type]
         assert not np.isnan(found).any()
         assert (found <= 0).all()
-    assert regression.delta(0.3, 1.0, 10, 2, 5.0) == 1.0
-    assert regression.delta(0.0, 0.0, 10, 2, 0.0) == 0.0
+    assert np.exp(regression.log_delta(0.3, 1.0, 10, 2, 5.0)) == 1.0
+    assert np.exp(regression.log_delta(0.0, 0.0, 10, 2, 0.0)) == 0.0
 
 
 def test_epsilon_returns_to_where_it_came_from() -> None:

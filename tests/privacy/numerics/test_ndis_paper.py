@@ -31,11 +31,11 @@ def test_its_noise_is_not_optimal() -> None:
         for rows in (0, 1, 5):
             data = np.vstack([row, stream.normal(size=(rows, 3))])
             leverage = row @ np.linalg.solve(data.T @ data + tight**2 * np.eye(3), row)
-            assert projection.delta(leverage, r, epsilon) <= delta * (1 + 1e-9)
+            assert np.exp(projection.log_delta(leverage, r, epsilon)) <= delta * (1 + 1e-9)
         # ... and the database of that row alone attains δ, so that still less is not.
         alone = 1 / (1 + tight**2)
-        assert projection.delta(alone, r, epsilon) == pytest.approx(delta)
-        assert projection.delta(1 / (1 + (0.99 * tight) ** 2), r, epsilon) > delta
+        assert np.exp(projection.log_delta(alone, r, epsilon)) == pytest.approx(delta)
+        assert np.exp(projection.log_delta(1 / (1 + (0.99 * tight) ** 2), r, epsilon)) > delta
 
 
 def test_its_least_squares_mechanism_charges_a_leverage_that_no_row_has() -> None:
@@ -68,7 +68,7 @@ def test_least_squares_needs_less_noise_than_the_projection(setup: dict[str, flo
 
 def test_the_hypothesis_of_theorem_5_is_false_in_p() -> None:
     """δ is not increasing in p at fixed q: q = 0.1, r = 1000, d = 10, ε = 1."""
-    curve = regression.delta(np.linspace(0, 0.1, 11), 0.1, 1000, 10, 1.0)
+    curve = np.exp(regression.log_delta(np.linspace(0, 0.1, 11), 0.1, 1000, 10, 1.0))
     assert curve.argmax() == 5
     assert curve[10] < 1e-5 < 1e-4 < curve[0] < curve[5]
     assert curve[5] == pytest.approx(0.3874, abs=1e-4)
@@ -77,7 +77,7 @@ def test_the_hypothesis_of_theorem_5_is_false_in_p() -> None:
 def test_the_hypothesis_of_theorem_5_is_false_in_the_residual() -> None:
     """Nor is it in q at fixed p: r = 20, d = 2, ε = 3, p = 0.12 falls between 0.075 and 0.1."""
     residual = np.array([0.025, 0.05, 0.075, 0.1, 0.125])
-    curve = regression.delta(0.12, 0.12 + residual, 20, 2, 3.0)
+    curve = np.exp(regression.log_delta(0.12, 0.12 + residual, 20, 2, 3.0))
     assert (np.diff(curve) > 0).tolist() == [True, True, False, True]
 
 
@@ -87,7 +87,7 @@ def test_the_sign_in_the_proof_of_proposition_3() -> None:
 
     for p, r, epsilon in ((0.1, 20, 1.0), (0.5, 3, 0.2), (0.02, 500, 0.4)):
         step = 1e-6 * p
-        ends = projection.delta(np.array([p - step, p + step]), r, epsilon)
+        ends = np.exp(projection.log_delta(np.array([p - step, p + step]), r, epsilon))
         x = (2 * epsilon - r * math.log1p(-p)) / p
         slope = np.diff(ends)[0] / (2 * step)
         assert slope == pytest.approx(x * chi2.pdf((1 - p) * x, r), rel=1e-5)
@@ -122,7 +122,7 @@ def test_figure_14_releases_a_sketch_without_the_noise_that_it_computes() -> Non
     sigma = sheffet.sigma(1.0, 40, 1.0, 1e-4)
     regularized = 1 / (1 + sigma**2)
     assert float(projection.epsilon(regularized, 40, 1e-4)) < 1
-    assert float(projection.delta(1.0, 40, 1.0)) == 1
+    assert float(np.exp(projection.log_delta(1.0, 40, 1.0))) == 1
 
 
 PRINTED = [
