@@ -21,7 +21,6 @@ ALLOWED = {
     "fedsim/system/paths.py": "the way itself",
     "fedsim/system/memory.py": "the kernel's files",
     "fedsim/cli/commands.py": "the null device, in place of a closed terminal",
-    "fedsim/system/main_guard.py": "the script that Python has just read",
     "fedsim/results/record.py": "appends, and the kernel's list of processors",
     "fedsim/system/lock.py": "a lock of its own, and no link",
     "fedsim/recording/files.py": "writes to a temporary file of its own",
