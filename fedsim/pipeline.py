@@ -208,7 +208,7 @@ class _Plan:
                 self.out,
                 resume=self.resume,
                 on_round=self._on_round(path, workload, display),
-                workload=workload,
+                server=workload,
             )
         # A kill between a line and its checkpoint repeats the round: the last line of each counts.
         latest = {(row["defense"], row["round"]): row for row in record.read_lines(path)}

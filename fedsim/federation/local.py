@@ -25,6 +25,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedsim.federation import client_app, server_app
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
+from fedsim.training.server import Server
 from fedsim.training.workload import Workload
 
 _RUN_ID = 1
@@ -136,9 +137,9 @@ def check() -> None:
     """Any machine will do."""
 
 
-def run(job: client_app.Job, workload: Workload | None, on_round: server_app.OnRound) -> None:
+def run(job: client_app.Job, server: Server | None, on_round: server_app.OnRound) -> None:
     """Train what is left of `job` in this process, one client at a time."""
-    workload = workload or job.workload()
+    workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
     run_apps(
         server_app.build(workload.server(), Path(job.out), on_round),

@@ -8,12 +8,13 @@ Neither a federation's server nor an attack imports this.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedsim.recording.files import checked_id, read_tensors, write_tensors
+from fedsim.recording.files import checked_id, read_tensors, remove_torn, write_tensors
 from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
 
@@ -33,7 +34,11 @@ def _folder(root: Path, id: str) -> Path:
 
 
 def _path(root: Path, id: str, client: int) -> Path:
-    return _folder(root, id) / f"client-{client:04d}.safetensors"
+    return _folder(root, id) / _name(client)
+
+
+def _name(client: int) -> str:
+    return f"client-{client:04d}.safetensors"
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
@@ -53,6 +58,18 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 def forget_truth(root: Path, id: str, client: int) -> None:
     """Remove what `client` wrote for the observation `id`, of which its answer is no part."""
     _path(root, id, client).unlink(missing_ok=True)
+
+
+def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
+    """Remove what `client` wrote of rounds after the `last`, and what kills left half written."""
+    for folder in home(root, stack).glob("round-*/*"):
+        number = folder.parent.name.removeprefix("round-")
+        if number.isdecimal() and int(number) > last:
+            (folder / _name(client)).unlink(missing_ok=True)
+            remove_torn(folder)
+            for emptied in (folder, folder.parent):
+                with suppress(OSError):  # others wrote there, too
+                    emptied.rmdir()
 
 
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:

@@ -7,20 +7,21 @@ is attacked on the same victims.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.data.partition import partition
 from fedsim.scenario import Scenario
+from fedsim.scenario.build import build_learner, declared_training
 from fedsim.training.blame import blaming
+from fedsim.training.census import Census
 from fedsim.training.client import Client, ClientResult
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.training.source import data_source, load_dataset, private_statistics
-from fedsim.types import Dataset, Table, Tensors, Unit
+from fedsim.types import Dataset, Table, Tensors
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -30,9 +31,9 @@ class Workload(Server):
     It knows all that the server knows, and is never handed to it (`server`).
     """
 
-    dataset: Dataset | Table
+    dataset: Dataset | Table = field(init=False)
     """What all clients hold together, and the test split."""
-    clients: tuple[Client, ...]
+    clients: tuple[Client, ...] = field(init=False)
     """By their numbers."""
 
     def __init__(
@@ -45,15 +46,19 @@ class Workload(Server):
                 impossible, or the model does not fit the images.
         """
         data = load_dataset(scenario) if dataset is None else dataset
-        super().__init__(scenario, stack_name, data.without_training(), len(data.train_labels))
+        trains = build_learner(scenario.learner).trains
         with blaming("data.partition"):
             parts = partition(
                 data,
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                min_images=self.declared.batch_size if self.trains else 1,
+                min_images=declared_training(scenario).batch_size if trains else 1,
             )
+        census = Census(
+            held=[len(own) for own in parts], private_statistics=private_statistics(scenario, data)
+        )
+        super().__init__(scenario, stack_name, data.without_training(), census)
         clients = tuple(
             Client(number=number, dataset=data, own=own, seed=scenario.seed)
             for number, own in enumerate(parts)
@@ -63,17 +68,12 @@ class Workload(Server):
 
     def server(self) -> Server:
         """The same federation as its server knows it."""
-        return Server(self.scenario, self.stack_name, self.described, self.examples)
+        return Server(self.scenario, self.stack_name, self.described, self.census)
 
     @property
     def parts(self) -> list[Tensor]:
         """Indices of each client's examples among those of training."""
         return [client.own for client in self.clients]
-
-    @property
-    def private_statistics(self) -> Mapping[Unit, tuple[str, ...]]:
-        """What clients compute with that one unit's data had a say in, without noise."""
-        return private_statistics(self.scenario, self.dataset)
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
         """The same federation on other training data, of which all is computed anew.
