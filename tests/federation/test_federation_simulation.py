@@ -37,6 +37,12 @@ def demanding(engine: str, **changes: Any) -> Scenario:
     )
 
 
+def test_every_engine_is_in_the_page_of_scenarios() -> None:
+    page = Path(__file__).parents[2] / "docs" / "scenarios.md"
+    section = page.read_text(encoding="utf-8").partition("## Engines")[2].partition("\n## ")[0]
+    assert [name for name in ENGINES if f"engine: {name}" not in section] == []
+
+
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FedsimError, match=r"pip install 'fedsim\[simulation\]'"):
