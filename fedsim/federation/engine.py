@@ -26,6 +26,9 @@ class Engine(Protocol):
 
     `federation.engine` calls it by its name. Both apps are the same on every engine; an engine
     only decides where they run and how their messages travel.
+
+    A process answers one message at a time: its clients share the workload's model, which holds the
+    weights of the one that answers. Several clients at a time take several processes, not threads.
     """
 
     def check(self) -> None:

@@ -141,18 +141,17 @@ def run(job: client_app.Job, server: Server | None, on_round: server_app.OnRound
     """Train what is left of `job` in this process, one client at a time."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
-    run_apps(
+    run_server(
         server_app.build(workload.server(), Path(job.out), on_round),
-        client_app.build(job, workload),
-        scenario.data.clients,
-        scenario.federation.timeout,
+        LocalGrid(
+            client_app.build(job, workload), scenario.data.clients, scenario.federation.timeout
+        ),
     )
 
 
-def run_apps(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
-    """Run both apps to their end in this process."""
+def run_server(server_app: ServerApp, grid: Grid) -> None:
+    """Run the server to its end in this process; `grid` reaches its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
-    grid = LocalGrid(client_app, clients, timeout)
     context = Context(
         run_id=_RUN_ID,
         node_id=SUPERLINK_NODE_ID,
