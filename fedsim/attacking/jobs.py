@@ -110,7 +110,7 @@ class Result:
     """Without its tensors."""
     seed: int
     reason: str | None
-    """Why it failed; None if it did not."""
+    """Why it failed, or was not scored; None if it was."""
     metrics: dict[str, float | None]
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
@@ -123,9 +123,18 @@ class Result:
     tensor_rate: float | None
     """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
     cost: dict[str, float | int | None]
+    unscored: bool = False
+    """Whether the truth is elsewhere, so that nobody has attacked yet."""
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None of a single
     gradient, and of rows."""
+
+    @property
+    def status(self) -> str:
+        """What the row says came of it."""
+        if self.unscored:
+            return "unscored"
+        return "failed" if self.reason else "ok"
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
@@ -469,6 +478,12 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         cost=_failed_cost(0.0),
         local_losses=None,
     )
+
+
+def unscored(observation: Observation) -> Result:
+    """The result of every attack on a recording whose truth is where the clients are."""
+    reason = "the truth is with the clients: join it with fedsim collect"
+    return replace(nothing_recorded(observation, reason), unscored=True)
 
 
 def _failed_cost(seconds: float) -> dict[str, float | int | None]:

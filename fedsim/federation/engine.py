@@ -13,6 +13,7 @@ from typing import Protocol, cast
 from fedsim.federation import client_state, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
+from fedsim.federation.network.link import Link
 from fedsim.federation.server_app import OnRound
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, build_stack, declared_training
@@ -38,8 +39,15 @@ class Engine(Protocol):
             FedsimError: this is one.
         """
 
-    def run(self, job: Job, server: Server | None, on_round: OnRound) -> None:
-        """Train what is left of `job`; `server` may spare building it."""
+    def run(self, job: Job, server: Server | None, on_round: OnRound, link: Link | None) -> None:
+        """Train what is left of `job`.
+
+        Args:
+            job: What to train.
+            server: May spare building it.
+            on_round: Told of each round.
+            link: Where the messages go, of an engine whose nodes are elsewhere.
+        """
 
 
 def _named(name: str) -> Engine:
@@ -54,6 +62,7 @@ def run(
     resume: bool,
     on_round: OnRound,
     server: Server | None = None,
+    link: Link | None = None,
 ) -> None:
     """See `fedsim.federation.federate`."""
     check(scenario, [stack])
@@ -72,7 +81,7 @@ def run(
         threads=scenario.threads,
     )
     with _quiet_flower(), threads.fixed(scenario.threads):
-        _named(scenario.federation.engine).run(job, server, on_round)
+        _named(scenario.federation.engine).run(job, server, on_round, link)
 
 
 def check(scenario: Scenario, stacks: list[str] | None = None) -> None:

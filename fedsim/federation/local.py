@@ -23,6 +23,7 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation import client_app, server_app
+from fedsim.federation.network.link import Link
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
 from fedsim.training.server import Server
@@ -137,7 +138,12 @@ def check() -> None:
     """Any machine will do."""
 
 
-def run(job: client_app.Job, server: Server | None, on_round: server_app.OnRound) -> None:
+def run(
+    job: client_app.Job,
+    server: Server | None,
+    on_round: server_app.OnRound,
+    link: Link | None = None,
+) -> None:
     """Train what is left of `job` in this process, one client at a time."""
     workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario

@@ -36,6 +36,7 @@ from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.federation.client_app import Job
+    from fedsim.federation.network.link import Link
     from fedsim.federation.server_app import OnRound
     from fedsim.training.server import Server
 
@@ -63,7 +64,7 @@ def check() -> None:
         )
 
 
-def run(job: Job, server: Server | None, on_round: OnRound) -> None:
+def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = None) -> None:
     """Train what is left of `job` in a child process; `server` cannot be handed to it.
 
     Raises:

@@ -130,6 +130,11 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
     return whole and bool((labels >= 0).all()) and images.is_floating_point()
 
 
+def count(root: Path, id: str) -> int:
+    """How many clients have written truth of the observation `id` below `root`."""
+    return len(list(_folder(root, id).glob("client-*.safetensors")))
+
+
 def has_truth(root: Path, id: str) -> bool:
     """Whether the ground truth of the observation `id` is below `root`."""
-    return any(_folder(root, id).glob("client-*.safetensors"))
+    return count(root, id) > 0

@@ -285,7 +285,7 @@ class Context:
             "releases": seen.releases,
             "observation": seen.id,
             "seed": result.seed,
-            "status": "failed" if result.reason else "ok",
+            "status": result.status,
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
@@ -306,6 +306,7 @@ class Context:
             },
             "privacy": {
                 **_privacy(guarantee),
+                "noise_key": "scenario" if server.noise_seed is None else "node",
                 "audited_epsilon": self.audited.get(stack),
                 "run": _privacy(whole),
             },
