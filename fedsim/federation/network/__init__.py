@@ -1,0 +1,1 @@
+"""A federation of many processes and machines: certificates, a gate, an eavesdropper."""
