@@ -17,7 +17,7 @@ from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jo
 from fedsim.contracts.attack import Progress
 from fedsim.data.public import public_images
 from fedsim.deployed import Deployed, join
-from fedsim.federation.network.link import Link
+from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
@@ -115,6 +115,59 @@ def run(
         except OSError as error:
             raise RunFailed(earlier.how_to_go_on(error)) from error
     return Run(root)
+
+
+def up(
+    scenario: str | Path,
+    *,
+    out: str | Path,
+    nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    shared_seed: bool = False,
+    resume: bool = False,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Run:
+    """Run a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
+
+    Args:
+        scenario: A file.
+        out: The folder to fill; the nodes' own folders are below it.
+        nodes: How many clients there are; default: as the scenario says.
+        overrides: `a.b=value` assignments to the file's keys.
+        shared_seed: Draw all from the scenario's seed, and collect the truth at the end.
+        resume: See `run`.
+        workers: See `run`.
+        quiet: See `run`.
+
+    Raises:
+        FedsimError: see `run`; or a part of the federation does not start.
+        RunFailed: see `run`.
+    """
+    from fedsim.federation.network.up import federation as started
+
+    count = [] if nodes is None else [f"data.clients={nodes}"]
+    asked = [*overrides, *count, "federation.engine=deployment"]
+    variants = expand(open_document(scenario, asked))
+    if len(variants) > 1:
+        raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
+    wanted, root = variants[0].scenario, Path(out)
+    paths.writable_folder(root, "--out")
+    source = wanted.data.source.parameters.get("path")
+    named = [str(path) for path in (source, wanted.training.weights) if path]
+    with started(
+        root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
+    ) as there:
+        finished = run(
+            scenario,
+            out=out,
+            overrides=asked,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            link=there.link,
+        )
+    return collect(out, workers=workers, quiet=quiet) if shared_seed else finished
 
 
 def collect(

@@ -22,6 +22,7 @@ from fedsim.cli.exits import exits
 from fedsim.cli.privacy import app as privacy_app
 
 if TYPE_CHECKING:
+    from fedsim.results.record import Run
     from fedsim.types import Reconstruction
 
 app = typer.Typer(
@@ -66,6 +67,21 @@ Settings = Annotated[
 ]
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
+RootCertificates = Annotated[
+    Path | None,
+    typer.Option("--root-certificates", help="Of who vouches for the SuperLink; none: no TLS."),
+]
+SharedSeed = Annotated[
+    bool,
+    typer.Option(
+        "--shared-seed",
+        help="Draw batches and noise from the scenario's seed, for the same bytes as on other "
+        "engines; such noise protects nobody.",
+    ),
+]
+
+
 @app.command()
 def run(
     scenario: ScenarioFile,
@@ -84,7 +100,20 @@ def run(
             min=1, help="Processes that attack; default: cores / threads of the scenario."
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+    superlink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Deploy: the SuperLink whose nodes train. See docs/network.md.",
+        ),
+    ] = None,
+    roots: RootCertificates = None,
+    secret: Annotated[
+        Path | None,
+        typer.Option("--superexec-secret", help="The SuperLink's secret of those who execute."),
+    ] = None,
+    shared_seed: SharedSeed = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report.
 
@@ -93,14 +122,24 @@ def run(
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():
+        from fedsim.federation.network.link import Link
         from fedsim.pipeline import run as run_scenario
 
+        link = None
+        if superlink is not None:
+            link = Link(superlink=superlink, roots=roots, secret=secret, shared_seed=shared_seed)
+            overrides.append("federation.engine=deployment")
         finished = run_scenario(
-            scenario, out=out, overrides=overrides, resume=resume, workers=workers, quiet=quiet
+            scenario,
+            out=out,
+            overrides=overrides,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            link=link,
         )
         if not quiet:
-            typer.echo(_outcome(finished.out))
-            typer.echo(f"report: {finished.report}")
+            show(finished)
 
 
 @app.command()
@@ -316,6 +355,16 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
     width = get_terminal_size((120, 24)).columns
     rows = leaderboard_rows(folders)
     return render(rows, format.value, width=width, color=sys.stdout.isatty())
+
+
+def show(finished: Run) -> None:
+    """Prints the leaderboard, what it lacks, and where the report is."""
+    from fedsim.report import load_runs, unfinished
+
+    typer.echo(_outcome(finished.out))
+    for line in unfinished(load_runs([finished.out])):
+        typer.echo(line, err=True)
+    typer.echo(f"report: {finished.report}")
 
 
 def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> None:

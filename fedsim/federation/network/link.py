@@ -10,6 +10,9 @@ from pathlib import Path
 
 from fedsim.types import FedsimError
 
+SCENARIO = "scenario"
+"""In place of a node's data: its client's share of the scenario's own source."""
+
 _REACH_SECONDS = 4.0
 """How long a host may take to answer before it counts as not there."""
 _HELLO = b"GET / HTTP/1.0\r\n\r\n"

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from fedsim.federation import client_app
 from fedsim.federation.network import census
 from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
@@ -24,9 +25,6 @@ from fedsim.training.client import Client
 from fedsim.training.source import load_source, private_statistics
 from fedsim.training.workload import OneClient, Workload
 from fedsim.types import Dataset, FedsimError, Table
-
-SCENARIO = "scenario"
-"""Of `--data`: the node takes its client's share of the scenario's own source."""
 
 _MOST_TEXT = 50_000_000
 
