@@ -17,6 +17,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
 from flwr.app import Context, Error, Message
 from flwr.cli.build import build_fab_from_disk
 from flwr.common.constant import ErrorCode, SubStatus
@@ -109,8 +114,13 @@ def register(link: Link, public_key: bytes) -> None:
     """Tell the SuperLink that the owner of `public_key`, in OpenSSH's format, is a node.
 
     Raises:
-        FedsimError: it refuses.
+        FedsimError: it refuses, or there is no such key.
     """
+    try:
+        key = load_ssh_public_key(public_key)
+    except ValueError as error:
+        raise FedsimError(f"no public key in OpenSSH's format: {error}") from error
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     client = ControlHttpClient.from_server_address(
         link.superlink,
         link.roots is None,
@@ -118,7 +128,7 @@ def register(link: Link, public_key: bytes) -> None:
         [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
     )
     try:
-        client.RegisterNode(RegisterNodeRequest(public_key=public_key))
+        client.RegisterNode(RegisterNodeRequest(public_key=pem))
     except httpx.HTTPError as error:
         raise FedsimError(f"the SuperLink registers no node: {_said(error)}") from error
     finally:

@@ -19,6 +19,7 @@ from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
+from fedsim.system import threads
 from fedsim.training import refusals
 from fedsim.training.census import Census
 from fedsim.training.client import Client
@@ -70,6 +71,7 @@ class NodeApp:
     def _counted(self, written: str) -> RecordDict:
         """How much the client holds, once every stack of the scenario is allowed and can work."""
         scenario = _scenario(written)
+        threads.fix(scenario.threads)
         for stack in scenario.defenses:
             self._policy.check(scenario, stack)
         client = self._client(scenario, scenario.seed)
@@ -80,6 +82,7 @@ class NodeApp:
 
     def _build(self, written: str, stack: str, run: str, held: str) -> ClientApp:
         scenario = _scenario(written)
+        threads.fix(scenario.threads)
         if stack not in scenario.defenses:
             raise FedsimError(f"defenses: the scenario has no stack {stack[:40]!r}")
         self._policy.check(scenario, stack)

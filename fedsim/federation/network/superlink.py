@@ -55,6 +55,7 @@ class Child:
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                env={**os.environ, "FLWR_LOG_LEVEL": "INFO"},
                 preexec_fn=_end_with_parent if sys.platform == "linux" else None,
             )
 

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -103,8 +104,7 @@ def federation(
                 *("--home", str(home), "--policy", str(policy)),
                 *(["--shared-seed"] if shared_seed else []),
             ]
-            log = home / "node.log"
-            found.append(watched.add(lambda command=command, log=log: Child(command, log)))
+            found.append(watched.add(partial(Child, command, home / "node.log")))
         yield Federation(
             link=reached,
             gate=gate,
