@@ -1,15 +1,14 @@
-"""A path filter in front of a SuperLink: nodes reach its Fleet API, and nothing else on that port.
+"""A gate in front of a SuperLink: nodes reach its Fleet API, and nothing else on that port.
 
 A SuperLink serves three APIs on one port, and authenticates nodes on one of them: whoever reaches
-the port can start runs on the other two. The gate ends a node's TLS, passes on
-`POST /v1/fleet/...` in a request of its own making, over TLS of its own, and refuses all else with
-a line in its log. Flower signs no more of a request than its time, so a signature that somebody
-saw could be used again for any request of that node; through the gate each passes once.
+the port can start runs on the other two. The gate ends a node's TLS, passes on what `admission`
+lets pass (`POST /v1/fleet/...`) in a request of its own making, over TLS of its own, and refuses
+all else with a line in its log. Bodies stream through it.
 
     python -m fedsim.federation.network.gate --listen 0.0.0.0:9000 --superlink superlink:8000
         --certificate server.crt --key server.key --roots ca.crt
 
-Imports neither torch nor Flower: little code and memory stand where strangers can reach.
+Its process is kept small (torch is not imported), since it stands where strangers can reach it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,7 +29,15 @@ from typing import Any, TextIO, TypeVar
 
 import h11
 
-from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures, passed_on, vet
+from fedsim.federation.network.admission import (
+    BODY_LIMIT,
+    REPLIES,
+    Refusal,
+    Signatures,
+    check_replies,
+    passed_on,
+    vet,
+)
 from fedsim.system import processes
 
 CONNECTIONS = 1024
@@ -52,7 +59,7 @@ _CONNECT_SECONDS = 10.0
 _REUSE_SECONDS = 2.0
 """An idle connection to the SuperLink is used again within these; it closes its end after 5."""
 _LINGER_SECONDS = 1.0
-"""A refused client may send for so long, so that it gets to read why before the connection ends."""
+"""A refused client may send on for so long: if it were cut off, it would not read why."""
 _BACKLOG = 128
 
 T = TypeVar("T")
@@ -93,7 +100,7 @@ class Gate:
 
         try:
             _contexts(self._settings)
-            listener = _listener(self._listen)
+            listener, since = _listener(self._listen), time.time()
         except (OSError, ValueError) as error:
             raise FedsimError(
                 f"the gate at {self._listen} cannot start: {error}; name a free address, and a "
@@ -102,7 +109,7 @@ class Gate:
         with listener:
             host, port = listener.getsockname()[:2]
             self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            arguments = (listener, self._settings, self._log)
+            arguments = (listener, since, self._settings, self._log)
             self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
         return self
 
@@ -144,13 +151,9 @@ class _Side:
         await self._writer.drain()
 
     async def discard(self) -> None:
-        """Reads until the other end closes."""
-        while await self._reader.read(_CHUNK_BYTES):
-            pass
-
-    @property
-    def is_closed(self) -> bool:
-        return self._reader.at_eof() or self._writer.is_closing()
+        """Reads the rest of a request's body, for nobody."""
+        while self.http.their_state is h11.SEND_BODY:
+            await self.event()
 
     async def close(self) -> None:
         with suppress(OSError, TimeoutError):
@@ -213,12 +216,13 @@ class _Passage:
         self.request = f"{ascii(request.method)[2:-1]} {ascii(request.target)[2:-1]}"[:200]
         headers = vet(request, self._server.settings.body_limit)
         signature = self._server.signatures.claim(headers)
-        patience = _Patience()
-        superlink = await self._connected()
-        await self._forward(superlink, request.target, headers, patience)
-        status = await self._answer(superlink, patience)
-        if status == 401:
-            self._server.signatures.release(signature)
+        patience, is_accepted = _Patience(), False
+        try:
+            superlink = await self._connected()
+            await self._forward(superlink, request.target, headers, patience)
+            is_accepted = await self._answer(superlink, patience)
+        finally:
+            self._server.signatures.settle(signature, is_accepted=is_accepted)
         if h11.MUST_CLOSE in (self.client.http.our_state, self.client.http.their_state):
             return False
         self.client.http.start_next_cycle()
@@ -236,15 +240,21 @@ class _Passage:
         host = (b"host", self._server.settings.superlink.encode())
         head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
         await _of_superlink(superlink.send(head))
-        while isinstance(data := await patience.wait(self.client.event()), h11.Data):
-            patience.renew(len(data.data))
-            await _of_superlink(superlink.send(data))
-        if not isinstance(data, h11.EndOfMessage):
-            raise Refusal(400, "body cut off")
+        body = self._body(patience)
+        async for data in _checked(body) if target == REPLIES else body:
+            await _of_superlink(superlink.send(h11.Data(data=data)))
         await _of_superlink(superlink.send(h11.EndOfMessage()))
 
-    async def _answer(self, superlink: _Side, patience: _Patience) -> int:
-        """Hands the SuperLink's answer to the client and returns its status."""
+    async def _body(self, patience: _Patience) -> AsyncIterator[bytes]:
+        """The client's body as it comes."""
+        while isinstance(data := await patience.wait(self.client.event()), h11.Data):
+            patience.renew(len(data.data))
+            yield data.data
+        if not isinstance(data, h11.EndOfMessage):
+            raise Refusal(400, "body cut off")
+
+    async def _answer(self, superlink: _Side, patience: _Patience) -> bool:
+        """Hands the SuperLink's answer to the client and returns whether it accepted."""
         response = await _of_superlink(superlink.event())
         if not isinstance(response, h11.Response):
             raise Refusal(502, "the SuperLink did not answer")
@@ -258,21 +268,26 @@ class _Passage:
         if not isinstance(data, h11.EndOfMessage):
             raise Refusal(502, "the SuperLink's answer was cut off")
         await patience.wait(self.client.send(h11.EndOfMessage()))
-        if superlink.http.our_state is superlink.http.their_state is h11.DONE:
-            superlink.http.start_next_cycle()
-            self._superlink, self._idle_since = superlink, time.monotonic()
-        else:
-            await superlink.close()
-        return response.status_code
+        self._idle_since = time.monotonic()
+        return response.status_code == 200
 
     async def _connected(self) -> _Side:
         """A connection to the SuperLink: the last one, or a new one if it may be about to close."""
-        superlink, self._superlink = self._superlink, None
-        if superlink:
-            if not superlink.is_closed and time.monotonic() - self._idle_since < _REUSE_SECONDS:
-                return superlink
-            await superlink.close()
-        return await self._server.connect()
+        if self._superlink:
+            http, idle = self._superlink.http, time.monotonic() - self._idle_since
+            if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:
+                http.start_next_cycle()
+                return self._superlink
+            await self._superlink.close()
+        self._superlink = await self._server.connect()
+        return self._superlink
+
+
+async def _checked(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Holds an announcement of replies until all of it was checked."""
+    whole = b"".join([data async for data in body])
+    check_replies(whole)
+    yield whole
 
 
 async def _of_superlink(awaitable: Awaitable[T]) -> T:
@@ -289,9 +304,9 @@ async def _of_superlink(awaitable: Awaitable[T]) -> T:
 class _Server:
     """Accepts clients, and writes the log."""
 
-    def __init__(self, settings: Settings, log: TextIO) -> None:
+    def __init__(self, settings: Settings, since: float, log: TextIO) -> None:
         self.settings, self._log = settings, log
-        self.signatures = Signatures()
+        self.signatures = Signatures(since)
         self._inside, self._outside = _contexts(settings)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -384,15 +399,10 @@ class _Server:
         )
 
 
-async def serve(listener: socket.socket, settings: Settings, log: TextIO) -> None:
-    """Serves clients of a listening socket until it is cancelled."""
-    await _Server(settings, log).run(listener)
-
-
-def _in_child(listener: socket.socket, settings: Settings, log: Path | None) -> None:
+def _in_child(listener: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
     with ExitStack() as stack:
         stream = stack.enter_context(log.open("a", encoding="utf-8")) if log else sys.stderr
-        asyncio.run(serve(listener, settings, stream))
+        asyncio.run(_Server(settings, since, stream).run(listener))
 
 
 def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -418,12 +428,12 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-async def _until_terminated(listener: socket.socket, settings: Settings) -> None:
+async def _until_terminated(listener: socket.socket, since: float, settings: Settings) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await serve(listener, settings, sys.stderr)
+    await _Server(settings, since, sys.stderr).run(listener)
 
 
 def main() -> None:
@@ -441,11 +451,11 @@ def main() -> None:
     try:
         _contexts(settings)
         _split(settings.superlink)
-        listener = _listener(listen)
+        listener, since = _listener(listen), time.time()
     except (OSError, ValueError) as error:
         parser.error(f"{error}; check address, certificate, key and roots")
     with listener, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(listener, settings))
+        asyncio.run(_until_terminated(listener, since, settings))
 
 
 if __name__ == "__main__":
