@@ -45,7 +45,11 @@ from fedsim.federation.network.certificates import Authority
 
 NEVER = 60.0
 """Seconds after which a test gives up."""
-ENVIRONMENT = {"FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_UPDATE_CHECK": "1"}
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_LOG_LEVEL": "DEBUG",  # a SuperLink then logs every request
+}
 FILES: dict[str, bytes | Path] = {
     "pyproject.toml": b"""\
 [project]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import os
 import signal
@@ -26,6 +28,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from network_support import NEVER, free_port, until
 
+from fedsim.federation.network import gate as gate_module
 from fedsim.federation.network.certificates import Authority, make_authority
 from fedsim.federation.network.gate import Gate, Settings
 from fedsim.types import FedsimError
@@ -416,3 +419,41 @@ def test_the_command(authority: Authority, inside: str) -> None:
         assert running.wait(NEVER) == 0
         assert running.stderr
         assert b" 404 not the Fleet API: GET /\n" in running.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("limit", "sent", "reason"),
+    [
+        ("_HEAD_SECONDS", head(f"POST {PATH} HTTP/1.1", "Host: a")[:-2], "408 headers too slow"),
+        ("_GRACE_SECONDS", None, "408 too slow"),
+    ],
+)
+def test_slow_clients_are_cut_off(
+    authority: Authority,
+    inside: str,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    sent: bytes | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(gate_module, limit, 0.3)
+    lines = [f"{name}: {value}" for name, value in sign().items()]
+    unfinished = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 99", *lines) + b"x"
+    log = io.StringIO()
+
+    async def talk() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = gate_module._Server(settings(authority, inside), 0, log)
+        task = asyncio.create_task(server.run(listener))
+        context = ssl.create_default_context(cafile=authority.certificate)
+        port = listener.getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(sent or unfinished)
+        answer = await asyncio.wait_for(reader.read(), NEVER)
+        assert answer.startswith(b"HTTP/1.1 408")
+        writer.close()
+        task.cancel()
+        listener.close()
+
+    asyncio.run(talk())
+    assert f" {reason}: " in log.getvalue()
