@@ -29,6 +29,7 @@ from typing import Any, TextIO, TypeVar
 
 import h11
 
+from fedsim.federation.network import addresses
 from fedsim.federation.network.admission import (
     BODY_LIMIT,
     REPLIES,
@@ -60,7 +61,6 @@ _REUSE_SECONDS = 2.0
 """An idle connection to the SuperLink is used again within these; it closes its end after 5."""
 _LINGER_SECONDS = 1.0
 """A refused client may send on for so long: if it were cut off, it would not read why."""
-_BACKLOG = 128
 
 T = TypeVar("T")
 
@@ -100,16 +100,15 @@ class Gate:
 
         try:
             _contexts(self._settings)
-            listener, since = _listener(self._listen), time.time()
+            server, since = addresses.listener(self._listen), time.time()
         except (OSError, ValueError) as error:
             raise FedsimError(
                 f"the gate at {self._listen} cannot start: {error}; name a free address, and a "
                 "certificate, key and authority that belong together"
             ) from error
-        with listener:
-            host, port = listener.getsockname()[:2]
-            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            arguments = (listener, since, self._settings, self._log)
+        with server:
+            self.address = addresses.address_of(server)
+            arguments = (server, since, self._settings, self._log)
             self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
         return self
 
@@ -310,13 +309,13 @@ class _Server:
         self._inside, self._outside = _contexts(settings)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, server: socket.socket) -> None:
         """Serves until it is cancelled."""
-        listener.setblocking(False)
+        server.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, peer = await loop.sock_accept(listener)
+                connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
                 self._refused("-", Refusal(503, str(error)), "")
                 await asyncio.sleep(0.1)
@@ -336,7 +335,7 @@ class _Server:
         Raises:
             Refusal: it cannot be reached, or is not the one that the authority vouches for.
         """
-        host, port = _split(self.settings.superlink)
+        host, port = addresses.split(self.settings.superlink)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
                 streams = await asyncio.open_connection(host, port, ssl=self._inside)
@@ -399,10 +398,10 @@ class _Server:
         )
 
 
-def _in_child(listener: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
+def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
     with ExitStack() as stack:
         stream = stack.enter_context(log.open("a", encoding="utf-8")) if log else sys.stderr
-        asyncio.run(_Server(settings, since, stream).run(listener))
+        asyncio.run(_Server(settings, since, stream).run(server))
 
 
 def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -414,26 +413,12 @@ def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return inside, outside
 
 
-def _listener(address: str) -> socket.socket:
-    host, port = _split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-
-
-def _split(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT -> (HOST, PORT)."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal():
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-async def _until_terminated(listener: socket.socket, since: float, settings: Settings) -> None:
+async def _until_terminated(server: socket.socket, since: float, settings: Settings) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await _Server(settings, since, sys.stderr).run(listener)
+    await _Server(settings, since, sys.stderr).run(server)
 
 
 def main() -> None:
@@ -450,12 +435,12 @@ def main() -> None:
     settings = Settings(**given)
     try:
         _contexts(settings)
-        _split(settings.superlink)
-        listener, since = _listener(listen), time.time()
+        addresses.split(settings.superlink)
+        server, since = addresses.listener(listen), time.time()
     except (OSError, ValueError) as error:
         parser.error(f"{error}; check address, certificate, key and roots")
-    with listener, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(listener, since, settings))
+    with server, suppress(asyncio.CancelledError):
+        asyncio.run(_until_terminated(server, since, settings))
 
 
 if __name__ == "__main__":
