@@ -29,6 +29,7 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from network_support import NEVER, free_port, until
 
 from fedsim.federation.network import gate as gate_module
+from fedsim.federation.network import passage
 from fedsim.federation.network.certificates import Authority, make_authority
 from fedsim.federation.network.gate import Gate, Settings
 from fedsim.types import FedsimError
@@ -220,6 +221,7 @@ def test_refusals_say_why_in_one_line_of_the_log(client: httpx.Client, log: Path
             head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", "Transfer-Encoding: x"),
             501,
         ),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", f"Content-Length: {'9' * 5000}"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length : 5"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: +5"), 400),
         (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", " folded: x"), 400),
@@ -436,7 +438,7 @@ def test_slow_clients_are_cut_off(
     sent: bytes | None,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(gate_module, limit, 0.3)
+    monkeypatch.setattr(passage, limit, 0.3)
     lines = [f"{name}: {value}" for name, value in sign().items()]
     unfinished = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 99", *lines) + b"x"
     log = io.StringIO()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.primitives.asymmetric import sign_message
 from flwr.supercore.runtime import RuntimeHttpClient
-from network_support import SuperLink, free_port, process, superlink, until
+from network_support import SuperLink, free_port, node_key, process, superlink, until
 
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
@@ -209,8 +212,16 @@ def test_what_somebody_read_cannot_be_sent_again(federation: Federation, way: st
         forged = fleet._client.post(
             f"{address}/activate-node", content=activation.SerializeToString(), headers=other
         )
+        stale = (datetime.now(UTC) - timedelta(seconds=306)).isoformat()
+        signature = b64encode(sign_message(node_key(key), stale.encode())).decode()
+        late = fleet._client.post(
+            f"{address}/pull-messages",
+            content=caught.content,
+            headers={**caught.headers, "flwr-timestamp": stale, "flwr-signature": signature},
+        )
     expected = 200 if way == "superlink" else 401
     assert (again.status_code, forged.status_code) == (expected, expected)
+    assert late.status_code == 401
 
 
 @pytest.mark.parametrize("way", ["superlink", "gate"])
