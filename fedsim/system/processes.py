@@ -88,7 +88,7 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
 def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
     """Runs `target(*arguments)` in a process that ends with the block, and with this process.
 
-    Interrupts do not reach it. It gets no time to clean up.
+    Interrupts do not reach it. It gets no time to clean up. It ends with the thread that starts it.
     """
     context = _SpawnContext()
     end, lifeline = context.Pipe(duplex=False)

@@ -1,15 +1,14 @@
-"""A path filter in front of a SuperLink: nodes reach its Fleet API, and nothing else on that port.
+"""A gate in front of a SuperLink: nodes reach its Fleet API, and nothing else on that port.
 
 A SuperLink serves three APIs on one port, and authenticates nodes on one of them: whoever reaches
-the port can start runs on the other two. The gate ends a node's TLS, passes on
-`POST /v1/fleet/...` in a request of its own making, over TLS of its own, and refuses all else with
-a line in its log. Flower signs no more of a request than its time, so a signature that somebody
-saw could be used again for any request of that node; through the gate each passes once.
+the port can start runs on the other two. The gate ends a node's TLS, passes on what `admission`
+lets pass (`POST /v1/fleet/...`) in a request of its own making, over TLS of its own, and refuses
+all else with a line in its log. Bodies stream through it.
 
     python -m fedsim.federation.network.gate --listen 0.0.0.0:9000 --superlink superlink:8000
         --certificate server.crt --key server.key --roots ca.crt
 
-Imports neither torch nor Flower: little code and memory stand where strangers can reach.
+Its process is kept small (torch is not imported), since it stands where strangers can reach it.
 """
 
 from __future__ import annotations
@@ -21,41 +20,25 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Awaitable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import TextIO
 
 import h11
 
-from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures, passed_on, vet
+from fedsim.federation.network import addresses
+from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
+from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
 from fedsim.system import processes
 
 CONNECTIONS = 1024
 """So many nodes' connections at once; a node has two, and one for each core while it pushes."""
 
-_CHUNK_BYTES = 64 * 1024
-"""Of a body, so much is held at once."""
-_HEAD_BYTES = 16 * 1024
-"""Limit of a request's line and headers; a node's are 1 kB."""
 _HANDSHAKE_SECONDS = 10.0
-_HEAD_SECONDS = 15.0
-"""From a connection's first byte (or last answer) to the end of a request's headers."""
-_GRACE_SECONDS = 30.0
-_SLOWEST = 16 * 1024
-"""A client may keep the gate waiting for the grace, and a second for so many bytes it moved."""
-_ANSWER_SECONDS = 120.0
-"""The SuperLink may keep a node waiting for so long."""
-_CONNECT_SECONDS = 10.0
-_REUSE_SECONDS = 2.0
-"""An idle connection to the SuperLink is used again within these; it closes its end after 5."""
 _LINGER_SECONDS = 1.0
-"""A refused client may send for so long, so that it gets to read why before the connection ends."""
-_BACKLOG = 128
-
-T = TypeVar("T")
+"""A refused client may send on for so long: if it were cut off, it would not read why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,22 +70,22 @@ class Gate:
         """Listens, then starts the process; clients may connect from here on.
 
         Raises:
-            FedsimError: the address is taken, or a certificate or key cannot be used.
+            FedsimError: the address is taken, or a certificate, key or log cannot be used.
         """
         from fedsim.types import FedsimError  # which imports torch: not for the gate's process
 
         try:
-            _contexts(self._settings)
-            listener = _listener(self._listen)
+            if self._log:
+                self._log.open("a").close()
+            server, since = _listening(self._listen, self._settings)
         except (OSError, ValueError) as error:
             raise FedsimError(
-                f"the gate at {self._listen} cannot start: {error}; name a free address, and a "
-                "certificate, key and authority that belong together"
+                f"the gate at {self._listen} cannot start: {error}; name a free address, a "
+                "certificate, key and authority that belong together, and a log in a folder that is"
             ) from error
-        with listener:
-            host, port = listener.getsockname()[:2]
-            self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-            arguments = (listener, self._settings, self._log)
+        with server:
+            self.address = addresses.address_of(server)
+            arguments = (server, since, self._settings, self._log)
             self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
         return self
 
@@ -121,193 +104,29 @@ class Gate:
         return self._process.pid
 
 
-class _Side:
-    """One of the two connections of an exchange, and where its HTTP stands."""
-
-    def __init__(
-        self,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        role: type[h11.CLIENT] | type[h11.SERVER],
-    ) -> None:
-        self._reader, self._writer = reader, writer
-        self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
-
-    async def event(self, chunk: int = _CHUNK_BYTES) -> Any:
-        """The next event of the other end, from reads of at most `chunk` bytes."""
-        while (event := self.http.next_event()) is h11.NEED_DATA:
-            self.http.receive_data(await self._reader.read(chunk))
-        return event
-
-    async def send(self, event: h11.Event) -> None:
-        self._writer.write(self.http.send(event) or b"")
-        await self._writer.drain()
-
-    async def discard(self) -> None:
-        """Reads until the other end closes."""
-        while await self._reader.read(_CHUNK_BYTES):
-            pass
-
-    @property
-    def is_closed(self) -> bool:
-        return self._reader.at_eof() or self._writer.is_closing()
-
-    async def close(self) -> None:
-        with suppress(OSError, TimeoutError):
-            self._writer.close()
-            async with asyncio.timeout(_LINGER_SECONDS):
-                await self._writer.wait_closed()
-        self._writer.transport.abort()
-
-
-class _Patience:
-    """How long the gate still waits for a client, for all waits of one exchange together."""
-
-    def __init__(self) -> None:
-        self._left = _GRACE_SECONDS
-
-    async def wait(self, awaitable: Awaitable[T]) -> T:
-        """Raises a Refusal when it is exhausted."""
-        start = time.monotonic()
-        try:
-            async with asyncio.timeout(self._left):
-                return await awaitable
-        except TimeoutError as error:
-            raise Refusal(408, "too slow") from error
-        finally:
-            self._left -= time.monotonic() - start
-
-    def renew(self, size: int) -> None:
-        """Adds to it for so many bytes that were moved."""
-        self._left += size / _SLOWEST
-
-
-class _Passage:
-    """One client's connection, and the connection to the SuperLink that serves it."""
-
-    def __init__(self, client: _Side, server: _Server) -> None:
-        self.client, self._server = client, server
-        self.request = ""
-        """What is asked, for the log."""
-        self.is_answered = False
-        """Whether an answer has begun, so that no other can be given."""
-        self._superlink: _Side | None = None
-        self._idle_since = 0.0
-
-    async def exchange(self) -> bool:
-        """Serves one request. Returns whether there can be another.
-
-        Raises:
-            Refusal: it does not pass, or cannot be answered.
-        """
-        self.request, self.is_answered = "", False
-        try:
-            async with asyncio.timeout(_HEAD_SECONDS):
-                request = await self.client.event(_HEAD_BYTES)
-        except TimeoutError as error:
-            if self.client.http.trailing_data[0]:
-                raise Refusal(408, "headers too slow") from error
-            return False
-        if not isinstance(request, h11.Request):
-            return False
-        self.request = f"{ascii(request.method)[2:-1]} {ascii(request.target)[2:-1]}"[:200]
-        headers = vet(request, self._server.settings.body_limit)
-        signature = self._server.signatures.claim(headers)
-        patience = _Patience()
-        superlink = await self._connected()
-        await self._forward(superlink, request.target, headers, patience)
-        status = await self._answer(superlink, patience)
-        if status == 401:
-            self._server.signatures.release(signature)
-        if h11.MUST_CLOSE in (self.client.http.our_state, self.client.http.their_state):
-            return False
-        self.client.http.start_next_cycle()
-        return True
-
-    async def close(self) -> None:
-        await self.client.close()
-        if self._superlink:
-            await self._superlink.close()
-
-    async def _forward(
-        self, superlink: _Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience
-    ) -> None:
-        """Sends the request on, its body as it comes."""
-        host = (b"host", self._server.settings.superlink.encode())
-        head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
-        await _of_superlink(superlink.send(head))
-        while isinstance(data := await patience.wait(self.client.event()), h11.Data):
-            patience.renew(len(data.data))
-            await _of_superlink(superlink.send(data))
-        if not isinstance(data, h11.EndOfMessage):
-            raise Refusal(400, "body cut off")
-        await _of_superlink(superlink.send(h11.EndOfMessage()))
-
-    async def _answer(self, superlink: _Side, patience: _Patience) -> int:
-        """Hands the SuperLink's answer to the client and returns its status."""
-        response = await _of_superlink(superlink.event())
-        if not isinstance(response, h11.Response):
-            raise Refusal(502, "the SuperLink did not answer")
-        kept = [h for h in response.headers if h[0] in (b"content-type", b"content-length")]
-        self.is_answered = True
-        head = h11.Response(status_code=response.status_code, headers=kept)
-        await patience.wait(self.client.send(head))
-        while isinstance(data := await _of_superlink(superlink.event()), h11.Data):
-            patience.renew(len(data.data))
-            await patience.wait(self.client.send(data))
-        if not isinstance(data, h11.EndOfMessage):
-            raise Refusal(502, "the SuperLink's answer was cut off")
-        await patience.wait(self.client.send(h11.EndOfMessage()))
-        if superlink.http.our_state is superlink.http.their_state is h11.DONE:
-            superlink.http.start_next_cycle()
-            self._superlink, self._idle_since = superlink, time.monotonic()
-        else:
-            await superlink.close()
-        return response.status_code
-
-    async def _connected(self) -> _Side:
-        """A connection to the SuperLink: the last one, or a new one if it may be about to close."""
-        superlink, self._superlink = self._superlink, None
-        if superlink:
-            if not superlink.is_closed and time.monotonic() - self._idle_since < _REUSE_SECONDS:
-                return superlink
-            await superlink.close()
-        return await self._server.connect()
-
-
-async def _of_superlink(awaitable: Awaitable[T]) -> T:
-    """Waits for the SuperLink; what goes wrong there is not the client's doing."""
-    try:
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            return await awaitable
-    except TimeoutError as error:
-        raise Refusal(504, "the SuperLink takes too long") from error
-    except (OSError, h11.ProtocolError) as error:
-        raise Refusal(502, f"the SuperLink broke off: {error}") from error
-
-
 class _Server:
     """Accepts clients, and writes the log."""
 
-    def __init__(self, settings: Settings, log: TextIO) -> None:
-        self.settings, self._log = settings, log
-        self.signatures = Signatures()
-        self._inside, self._outside = _contexts(settings)
+    def __init__(self, settings: Settings, since: float, log: TextIO) -> None:
+        self._settings, self._log = settings, log
+        self._signatures = Signatures(since)
+        inside, self._outside = _contexts(settings)
+        self._superlink = SuperLink(settings.superlink, inside)
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, listener: socket.socket) -> None:
+    async def run(self, server: socket.socket) -> None:
         """Serves until it is cancelled."""
-        listener.setblocking(False)
+        server.setblocking(False)
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, peer = await loop.sock_accept(listener)
+                connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
                 self._refused("-", Refusal(503, str(error)), "")
                 await asyncio.sleep(0.1)
                 continue
             who = f"{peer[0]}:{peer[1]}"
-            if len(self._tasks) >= self.settings.connections:
+            if len(self._tasks) >= self._settings.connections:
                 connection.close()
                 self._refused(who, Refusal(503, "too many connections"), "")
                 continue
@@ -315,24 +134,10 @@ class _Server:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def connect(self) -> _Side:
-        """Connects to the SuperLink.
-
-        Raises:
-            Refusal: it cannot be reached, or is not the one that the authority vouches for.
-        """
-        host, port = _split(self.settings.superlink)
-        try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
-                streams = await asyncio.open_connection(host, port, ssl=self._inside)
-        except (OSError, TimeoutError) as error:
-            raise Refusal(502, f"the SuperLink cannot be reached: {error}") from error
-        return _Side(*streams, h11.CLIENT)
-
     async def _serve(self, connection: socket.socket, who: str) -> None:
         """Serves one connection, from the handshake to its end."""
         loop = asyncio.get_running_loop()
-        reader = asyncio.StreamReader(limit=_CHUNK_BYTES)
+        reader = asyncio.StreamReader(limit=CHUNK_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         try:
             transport, _ = await loop.connect_accepted_socket(
@@ -346,7 +151,9 @@ class _Server:
             connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
-        passage = _Passage(_Side(reader, writer, h11.SERVER), self)
+        client = Side(reader, writer, h11.SERVER)
+        limit = self._settings.body_limit
+        passage = Passage(client, self._superlink, self._signatures, limit)
         try:
             while await passage.exchange():
                 pass
@@ -359,7 +166,7 @@ class _Server:
         finally:
             await passage.close()
 
-    async def _refuse(self, passage: _Passage, who: str, refusal: Refusal) -> None:
+    async def _refuse(self, passage: Passage, who: str, refusal: Refusal) -> None:
         """Tells the client, if an answer has not yet begun, and the log."""
         self._refused(who, refusal, passage.request)
         if passage.is_answered:
@@ -378,21 +185,14 @@ class _Server:
 
     def _refused(self, who: str, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        reason = ascii(str(refusal))[1:-1]
-        print(
-            f"{now} {who} {refusal.status} {reason}: {request or '-'}", file=self._log, flush=True
-        )
+        what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
+        print(now, who, what, file=self._log, flush=True)
 
 
-async def serve(listener: socket.socket, settings: Settings, log: TextIO) -> None:
-    """Serves clients of a listening socket until it is cancelled."""
-    await _Server(settings, log).run(listener)
-
-
-def _in_child(listener: socket.socket, settings: Settings, log: Path | None) -> None:
+def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
     with ExitStack() as stack:
         stream = stack.enter_context(log.open("a", encoding="utf-8")) if log else sys.stderr
-        asyncio.run(serve(listener, settings, stream))
+        asyncio.run(_Server(settings, since, stream).run(server))
 
 
 def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
@@ -404,26 +204,19 @@ def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     return inside, outside
 
 
-def _listener(address: str) -> socket.socket:
-    host, port = _split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+def _listening(listen: str, settings: Settings) -> tuple[socket.socket, float]:
+    """A socket that listens, and since when; what is wrong with the settings shows here."""
+    _contexts(settings)
+    addresses.split(settings.superlink)
+    return addresses.listener(listen), time.time()
 
 
-def _split(address: str) -> tuple[str, int]:
-    """HOST:PORT or [HOST]:PORT -> (HOST, PORT)."""
-    host, separator, port = address.rpartition(":")
-    if not separator or not port.isdecimal():
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-async def _until_terminated(listener: socket.socket, settings: Settings) -> None:
+async def _until_terminated(server: socket.socket, since: float, settings: Settings) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await serve(listener, settings, sys.stderr)
+    await _Server(settings, since, sys.stderr).run(server)
 
 
 def main() -> None:
@@ -439,13 +232,11 @@ def main() -> None:
     listen = given.pop("listen")
     settings = Settings(**given)
     try:
-        _contexts(settings)
-        _split(settings.superlink)
-        listener = _listener(listen)
+        server, since = _listening(listen, settings)
     except (OSError, ValueError) as error:
         parser.error(f"{error}; check address, certificate, key and roots")
-    with listener, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(listener, settings))
+    with server, suppress(asyncio.CancelledError):
+        asyncio.run(_until_terminated(server, since, settings))
 
 
 if __name__ == "__main__":
