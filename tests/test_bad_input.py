@@ -20,6 +20,8 @@ from fedsim.results import record
 from fedsim.system import memory
 from fedsim.types import FedsimError, ModelSpec, RunFailed
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 SCENARIO = """\
 name: s
 data: {source: digits, clients: 2}

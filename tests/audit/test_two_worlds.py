@@ -27,6 +27,8 @@ from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors, Update
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 CLIENT = [{"name": "clip", "norm": 0.5}, {"name": "gaussian_noise", "multiplier": 1.5}]
 LOUD = {"name": "gaussian_noise", "multiplier": 0.5}
 EXAMPLE = [{"name": "dp_sgd", "norm": 0.2, "noise_multiplier": 1.0}]

@@ -17,6 +17,8 @@ from fedsim.report import leaderboard_rows, render
 from fedsim.results.record import Run
 from fedsim.scoring import METRICS
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
 OPEN = {"variant", "parameters", "stack", "packages"}
 """What holds names that are not fedsim's."""

@@ -21,6 +21,8 @@ from fedsim.results.record import read_lines
 from fedsim.system.lock import NAME, locked
 from fedsim.types import FedsimError
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 NEVER = 600.0
 """Seconds after which a test gives up."""
 
