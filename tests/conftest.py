@@ -1,4 +1,4 @@
-"""Marks: `slow` runs with --run-slow, `gpu` where torch has a CUDA device.
+"""Marks: `slow` runs with --run-slow, `gpu` where torch has a CUDA device; runs without workers.
 
 The suite runs in as many processes as there are cores (at most 4), so each computes on one thread;
 processes that tests start inherit it, since the number of threads decides the last bits of a sum.
@@ -7,6 +7,7 @@ processes that tests start inherit it, since the number of threads decides the l
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 
@@ -24,3 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="takes minutes: needs --run-slow"))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="module")
+def attacks_here() -> Iterator[None]:
+    """Runs of the module attack and score in this process, and start no workers."""
+    import one_process
+
+    with one_process.attacks_here():
+        yield

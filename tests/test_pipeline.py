@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_process import attacks_here
 from test_imports import run_stripped
 
 import fedsim
@@ -46,7 +47,8 @@ def without_cost(rows: list[Row]) -> list[Row]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
+    with attacks_here():
+        return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("run") / "out", workers=1)
 
 
 def test_every_cell_has_its_row_in_canonical_order(finished: Run) -> None:
@@ -117,6 +119,7 @@ def test_what_a_run_leaves_behind(finished: Run) -> None:
 
 
 def test_the_same_scenario_gives_the_same_bytes(finished: Run, tmp_path: Path) -> None:
+    """Also where attacks are in a process of their own, as those of `finished` were not."""
     again = fedsim.run(fedsim.load(finished.out / "scenario.yaml"), out=tmp_path / "b", workers=1)
     assert without_cost(again.rows()) == without_cost(finished.rows())
     for path in finished.observations():
@@ -209,7 +212,7 @@ def test_known_labels_need_the_truth(finished: Run) -> None:
 
 @pytest.mark.parametrize("moment", [0, 1, 2])
 def test_killed_at_a_random_moment_and_resumed(finished: Run, tmp_path: Path, moment: int) -> None:
-    """`kill -9`, then --resume: the same rows, the same bytes."""
+    """`kill -9`, then resumed by another process: the same rows."""
     out = tmp_path / "out"
     command = [
         sys.executable, "-m", "fedsim", "run", str(finished.out / "scenario.yaml"),
@@ -223,5 +226,6 @@ def test_killed_at_a_random_moment_and_resumed(finished: Run, tmp_path: Path, mo
     time.sleep(0.13 * (moment + 1))
     os.killpg(victim.pid, signal.SIGKILL)
     assert victim.wait() in (-signal.SIGKILL, 0), "on a fast machine it may have been done"
-    subprocess.run([*command, "--resume"], check=True)
+    with attacks_here():
+        fedsim.run(finished.out / "scenario.yaml", out=out, workers=1, resume=True)
     assert without_cost(Run(out).rows()) == without_cost(finished.rows())

@@ -15,7 +15,6 @@ from typing import final
 
 import torch
 import torch.nn.functional as F
-from sklearn.covariance import oas
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
@@ -181,6 +180,8 @@ def _strongest_of_the_best(error: Callable[[float], float]) -> float:
 
 def _precision(samples: Tensor) -> Tensor:
     """Estimates the inverse covariance (p, p) of centered `samples` (P, p), by shrinkage."""
+    from sklearn.covariance import oas  # seconds to import, for few
+
     covariance = torch.from_numpy(oas(samples.cpu().numpy(), assume_centered=True)[0])
     covariance.diagonal().add_(_LEAST_VARIANCE)
     return torch.cholesky_inverse(torch.linalg.cholesky(covariance)).to(samples)

@@ -17,6 +17,8 @@ from fedsim.contracts.guarantee import Guarantee
 from fedsim.results.record import Run
 from fedsim.types import Tensors
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 
 class Faulty(UpdateDefense):
     """Does to the second and later updates of a process what its parameter says."""

@@ -18,6 +18,8 @@ from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import RowTruth
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 FAR = [
     {"name": "gaussian_sampling", "beta": 0.01, "lift": 3, "samples": 199},
     {"name": "truncated_laplace", "beta": 0.01, "epsilon": 0.7, "delta": 4e-4},

@@ -22,6 +22,8 @@ from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, RowTruth
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 NOISE = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-3}
 SCENARIO: dict[str, Any] = {
     "name": "rows",

@@ -23,6 +23,8 @@ from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 from fedsim_defenses import dp_sgd
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 AGGREGATE = {"name": "aggregate"}
 
 

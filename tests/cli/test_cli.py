@@ -24,6 +24,8 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.results.record import Run
 from fedsim.types import FedsimError, RunFailed
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 SCENARIO = """\
 name: tiny
 seed: 5

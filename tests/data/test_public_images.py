@@ -22,6 +22,8 @@ from fedsim.results.reading import load_runs
 from fedsim.results.record import Run
 from fedsim.types import Dataset, FedsimError, GroundTruth
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 SCENARIO: dict[str, Any] = {
     "name": "public",
     "seed": 5,

@@ -20,6 +20,8 @@ from fedsim.training import refusals
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.1}
 TINY: dict[str, Any] = {
     "name": "planted",

@@ -18,6 +18,8 @@ from fedsim.report import leaderboard_rows, render
 from fedsim.results.record import Run
 from fedsim.scoring import METRICS
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
 THREATS = DOCUMENT.with_name("threat-models.md")
 OPEN = {"variant", "parameters", "stack", "packages"}

@@ -21,6 +21,8 @@ from fedsim.results.record import read_lines
 from fedsim.system.lock import NAME, locked
 from fedsim.types import FedsimError
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 NEVER = 600.0
 """Seconds after which a test gives up."""
 
@@ -124,7 +126,7 @@ Begin = Callable[[int], "subprocess.Popen[str]"]
 
 @pytest.mark.parametrize(
     ("number", "workers"),
-    [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 2)],
+    [(signal.SIGINT, 2), (signal.SIGTERM, 1), (signal.SIGHUP, 1)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_a_signal_says_how_to_go_on(
@@ -221,13 +223,13 @@ if __name__ == "__main__":
 def test_a_second_interrupt_ends_what_hangs(path: Path, tmp_path: Path) -> None:
     script = tmp_path / "impatient.py"
     script.write_text(WHILE_ENDING)
-    process = start([sys.executable, str(script), *words(path, 2)])
+    process = start([sys.executable, str(script), *words(path, 1)])
     until(lambda: attacking(path), process)
     there = children(process.pid)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=NEVER)
     assert process.returncode == 130, stderr
-    assert "--workers 2 --resume\n" in stderr
+    assert "--workers 1 --resume\n" in stderr
     until(lambda: not any(map(runs, there)))
 
 

@@ -18,6 +18,8 @@ from fedsim.results import rows
 from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 SCENARIO: dict[str, Any] = {
     "name": "claims",
     "data": {"source": {"name": "digits", "size": 8}, "clients": 2},

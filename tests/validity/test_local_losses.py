@@ -18,6 +18,8 @@ from fedsim.report import load_runs
 from fedsim.scenario import resolve
 from fedsim.types import Observation
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 STEPS = {"name": "local_aggregation", "steps": 3, "batches": "same"}
 
 

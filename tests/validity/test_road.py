@@ -37,6 +37,8 @@ from fedsim.report import leaderboard_rows, positive_controls
 from fedsim.results.record import Row, Run
 from fedsim.types import Dataset, GroundTruth, Observation, Reconstruction, Tensors
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 RESTARTS = 4
 SPREAD = 8
 """Images differ from their split's brightness by at most so many of 255 steps."""

@@ -21,6 +21,8 @@ from fedsim.scenario.resolve import resolve
 from fedsim.training.workload import Workload
 from fedsim.types import Observation, Tensors
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 NOISY: dict[str, Any] = {
     "gaussian": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}],
     "dp_sgd": [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}],

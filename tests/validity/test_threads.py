@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_process import attacks_here
 
 import fedsim
 from fedsim.results.record import Run
@@ -44,7 +45,8 @@ def left_behind(run: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def on_one(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("threads") / "one", workers=1)
+    with attacks_here():
+        return fedsim.run(SCENARIO, out=tmp_path_factory.mktemp("threads") / "one", workers=1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -67,7 +69,8 @@ def test_bytes_depend_neither_on_workers_nor_on_cores(
 def test_the_number_of_threads_is_the_scenarios(on_one: Run, tmp_path: Path) -> None:
     """Else the test above could not fail."""
     scenario = {**SCENARIO, "threads": 4}
-    other = fedsim.run(scenario, out=tmp_path / "four", workers=1)
+    with attacks_here():
+        other = fedsim.run(scenario, out=tmp_path / "four", workers=1)
     changed, same = left_behind(other), left_behind(on_one)
     assert changed.keys() == same.keys()
     assert changed != same

@@ -25,6 +25,8 @@ from fedsim.results.record import Row, Run
 from fedsim.scoring import Guesser
 from fedsim.types import Dataset, FedsimError, GroundTruth, Observation, Reconstruction, Tensors
 
+pytestmark = pytest.mark.usefixtures("attacks_here")
+
 SIDE = 8
 
 
