@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -117,7 +117,7 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 
 @contextmanager
-def report_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
+def report_work(title: str) -> Iterator[None]:
     """Prints an accountant's progress on standard error, if it takes more than a second."""
     from fedsim.privacy.numerics import work
 
@@ -128,7 +128,7 @@ def report_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
         now = time.monotonic()
         if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
             last = now
-            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=stream or sys.stderr)
+            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=sys.stderr)
 
     with work.heard_by(listen):
         yield
