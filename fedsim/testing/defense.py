@@ -229,9 +229,6 @@ class UpdateDefenseContract(PluginContract):
 class _Silence(UpdateDefense):
     """Proves a bound by releasing zeros."""
 
-    def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        return {}
-
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:
