@@ -87,19 +87,16 @@ class Live:
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """See `Display`."""
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         if not self._console.is_terminal:
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
-        """See `Display`."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
 
     def detail(self, key: str, text: str) -> None:
-        """See `Display`."""
         self._running.pop(key, None)
         self._running[key] = text
         while len(self._running) > 2:
@@ -108,7 +105,6 @@ class Live:
             self._bars.update(self._task, detail=" · ".join(self._running.values()))
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -127,15 +127,12 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
-        """See `ExactCurve`."""
         deviation = std(self.scale, self.bound)
         return {
             "sigma": deviation,
@@ -149,7 +146,6 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
             raise FedsimError(

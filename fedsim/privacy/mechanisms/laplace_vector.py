@@ -80,7 +80,6 @@ class Shaken(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """See `CurveMechanism`."""
         return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 

@@ -237,7 +237,6 @@ class RandomProjectionCurve(ExactCurve):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
@@ -245,7 +244,6 @@ class RandomProjectionCurve(ExactCurve):
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
@@ -264,11 +262,9 @@ class RandomProjectionCalibration(Calibration):
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
         return Answer(
             epsilon=epsilon,
