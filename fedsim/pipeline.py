@@ -15,7 +15,7 @@ from rich.console import Console
 from fedsim import audit, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs
 from fedsim.contracts.attack import Progress
-from fedsim.data.public import public_images
+from fedsim.data.images import public_images
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
