@@ -15,7 +15,7 @@ from rich.console import Console
 from fedsim import audit, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored
 from fedsim.contracts.attack import Progress
-from fedsim.data.public import public_images
+from fedsim.data.images import public_images
 from fedsim.deployed import Deployed, join
 from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.records import RoundRecord

@@ -37,6 +37,7 @@ from fedsim.types import (
 )
 from fedsim.words import number_of
 
+_UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
 
@@ -297,11 +298,7 @@ class Context:
                 **_membership_limits(guarantee),
             },
             "utility": {
-                "train_loss": last["train_loss"],
-                "test_loss": last["test_loss"],
-                "test_accuracy": last["test_accuracy"],
-                "test_examples": last["test_examples"],
-                "test_chance": last["test_chance"],
+                **{name: last[name] for name in _UTILITY},
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
             "privacy": {
@@ -315,15 +312,7 @@ class Context:
 
 
 def _privacy(claim: PrivacyClaim) -> Row:
-    return {
-        "epsilon": number(claim.epsilon),
-        "delta": claim.delta,
-        "accountant": claim.accountant,
-        "unit": claim.unit,
-        "relation": claim.relation,
-        "reason": claim.reason,
-        "covers": claim.covers,
-    }
+    return {**asdict(claim), "epsilon": number(claim.epsilon)}
 
 
 ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))

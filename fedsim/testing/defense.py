@@ -10,7 +10,6 @@ Every test of the suite then runs on the defense that `make` returns.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Callable
 
 import pytest
@@ -41,12 +40,8 @@ from fedsim.types import UNKNOWN, FedsimError, Tensors
 over_updates = pytest.mark.parametrize("make_update", UPDATES.values(), ids=UPDATES.keys())
 
 
-class UpdateDefenseContract(PluginContract):
+class UpdateDefenseContract(PluginContract[UpdateDefense]):
     """Tests what every `UpdateDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> UpdateDefense:
-        """Returns the defense under test."""
 
     @over_updates
     def test_names_shapes_and_types_are_kept(
@@ -237,9 +232,6 @@ class UpdateDefenseContract(PluginContract):
 
 class _Silence(UpdateDefense):
     """Proves a bound by releasing zeros."""
-
-    def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        return {}
 
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
