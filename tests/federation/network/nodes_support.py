@@ -30,7 +30,7 @@ TINY: dict[str, Any] = {
         "noise": [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}],
         "aggregate": ["aggregate"],
     },
-    "attacks": [{"name": "label_restoration"}],
+    "attacks": [{"name": "label_inference"}],
     "observe": {"rounds": ["last"], "clients": [0], "batch_sizes": [1], "trials": 2},
 }
 
