@@ -97,7 +97,7 @@ def test_a_node_has_its_own_folder_in_place_of_the_source(tmp_path: Path) -> Non
         ({"plugins": ["sgd"]}, {}, r"mlp: .*\(plugins\)"),
         (
             {},
-            {"training": {**TINY["training"], "weights": "/etc/passwd"}},
+            {"weights": "/etc/passwd"},
             r"/etc/passwd: .*\(paths\)",
         ),
         ({"minimum_clients": 4}, {}, r"data\.clients: .*4 clients or more, got 3"),
