@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.commands import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed, show
 from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
+from fedsim.cli.outcome import show
 
 
 def up(

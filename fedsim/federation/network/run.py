@@ -22,7 +22,7 @@ from fedsim.federation.deployment import run_name, take_census
 from fedsim.federation.network import link as links
 from fedsim.federation.network.home import run_folder
 from fedsim.federation.network.link import Link
-from fedsim.recording import files
+from fedsim.recording import files, truth
 from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.training.census import Census
@@ -130,12 +130,5 @@ def join(out: Path, homes: Sequence[Path]) -> int:
     for home in chosen:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
-        truth = run_folder(home, run_name(out)) / "truth"
-        for path in sorted(truth.rglob("client-*.safetensors")):
-            if path.is_symlink():
-                raise FedsimError(f"{path}: a link; a node's folder holds its files themselves")
-            target = out / "truth" / path.relative_to(truth)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            files.write_bytes(target, path.read_bytes())
-            copied += 1
+        copied += truth.copy(run_folder(home, run_name(out)), out)
     return copied
