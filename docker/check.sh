@@ -81,7 +81,7 @@ clean() {
     local added=()
     [ ! -e "$work/installed" ] || mapfile -t added < <(comm -13 "$work/installed" <(installed))
     if [ ${#added[@]} -gt 0 ]; then
-        apt_get purge "${added[@]}" || { tail -5 "$work/apt.log" >&2; status=1; }
+        apt_get purge "${added[@]}" || { tail -n 5 "$work/apt.log" >&2; status=1; }
         [ -e "$work/had-group" ] || groupdel docker 2>/dev/null || true
     fi
     rm -rf "$work" || status=1
@@ -102,15 +102,15 @@ outside() {
     step "packages"
     installed >"$work/installed"
     ! getent group docker >/dev/null || touch "$work/had-group"
-    install_packages || { tail -5 "$work/apt.log" >&2; skip "packages of Debian cannot be had"; }
+    install_packages || { tail -n 5 "$work/apt.log" >&2; skip "packages of Debian cannot be had"; }
     before=$(machine)
 
     step "base image of $SUITE, wheels"
     unshare --mount debootstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
         "$SUITE" "$work/base" >"$work/base.log" 2>&1 &
     making=$!
-    fetch_wheels || { tail -5 "$work/wheels.log" >&2; skip "Python packages cannot be had"; }
-    wait "$making" || { tail -5 "$work/base.log" >&2; skip "a base image cannot be made"; }
+    fetch_wheels || { tail -n 5 "$work/wheels.log" >&2; skip "Python packages cannot be had"; }
+    wait "$making" || { tail -n 5 "$work/base.log" >&2; skip "a base image cannot be made"; }
     making=
 
     unshare --mount --net --pid --fork --kill-child --mount-proc \
@@ -148,10 +148,7 @@ END
 
 # ------------------------------------------------ in a network and a process space of its own
 
-compose() {
-    docker-compose --project-name fedsim-check --file docker/docker-compose.yml \
-        --file "$work/build.yml" "$@"
-}
+compose() { docker-compose "${files[@]}" "$@"; }
 
 container() { compose ps -q "$1"; }
 
@@ -168,7 +165,7 @@ start_engine() {
         kill -0 "$engine" 2>/dev/null || break
         sleep 0.5
     done
-    tail -5 "$work/dockerd.log" >&2
+    tail -n 5 "$work/dockerd.log" >&2
     fail "the engine does not start"
 }
 
@@ -182,7 +179,7 @@ services:
 END
     export BASE=fedsim-base TORCH="$torch" FEDSIM_IMAGE=fedsim-check
     PIP_NO_INDEX=1 PIP_FIND_LINKS=http://127.0.0.1:8765/ compose build --quiet keys \
-        >"$work/build.log" 2>&1 || { tail -30 "$work/build.log" >&2; fail "the image does not build"; }
+        >"$work/build.log" 2>&1 || { tail -n 30 "$work/build.log" >&2; fail "the image does not build"; }
 }
 
 # Runs a command in the image as a service would, after options of `docker run` and `--`.
@@ -206,11 +203,10 @@ check_image() {
 }
 
 wait_for_end() {
-    compose up --no-build -d >"$work/up.log" 2>&1 || true
-    local collect
-    collect=$(container collect)
-    if [ -z "$collect" ] || [ "$(timeout 900 docker wait "$collect")" != 0 ]; then
-        tail -5 "$work/up.log" >&2
+    # It returns when all have started, the last of them after the others have ended.
+    if ! timeout 900 docker-compose "${files[@]}" up --no-build -d >"$work/up.log" 2>&1 \
+            || [ "$(timeout 300 docker wait "$(container collect)")" != 0 ]; then
+        tail -n 5 "$work/up.log" >&2
         compose ps >&2
         compose logs --tail 15 >&2
         fail "the federation does not end with a report"
@@ -286,7 +282,7 @@ check_stranger() {
 }
 
 check_nothing_left() {
-    compose down --volumes --timeout 20 >"$work/down.log" 2>&1 || fail "$(tail -3 "$work/down.log")"
+    compose down --volumes --timeout 20 >"$work/down.log" 2>&1 || fail "$(tail -n 3 "$work/down.log")"
     docker image rm --force fedsim-check fedsim-base >/dev/null
     docker image prune --force >/dev/null
     local left
@@ -297,6 +293,7 @@ check_nothing_left() {
 
 inside() {
     work=$1 torch=$2
+    files=(--project-name fedsim-check --file docker/docker-compose.yml --file "$work/build.yml")
     trap '[ -z "${engine:-}" ] || { kill "$engine"; wait "$engine"; } 2>/dev/null || true' EXIT
     step "engine"
     start_engine
