@@ -16,6 +16,8 @@ cd "$(dirname "$0")/.."
 SUITE=bookworm PYTHON=python3.11 # of that suite
 DISK_GB=10
 SKIPPED=77
+# What an engine makes wherever its data are; what was not there before is removed.
+FOLDERS=(/etc/docker /opt/containerd /run/containerd /run/docker /run/mount)
 
 skip() { echo "docker/check.sh: skipped: $1" >&2; exit $SKIPPED; }
 fail() { echo "docker/check.sh: FAILED: $1" >&2; exit 1; }
@@ -88,7 +90,8 @@ clean() {
         apt_get purge "${added[@]}" || { tail -n 5 "$work/apt.log" >&2; status=1; }
         [ -e "$work/had-group" ] || groupdel docker 2>/dev/null || true
     fi
-    rm -rf "$work" || status=1
+    rm -rf "$work" "${absent[@]}" || status=1
+    [ "$status" != 0 ] || echo "docker/check.sh: passed (${SECONDS}s)"
     exit "$status"
 }
 
@@ -97,6 +100,9 @@ outside() {
     command -v apt-get >/dev/null || skip "needs Debian's packages, and there is no apt-get"
     "$PYTHON" -m pip --version >/dev/null 2>&1 || skip "needs $PYTHON with pip, to fetch wheels"
     unshare --mount --net --pid --fork true 2>/dev/null || skip "may not make namespaces"
+    local folder
+    absent=()
+    for folder in "${FOLDERS[@]}"; do [ -e "$folder" ] || absent+=("$folder"); done
     work=$(mktemp -d /var/tmp/fedsim-docker-XXXXXX)
     trap clean EXIT
     trap 'exit 130' INT TERM HUP
@@ -321,5 +327,4 @@ if [ "${1:-}" = inside ]; then
     inside "$2" "$3"
 else
     outside
-    echo "docker/check.sh: passed (${SECONDS}s)"
 fi
