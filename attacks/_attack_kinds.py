@@ -40,28 +40,23 @@ class DirectAttack(Attack[Answered]):
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Answered:
-        """Computes the answer."""
         answer = self.reconstruct(observation, knowledge, rng)
         return Answered(answer=answer, loss=torch.tensor(answer.loss))
 
     @final
     def step(self, state: Answered) -> Answered:
-        """Leaves the state as it is."""
         return state
 
     @final
     def terminate(self, state: Answered) -> bool:
-        """Ends at once."""
         return True
 
     @final
     def postprocess(self, state: Answered) -> Reconstruction:
-        """Returns the answer."""
         return state.answer
 
     @final
     def total(self) -> int:
-        """Counts no iteration."""
         return 0
 
 
@@ -71,9 +66,7 @@ class IterativeAttack(Attack[S], Generic[S]):
     iterations: Annotated[int, Field(ge=1)]
 
     def terminate(self, state: S) -> bool:
-        """Says whether `iterations` are over."""
         return state.iteration >= self.iterations
 
     def total(self) -> int:
-        """Counts `iterations`."""
         return self.iterations

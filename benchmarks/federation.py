@@ -90,7 +90,7 @@ def run_fedsim(wanted: Scenario, workload: Workload) -> Speed:
             Path(folder),
             resume=False,
             on_round=clock.tick,
-            workload=workload,
+            server=workload,
         )
     return clock.speed()
 

@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import ntk_paper as paper
 import torch
 from torch import Tensor
 
@@ -97,7 +98,7 @@ def experiment(
     gram = ntk.kernel(train, train, weights)
     smallest = float(torch.linalg.eigvalsh(gram)[0])
     gain = float(torch.linalg.eigvalsh(weights.T @ weights / NEURONS)[-1])
-    printed = ntk.paper_distance(PAPER_N, BETA, PAPER_SMALLEST)
+    printed = paper.distance(PAPER_N, BETA, PAPER_SMALLEST)
     holds = kernel_distance.of_data(BETA, smallest, gain=gain)
     change = kernel_distance.of_data_eigenvalues(BETA, smallest, gain=gain)
 
@@ -105,7 +106,7 @@ def experiment(
         found = ntk.predict(test, rows, alpha, weights).argmax(1)
         return float((found == truth).double().mean())
 
-    counts = {epsilon: ntk.paper_samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
+    counts = {epsilon: paper.samples(epsilon, DELTA, printed) for epsilon in EPSILONS}
     root = draws.square_root(gram)
     scores: dict[float, list[float]] = {epsilon: [] for epsilon in EPSILONS}
     control = []
@@ -114,12 +115,12 @@ def experiment(
         bound = float(laplace.bound(reach, INPUT_EPSILON, INPUT_DELTA))
         noise = rng.generator(trial, "inputs")
         rows = draws.truncated_laplace(train, reach / INPUT_EPSILON, bound, noise)
-        control.append(accuracy(ntk.fit_without_kernel(labels, RIDGE), rows))
-        samples = draws.gaussian_samples(
+        control.append(accuracy(paper.fit_without_kernel(labels, RIDGE), rows))
+        samples = paper.gaussian_samples(
             root, max(counts.values()), rng.generator(trial, "samples")
         )
         for epsilon, count in counts.items():
-            alpha = ntk.fit_sampled(samples[:, :count], labels, RIDGE)
+            alpha = paper.fit_sampled(samples[:, :count], labels, RIDGE)
             scores[epsilon].append(accuracy(alpha, rows))
     return {
         "n": n,
@@ -134,8 +135,8 @@ def experiment(
             {
                 "epsilon_paper": epsilon,
                 "samples": count,
-                "lemma_applies": ntk.paper_condition(epsilon, DELTA, count, printed),
-                "within_radius": printed <= ntk.paper_radius(epsilon, DELTA, count),
+                "lemma_applies": paper.condition(epsilon, DELTA, count, printed),
+                "within_radius": printed <= paper.radius(epsilon, DELTA, count),
                 "epsilon_exact_at_paper_distance": wishart.epsilon(count, printed, DELTA),
                 "epsilon_exact": wishart.epsilon_of(count, change, DELTA),
                 "accuracy": _spread(scores[epsilon]),

@@ -31,10 +31,6 @@ class Clip(UpdateDefense):
     norm: Annotated[float, Field(ge=1e-12, le=1e12)]
     """The bound S, in the update's units (a gradient's, or weights' under fedavg)."""
 
-    def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Clipping remembers nothing."""
-        return {}
-
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedsim.contracts.defense import GradientFn, LossFn, StatefulTrainingDefense, add_gaussian
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.types import Effect, LocalTraining, Noise, Tensors
-from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
+from fedsim.types import Effect, LocalTraining, Tensors
+from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_steps, noisy_steps
 
 
 @final
@@ -42,10 +42,6 @@ class CorrelatedNoise(StatefulTrainingDefense):
     correlation: Annotated[float, Field(ge=0, lt=1)]
     """λ."""
 
-    def training(self, declared: LocalTraining) -> LocalTraining:
-        """The training as it is."""
-        return declared
-
     def gradient_with_memory(
         self, loss: LossFn, gradient: GradientFn, batch_size: int, memory: dict[str, Tensor]
     ) -> GradientFn:
@@ -73,12 +69,9 @@ class CorrelatedNoise(StatefulTrainingDefense):
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Correlated Gaussian noise over all of a client's steps."""
-        if self.noise_multiplier == 0:
-            return Guarantee(reason="correlated_noise adds no noise: its noise_multiplier is 0")
-        return Guarantee(mechanism=mechanism(self.noise_multiplier, training, self.correlation))
+        return noisy_steps("correlated_noise", self.noise_multiplier, training, self.correlation)
 
     def effect(self, training: LocalTraining) -> Effect:
         """Noise on each step, behind a factor of each example's own."""
-        variance = (self.noise_multiplier * self.norm / training.batch_size) ** 2
-        noise = Noise(variance=variance, on="step", correlation=self.correlation)
-        return Effect(scaled_examples=True, noise=(noise,) if variance else ())
+        std = self.noise_multiplier * self.norm / training.batch_size
+        return noise_on_steps(std, self.correlation)

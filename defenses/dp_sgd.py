@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.types import Effect, LocalTraining, Noise, Tensors
-from fedsim_defenses.per_example import clipped_mean, in_types_of, mechanism
+from fedsim.types import Effect, LocalTraining, Tensors
+from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_steps, noisy_steps
 
 
 @final
@@ -37,10 +37,6 @@ class DPSGD(TrainingDefense):
     noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
     """z: standard deviation of the noise on the sum of clipped gradients, over C."""
 
-    def training(self, declared: LocalTraining) -> LocalTraining:
-        """The training as it is."""
-        return declared
-
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The noisy mean of clipped gradients of the examples' own losses.
 
@@ -59,12 +55,9 @@ class DPSGD(TrainingDefense):
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """A Gaussian mechanism per local step, whatever else the step does with its gradient."""
-        if self.noise_multiplier == 0:
-            return Guarantee(reason="dp_sgd adds no noise: its noise_multiplier is 0")
-        return Guarantee(mechanism=mechanism(self.noise_multiplier, training))
+        return noisy_steps("dp_sgd", self.noise_multiplier, training)
 
     def effect(self, training: LocalTraining) -> Effect:
         """Noise on each step, behind a factor of each example's own."""
-        variance = (self.noise_multiplier * self.norm / training.batch_size) ** 2
-        noise = Noise(variance=variance, on="step")
-        return Effect(scaled_examples=True, noise=(noise,) if variance else ())
+        std = self.noise_multiplier * self.norm / training.batch_size
+        return noise_on_steps(std)

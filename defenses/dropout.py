@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 
-from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense
+from fedsim.contracts.defense import TrainingDefense
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Effect, LocalTraining
 
@@ -27,10 +27,6 @@ class Dropout(TrainingDefense):
     def training(self, declared: LocalTraining) -> LocalTraining:
         """The same training, with dropout."""
         return replace(declared, dropout=self.rate)
-
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """The gradient as it is: the loss drops the neurons."""
-        return gradient
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Dropout proves nothing and takes nothing away."""

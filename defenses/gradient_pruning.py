@@ -32,10 +32,6 @@ class GradientPruning(UpdateDefense):
     scope: Literal["global", "tensor"] = "global"
     """`global`: over all tensors together; `tensor`: the same share of each."""
 
-    def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Pruning remembers nothing."""
-        return {}
-
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:

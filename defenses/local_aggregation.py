@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, final
 
 from pydantic import Field
 
-from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense
+from fedsim.contracts.defense import TrainingDefense
 from fedsim.contracts.guarantee import Guarantee
 from fedsim.types import Batches, Effect, LocalTraining
 
@@ -29,10 +29,6 @@ class LocalAggregation(TrainingDefense):
     def training(self, declared: LocalTraining) -> LocalTraining:
         """The same training with the steps of this defense, as fedavg."""
         return replace(declared, algorithm="fedavg", steps=self.steps, batches=self.batches)
-
-    def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
-        """The gradient of each step as it is."""
-        return gradient
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """Summing steps proves nothing and takes nothing away."""

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedsim.contracts.defense import LossFn
-from fedsim.contracts.guarantee import Mechanism
-from fedsim.types import FedsimError, LocalTraining, Tensors
+from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.types import Effect, FedsimError, LocalTraining, Noise, Tensors
 
 _CHUNK_BYTES = 1 << 28
 _CHUNK_EXAMPLES = 256
@@ -48,25 +48,35 @@ def in_types_of(parameters: Tensors, noisy: Tensors) -> dict[str, Tensor]:
     return {name: value.to(parameters[name].dtype) for name, value in noisy.items()}
 
 
-def mechanism(
-    noise_multiplier: float, training: LocalTraining, correlation: float = 0.0
-) -> Mechanism:
-    """Gaussian noise on the sum of clipped gradients of every local step of `training`.
+def noisy_steps(
+    defense: str, noise_multiplier: float, training: LocalTraining, correlation: float = 0.0
+) -> Guarantee:
+    """What Gaussian noise on the sum of clipped gradients of every step of `training` proves.
 
     Where examples are drawn independently of each other, one is exchanged for zero (it is there or
-    not); in a batch of fixed size, for any other.
+    not); in a batch of fixed size, for any other. `defense` names itself where there is no noise.
     """
+    if noise_multiplier == 0:
+        return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
     steps = 1 if training.algorithm == "fedsgd" else training.steps
     sampling = training.sampling if steps == 1 or training.batches == "different" else None
     independent = sampling in ("poisson", "balls_in_bins")
-    return Mechanism(
-        noise_multiplier=noise_multiplier,
-        unit="example",
-        relation="zero_out" if independent else "replace_one",
-        releases=steps,
-        sampling=sampling,
-        correlation=correlation,
+    return Guarantee(
+        mechanism=Mechanism(
+            noise_multiplier=noise_multiplier,
+            unit="example",
+            relation="zero_out" if independent else "replace_one",
+            releases=steps,
+            sampling=sampling,
+            correlation=correlation,
+        )
     )
+
+
+def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:
+    """Noise of that deviation on each step, behind a factor of each example's own."""
+    noise = Noise(variance=std**2, on="step", correlation=correlation)
+    return Effect(scaled_examples=True, noise=(noise,) if noise.variance else ())
 
 
 def _clipped_sum(grads: dict[str, Tensor], norm: float) -> Tensors:

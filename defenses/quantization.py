@@ -33,10 +33,6 @@ class Quantization(UpdateDefense):
     rounding: Literal["deterministic", "stochastic"] = "stochastic"
     """`deterministic`: to the nearest level; `stochastic`: up or down, right on average."""
 
-    def init(self, update: Tensors, sensitivity: float) -> Tensors:
-        """Quantization remembers nothing."""
-        return {}
-
     def apply(
         self, update: Tensors, state: Tensors, rng: torch.Generator
     ) -> tuple[Tensors, Tensors]:

@@ -13,11 +13,13 @@ from typing import Any
 from rich.console import Console
 
 from fedsim import audit, federation, progress, scoring
-from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs
+from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored
 from fedsim.contracts.attack import Progress
-from fedsim.data.public import public_images
+from fedsim.data.images import public_images
+from fedsim.federation.network.link import SCENARIO, Link
+from fedsim.federation.network.run import Deployed, join
 from fedsim.federation.records import RoundRecord
-from fedsim.recording import files
+from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
 from fedsim.results import earlier, record, rows
 from fedsim.results.record import Run
@@ -36,6 +38,7 @@ from fedsim.system.device import resolve_device
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
 from fedsim.training import refusals
+from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
@@ -49,6 +52,7 @@ def run(
     resume: bool = False,
     workers: int | None = None,
     quiet: bool = True,
+    link: Link | None = None,
 ) -> Run:
     """Run a scenario: train the federations, record, attack, score, report.
 
@@ -60,6 +64,7 @@ def run(
         workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
         quiet: Show no progress.
+        link: Where the SuperLink of a deployed federation is; then the engine is `deployment`.
 
     Raises:
         FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
@@ -85,6 +90,7 @@ def run(
                     resume=resume,
                     workers=workers,
                     quiet=quiet,
+                    link=link,
                 )
                 for number, variant in enumerate(variants, start=1)
             ]
@@ -111,10 +117,110 @@ def run(
     return Run(root)
 
 
+def up(
+    scenario: str | Path,
+    *,
+    out: str | Path,
+    nodes: int | None = None,
+    overrides: Sequence[str] = (),
+    shared_seed: bool = False,
+    resume: bool = False,
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Run:
+    """Run a scenario over a SuperLink, a gate and nodes that are started on this machine for it.
+
+    Args:
+        scenario: A file.
+        out: The folder to fill; the nodes' own folders are below it.
+        nodes: How many clients there are; default: as the scenario says.
+        overrides: `a.b=value` assignments to the file's keys.
+        shared_seed: Draw all from the scenario's seed, and collect the truth at the end.
+        resume: See `run`.
+        workers: See `run`.
+        quiet: See `run`.
+
+    Raises:
+        FedsimError: see `run`; or a part of the federation does not start.
+        RunFailed: see `run`.
+    """
+    from fedsim.federation.network.up import federation as started
+
+    count = [] if nodes is None else [f"data.clients={nodes}"]
+    asked = [*overrides, *count, "federation.engine=deployment"]
+    variants = expand(open_document(scenario, asked))
+    if len(variants) > 1:
+        raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
+    wanted, root = variants[0].scenario, Path(out)
+    paths.writable_folder(root, "--out")
+    source = wanted.data.source.parameters.get("path")
+    named = [str(path) for path in (source, wanted.training.weights) if path]
+    with started(
+        root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
+    ) as there:
+        finished = run(
+            scenario,
+            out=out,
+            overrides=asked,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            link=there.link,
+        )
+    return collect(out, workers=workers, quiet=quiet) if shared_seed else finished
+
+
+def collect(
+    folder: str | Path,
+    *,
+    homes: Sequence[str | Path] = (),
+    workers: int | None = None,
+    quiet: bool = True,
+) -> Run:
+    """Join the truth that nodes have kept to a deployed run, then attack and score what waited.
+
+    Args:
+        folder: The run's.
+        homes: Folders of nodes; by default those that `fedsim up` keeps below `folder`.
+        workers: See `run`.
+        quiet: Show no progress.
+
+    Raises:
+        FedsimError: it is no deployed run, another run is at work in it, or a home cannot be read.
+        RunFailed: the work failed; continue by collecting again.
+    """
+    root = Path(folder)
+    paths.writable_folder(root, str(root))
+    document = open_document(root / "scenario.yaml", ())
+    (variant,) = expand(document)
+    with locked(root):
+        join(root, [Path(home) for home in homes])
+        plan = _Plan(
+            variant.scenario,
+            {},
+            root,
+            place="",
+            resume=True,
+            workers=workers,
+            quiet=quiet,
+            link=None,
+        )
+        try:
+            with _display(quiet) as display:
+                plan.attack_again(display)
+            write_report(root)
+        except OSError as error:
+            raise RunFailed(earlier.how_to_go_on(error)) from error
+    return Run(root)
+
+
 _NOISE = (
     "noise: drawn under a key that follows from the scenario's seed; who knows the seed draws it "
     "again, and outside of this simulation it protects nobody"
 )
+
+
+_NODES = "noise: drawn by each node under a secret of its own, which never leaves it; batches, too"
 
 
 _UNDECLARED = (
@@ -136,6 +242,7 @@ class _Plan:
         resume: bool,
         workers: int | None,
         quiet: bool,
+        link: Link | None,
     ) -> None:
         """Check that `scenario` can be run in `out`.
 
@@ -147,6 +254,7 @@ class _Plan:
             resume: Whether to go on with what `out` holds.
             workers: Processes of the attack stage; None: as many as the machine takes.
             quiet: Whether accountants keep their progress to themselves.
+            link: Of a deployed federation.
 
         Raises:
             FedsimError: it is refused.
@@ -161,23 +269,45 @@ class _Plan:
         cores = os.cpu_count() or 1
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
         self.workers = workers or fitting
+        self.link = link
+        self.deployed: Deployed | None = None
         with fixed(scenario.threads):
-            self.dataset = load_dataset(scenario)
-            self.workloads = {
-                name: Workload(scenario, name, self.dataset) for name in scenario.defenses
-            }
-            federation.check(scenario)
-            for workload in self.workloads.values():
-                refusals.check(workload)
+            self.servers = self._deployed() if link else self._here()
             # Whatever an accountant refuses, it refuses before any training.
             claims = {
-                name: _accounted(f"{place}account {name}", w, quiet)
-                for name, w in self.workloads.items()
+                name: _accounted(f"{place}account {name}", server, quiet)
+                for name, server in self.servers.items()
             }
             if scenario.audit:
                 audit.check(scenario.audit, claims, scenario.data.clients)
         self.refuse_other_run()
         self._refuse_missing_weights()
+
+    def _here(self) -> dict[str, Server]:
+        """What each stack's federation computes in this process, or in its children."""
+        if self.scenario.federation.engine == "deployment":
+            self.deployed = Deployed.read(self.out)
+            return self.deployed.servers(self.scenario)
+        dataset = load_dataset(self.scenario)
+        workloads = {
+            name: Workload(self.scenario, name, dataset) for name in self.scenario.defenses
+        }
+        federation.check(self.scenario)
+        for workload in workloads.values():
+            refusals.check(workload)
+        return {**workloads}
+
+    def _deployed(self) -> dict[str, Server]:
+        """What the server of each stack's federation knows whose clients are elsewhere."""
+        assert self.link is not None
+        if self.scenario.audit:
+            raise FedsimError(
+                "audit: canaries take the place of clients' data, which a deployment leaves where "
+                "they are; audit the scenario on another engine"
+            )
+        federation.check(self.scenario)
+        self.deployed = Deployed.of(self.out, self.scenario, self.link)
+        return self.deployed.servers(self.scenario)
 
     def execute(self, display: progress.Display) -> None:
         """Federate every stack, attack every recording, write the record.
@@ -191,15 +321,29 @@ class _Plan:
             display.note(f"variant {self.place}in {self.out}: {describe_variant(self.variant)}")
         files.remove_torn(self.out)
         files.write_text(self.out / "scenario.yaml", self.resolved)
+        if self.deployed:
+            self.deployed.save(self.out)
         with fixed(self.scenario.threads):
             self._federate(display)
+            self._attack(display)
+        self._finish(time.perf_counter() - started)
+
+    def attack_again(self, display: progress.Display) -> None:
+        """Attack and score what waited for its truth.
+
+        Raises:
+            FedsimError: the work failed.
+        """
+        started = time.perf_counter()
+        files.remove_torn(self.out)
+        with fixed(self.scenario.threads):
             self._attack(display)
         self._finish(time.perf_counter() - started)
 
     def _federate(self, display: progress.Display) -> None:
         path = self.out / "rounds.jsonl"
         record.drop_torn_line(path)
-        for stack, workload in self.workloads.items():
+        for stack, server in self.servers.items():
             done = {row["round"] for row in record.read_lines(path) if row["defense"] == stack}
             display.stage(f"{self.place}train {stack}", self.scenario.training.rounds, len(done))
             federation.federate(
@@ -207,12 +351,13 @@ class _Plan:
                 stack,
                 self.out,
                 resume=self.resume,
-                on_round=self._on_round(path, workload, display),
-                workload=workload,
+                on_round=self._on_round(path, server, display),
+                server=server,
+                link=self.link,
             )
         # A kill between a line and its checkpoint repeats the round: the last line of each counts.
         latest = {(row["defense"], row["round"]): row for row in record.read_lines(path)}
-        stacks, rounds = list(self.workloads), range(1, self.scenario.training.rounds + 1)
+        stacks, rounds = list(self.servers), range(1, self.scenario.training.rounds + 1)
         for stack in stacks:
             if lost := [round for round in rounds if (stack, round) not in latest]:
                 raise RunFailed(
@@ -227,14 +372,16 @@ class _Plan:
     def _attack(self, display: progress.Display) -> None:
         path = self.out / "results.jsonl"
         record.drop_torn_line(path)
-        done = {rows.key(row) for row in record.read_lines(path)}
+        settled = [row for row in record.read_lines(path) if row["status"] != "unscored"]
+        record.write_lines(path, settled)
+        done = {rows.key(row) for row in settled}
         every = self._jobs()
         pending = [(job, seen) for job, seen in every if job.key not in done]
         display.stage(f"{self.place}attack", len(every), len(every) - len(pending))
         context = rows.Context(
             self.scenario,
             self.variant,
-            self.workloads,
+            self.servers,
             record.read_lines(self.out / "rounds.jsonl"),
             self._audit(display),
         )
@@ -252,6 +399,10 @@ class _Plan:
                 lost = "the server received no usable update (see failures in rounds.jsonl)"
                 on_result(job, nothing_recorded(seen, lost))
         jobs = [job for job, _ in pending if job.observation.exists()]
+        if self.deployed:
+            for job in [job for job in jobs if not self._has_truth(job)]:
+                on_result(job, unscored(files.load_observation(job.observation)))
+                jobs.remove(job)
         if jobs:
             self._publish()
             run_jobs(
@@ -262,18 +413,23 @@ class _Plan:
                 on_result=on_result,
             )
 
+    def _has_truth(self, job: Job) -> bool:
+        """Whether every client of a recording has its truth here."""
+        seen = files.load_observation(job.observation)
+        return truth.count(self.out, seen.id) == seen.num_clients
+
     def _publish(self) -> None:
         """Write what every attack is granted of the test split."""
-        if self.scenario.knowledge.public != "none" and isinstance(self.dataset, Dataset):
-            files.save_public(public_images(self.dataset, self.scenario.seed), self.out)
+        if self.scenario.knowledge.public != "none" and isinstance(self.described, Dataset):
+            files.save_public(public_images(self.described, self.scenario.seed), self.out)
 
     def _jobs(self) -> list[tuple[Job, Observation]]:
         """Every attack on every recording that there is to be."""
         return [
             (_job(entry, files.path_of(self.out, seen.id)), seen)
             for entry in self.scenario.attacks
-            for workload in self.workloads.values()
-            for seen in workload.recordings()
+            for server in self.servers.values()
+            for seen in server.recordings()
         ]
 
     def _audit(self, display: progress.Display) -> dict[str, float]:
@@ -283,13 +439,15 @@ class _Plan:
         path = self.out / "audit.jsonl"
         record.drop_torn_line(path)
         done = {row["defense"]: row for row in record.read_lines(path)}
-        display.stage(f"{self.place}audit", len(self.workloads), len(done))
-        for name in [name for name in self.workloads if name not in done]:
+        display.stage(f"{self.place}audit", len(self.servers), len(done))
+        for name in [name for name in self.servers if name not in done]:
 
             def on_progress(at: int, total: int, name: str = name) -> None:
                 display.detail(name, f"{name} {at}/{total}")
 
-            row = rows.audit_row(self.workloads[name], on_progress)
+            workload = self.servers[name]
+            assert isinstance(workload, Workload)  # no deployment is audited
+            row = rows.audit_row(workload, on_progress)
             if row is not None:
                 record.append_line(path, row)
                 done[name] = row
@@ -323,16 +481,21 @@ class _Plan:
                 "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
                 "notes": {
                     "lpips": self._lpips_note(),
-                    "noise": _NOISE,
+                    "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
                     **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
                 },
             },
         )
 
     @property
+    def described(self) -> Dataset | Table:
+        """The description of the data, and its test split."""
+        return next(iter(self.servers.values())).described
+
+    @property
     def undeclared(self) -> list[str]:
         """Stacks with a defense that does not declare its effect."""
-        return [name for name, workload in self.workloads.items() if not workload.effect().known]
+        return [name for name, server in self.servers.items() if not server.effect().known]
 
     def refuse_other_run(self) -> None:
         """Refuse a folder with results that this run could not go on from.
@@ -344,21 +507,21 @@ class _Plan:
         earlier.refuse_other_run(self.out, self.resolved, self.resume)
         keys = {job.key for job, _ in self._jobs()}
         last = self.scenario.training.rounds
-        earlier.refuse_foreign_rows(self.out, keys, list(self.workloads), last)
+        earlier.refuse_foreign_rows(self.out, keys, list(self.servers), last)
 
     def _refuse_missing_weights(self) -> None:
         wanted = self.scenario.scoring
-        if wanted.lpips_weights is None or not isinstance(self.dataset, Dataset):
+        if wanted.lpips_weights is None or not isinstance(self.described, Dataset):
             return
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
         if isinstance(lpips, scoring.Unavailable):
             raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
 
     def _on_round(
-        self, path: Path, workload: Workload, display: progress.Display
+        self, path: Path, server: Server, display: progress.Display
     ) -> Callable[[RoundRecord], None]:
         def on_round(result: RoundRecord) -> None:
-            row = rows.round_row(workload, result)
+            row = rows.round_row(server, result)
             record.append_line(path, row)
             share, chance = row["test_accuracy"], row["test_chance"]
             beside = f" (chance {chance:.1%})" if chance else ""
@@ -368,8 +531,8 @@ class _Plan:
 
     def _setting(self) -> Setting:
         guesser = None
-        if isinstance(self.dataset, Dataset):
-            guesser = scoring.Guesser(self.dataset.test_images, self.dataset.test_labels)
+        if isinstance(self.described, Dataset):
+            guesser = scoring.Guesser(self.described.test_images, self.described.test_labels)
         return Setting(
             root=self.out,
             device=self.device,
@@ -381,18 +544,18 @@ class _Plan:
         )
 
     def _lpips_note(self) -> str:
-        if isinstance(self.dataset, Table):
+        if isinstance(self.described, Table):
             return "the data are no images"
         wanted = self.scenario.scoring
         lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
         if isinstance(lpips, scoring.Unavailable):
             return lpips.reason
-        return lpips.describe(*self.dataset.input_shape[1:])
+        return lpips.describe(*self.described.input_shape[1:])
 
 
-def _accounted(title: str, workload: Workload, quiet: bool) -> PrivacyClaim:
+def _accounted(title: str, server: Server, quiet: bool) -> PrivacyClaim:
     with nullcontext() if quiet else progress.report_work(title):
-        return rows.spent(workload, workload.scenario.training.rounds)
+        return rows.spent(server, server.scenario.training.rounds)
 
 
 def _job(entry: AttackEntry, observation: Path) -> Job:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -87,19 +87,16 @@ class Live:
         self._bars.stop()
 
     def stage(self, title: str, total: int, done: int = 0) -> None:
-        """See `Display`."""
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
         if not self._console.is_terminal:
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
-        """See `Display`."""
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
 
     def detail(self, key: str, text: str) -> None:
-        """See `Display`."""
         self._running.pop(key, None)
         self._running[key] = text
         while len(self._running) > 2:
@@ -108,7 +105,6 @@ class Live:
             self._bars.update(self._task, detail=" · ".join(self._running.values()))
 
     def note(self, text: str) -> None:
-        """See `Display`."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -117,7 +113,7 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 
 @contextmanager
-def report_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
+def report_work(title: str) -> Iterator[None]:
     """Prints an accountant's progress on standard error, if it takes more than a second."""
     from fedsim.privacy.numerics import work
 
@@ -128,7 +124,7 @@ def report_work(title: str, stream: TextIO | None = None) -> Iterator[None]:
         now = time.monotonic()
         if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
             last = now
-            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=stream or sys.stderr)
+            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=sys.stderr)
 
     with work.heard_by(listen):
         yield

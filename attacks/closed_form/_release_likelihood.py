@@ -74,10 +74,6 @@ class ReleaseLikelihood:
             return self._student(factor)
         return self._normal(factor)
 
-    def coefficients(self) -> Tensor:
-        """Computes x̂ without v: (d,)."""
-        return _solution(torch.linalg.cholesky(self.gram))
-
     def _student(self, factor: Tensor) -> Tensor:
         features, residual, distance = self._parts(factor)
         d, r = features.shape[1], self.columns

@@ -216,7 +216,6 @@ def _residuals(direction: Tensor, coefficients: Tensor, expected: Prior) -> list
 
 
 def _clamped(row: Tensor, expected: Prior) -> Tensor:
-    """Clamps each entry of a row to its range."""
     return row.nan_to_num().clamp(expected.low, expected.high)
 
 

@@ -99,7 +99,6 @@ class Algorithm(ABC):
     """
 
     def __init__(self, problem: Problem) -> None:
-        """For these shapes."""
         self.problem = problem
 
     @abstractmethod
@@ -132,15 +131,12 @@ class Direct(Algorithm):
     """PyTorch's own kernels."""
 
     def images(self, x: Tensor) -> Tensor:
-        """As they are."""
         return x
 
     def weights(self, w: Tensor, *, keep: bool = True) -> Tensor:
-        """As they are."""
         return w
 
     def gradients(self, gy: Tensor) -> Tensor:
-        """As they are."""
         return gy
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -199,7 +195,6 @@ class Patches(Algorithm):
         return gy.permute(0, 2, 3, 1).flatten(0, 2)
 
     def output(self, images: Tensor, weights: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Patches times weights."""
         y = images @ weights.t() if bias is None else torch.addmm(bias, images, weights.t())
         return y.view(self.problem.images[0], *self.problem.outputs, -1).permute(0, 3, 1, 2)
 
@@ -218,6 +213,5 @@ class Patches(Algorithm):
         return padded[:, p0 : p0 + height, p1 : p1 + width].permute(0, 3, 1, 2)
 
     def weight_gradient(self, gradients: Tensor, images: Tensor, weights: Tensor) -> Tensor:
-        """Gradients times patches."""
         o, c, *kernel = self.problem.weights
         return (gradients.t() @ images).view(o, *kernel, c).permute(0, 3, 1, 2)

@@ -85,7 +85,6 @@ class Winograd(Algorithm):
     """F(4x4, 3x3) for stride 1; T tiles cover the outputs of the batch."""
 
     def __init__(self, problem: Problem) -> None:
-        """For these shapes."""
         super().__init__(problem)
         height, width = problem.outputs
         self._tiles = -(-height // _OUT), -(-width // _OUT)

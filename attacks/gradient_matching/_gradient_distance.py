@@ -92,7 +92,6 @@ class GradientDistance(IterativeAttack[Descent]):
         return state.converged or state.iteration >= self.iterations
 
     def postprocess(self, state: Descent) -> Reconstruction:
-        """Returns the last iterate."""
         loss, _ = state.matching.differentiate(state.candidate, squared_distance)
         return Reconstruction(
             images=state.matching.pixels(state.candidate.images),

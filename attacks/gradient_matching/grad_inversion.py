@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, final
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from fedsim_attacks.gradient_matching._candidate import Candidate
 from fedsim_attacks.gradient_matching._distances import squared_distance
 from fedsim_attacks.gradient_matching._forward_prior import ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
-from fedsim_attacks.gradient_matching._registration import register
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import total_variation
 
@@ -176,6 +176,24 @@ def consensus_slope(images: Tensor, mean: Tensor) -> Tensor:
     """Computes the slope of Σ_s rms(x_s - `mean`) in `images` (S, N, C, H, W) (equation 11)."""
     deviation = images - mean
     return torch.stack([each / (_root_mean_square(each) * each.numel()) for each in deviation])
+
+
+def register(images: Tensor, target: Tensor, reach: int) -> Tensor:
+    """Shifts each of `images` (N, C, H, W) to where it is closest to its `target` (N, C, H, W).
+
+    All whole shifts of up to `reach` pixels down and across are tried, and the one of least squared
+    distance is taken. What a shift uncovers repeats the border. No value is read back.
+    """
+    height, width = images.shape[2:]
+    padded = F.pad(images, (reach,) * 4, mode="replicate") if reach else images
+    best, least = images, (images - target).square().sum((1, 2, 3))
+    for down in range(2 * reach + 1):
+        for across in range(2 * reach + 1):
+            shifted = padded[:, :, down : down + height, across : across + width]
+            cost = (shifted - target).square().sum((1, 2, 3))
+            best = torch.where((cost < least).view(-1, 1, 1, 1), shifted, best)
+            least = torch.minimum(cost, least)
+    return best
 
 
 def _root_mean_square(values: Tensor) -> Tensor:

@@ -42,12 +42,10 @@ class FeatureAttack(Attack[S], Generic[S]):
     """Runs the solver that its `init` makes until that is finished."""
 
     def step(self, state: S) -> S:
-        """Takes a step of the solver."""
         state.improve()
         return state
 
     def terminate(self, state: S) -> bool:
-        """Says whether the solver is finished."""
         return state.finished
 
     def postprocess(self, state: S) -> Reconstruction:

@@ -131,7 +131,6 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def finished(self) -> bool:
-        """Whether the fine fit is finished."""
         return self.fine and self.fit.finished
 
     def improve(self) -> None:
@@ -151,9 +150,7 @@ class CoarseToFine(FeatureSolver):
 
     @property
     def misfit(self) -> Tensor:
-        """That of the present fit."""
         return self.fit.misfit
 
     def reconstruction(self) -> Reconstruction:
-        """Returns that of the present fit."""
         return self.fit.reconstruction()

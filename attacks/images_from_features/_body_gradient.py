@@ -37,7 +37,6 @@ class Misfit(NamedTuple):
     """Whether the target has changed, so that earlier misfits cannot be compared with it."""
 
 
-@final
 class PartGradient:
     """The observed update of a part of the body, and its recomputation from candidate inputs."""
 
@@ -124,7 +123,7 @@ class PartGradient:
 
 
 @final
-class BodyGradient:
+class BodyGradient(PartGradient):
     """The observed update of the whole body, and its recomputation from candidate images."""
 
     def __init__(
@@ -151,7 +150,7 @@ class BodyGradient:
         """
         body = Body(observation, width)
         whole = Part(body.model.features, body.parameters(body.model.body))
-        self._gradient = PartGradient(
+        super().__init__(
             observation,
             body,
             whole,
@@ -162,7 +161,3 @@ class BodyGradient:
             calls=calls,
             later=later,
         )
-
-    def __call__(self, images: Tensor) -> Misfit:
-        """Evaluates the misfit at normalized `images` (N, C, H, W)."""
-        return self._gradient(images)

@@ -9,9 +9,9 @@ the update, candidates come nearer, and so on. At the true images nothing is lef
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Protocol, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._matching import Matching
+from fedsim_attacks.images_from_features._part_update import PartUpdate
 
 _FROM, _TIMES = 0.4, 30
 """Share of the iterations after which candidates are near enough to tell what later steps add, and
@@ -41,13 +42,6 @@ def as_one_gradient(observation: Observation) -> Observation:
             steps=1,
         ),
     )
-
-
-class Correctable(Protocol):
-    """A comparison with one gradient that can allow for what else is in the update."""
-
-    def correct(self, share: float, added: Mapping[str, Tensor]) -> None:
-        """Corrects: a `share` of the gradient is in the update, and `added` to it, by parameter."""
 
 
 @final
@@ -78,9 +72,7 @@ class LaterSteps:
             for name, update, gradient in zip(self._names, every, first, strict=True)
         }
 
-    def correct(
-        self, updates: Iterable[Correctable], images: Tensor, done: int, calls: int
-    ) -> bool:
+    def correct(self, updates: Iterable[PartUpdate], images: Tensor, done: int, calls: int) -> bool:
         """Corrects `updates` by what later steps add at these `images`, if it is time to.
 
         Returns whether it has: the training that is simulated of poor candidates may diverge.

@@ -33,8 +33,7 @@ from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._relaxation import LEAST_CLEAR, Relaxation
 from fedsim_attacks.images_from_features._signals import Signals, signals
 from fedsim_attacks.images_from_features._stages import StagedBody
-from fedsim_attacks.images_from_features._unrolled_update import UnrolledUpdate
-from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
+from fedsim_attacks.images_from_features._whole_update import UnrolledUpdate, WholeGradient
 from fedsim_attacks.labels.label_inference import infer_labels
 
 _FINAL_VARIATION = 0.4

@@ -16,6 +16,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import islice
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fedsim.attacking.knowledge import Public
 from fedsim.attacking.public_features import MOST, public_features
 from fedsim.attacking.question import (
     Answer,
+    Question,
     Surroundings,
     answered,
     opened,
@@ -108,7 +110,7 @@ class Result:
     """Without its tensors."""
     seed: int
     reason: str | None
-    """Why it failed; None if it did not."""
+    """Why it failed, or was not scored; None if it was."""
     metrics: dict[str, float | None]
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
@@ -121,9 +123,18 @@ class Result:
     tensor_rate: float | None
     """What theory predicts of the attack's error, up to a constant; None if it says nothing."""
     cost: dict[str, float | int | None]
+    unscored: bool = False
+    """Whether the truth is elsewhere, so that nobody has attacked yet."""
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None of a single
     gradient, and of rows."""
+
+    @property
+    def status(self) -> str:
+        """What the row says came of it."""
+        if self.unscored:
+            return "unscored"
+        return "failed" if self.reason else "ok"
 
 
 def reconstruction_path(root: Path, label: str, observation_id: str) -> Path:
@@ -156,10 +167,10 @@ def run_jobs(
     pending: dict[Future[Any], Callable[[Any], None]] = {}
     asking = 0
 
-    def take(asked: _Asked, number: int, answer: bytes) -> None:
+    def take(asked: _Asked, number: int, answers: bytes) -> None:
         nonlocal asking
         asking -= 1
-        asked.take(number, opened(answer))
+        asked.take(number, opened(answers))
         settle(asked)
 
     def settle(asked: _Asked) -> None:
@@ -180,9 +191,9 @@ def run_jobs(
             asked = next(left, None)
             while asked or pending:
                 while asked and asking < _AHEAD * workers:
-                    if question := asked.next():
+                    if questions := asked.next():
                         with held():
-                            future = attackers.submit(answered, asked.index, question)
+                            future = attackers.submit(answered, asked.index, questions)
                         pending[future] = partial(take, asked, asked.sent)
                         asking += 1
                     else:
@@ -200,7 +211,10 @@ def run_jobs(
 
 
 _AHEAD = 2
-"""Questions for each worker that attacks: one that it is at, and the next."""
+"""Loads of questions for each worker that attacks: one that it is at, and the next."""
+
+_AT_ONCE = 16
+"""Questions about one observation that are sent in one load, which holds it once."""
 
 
 def _all_asked(
@@ -250,28 +264,30 @@ class _Asked:
             restarts=job.restarts,
         )
         self._of_rows = isinstance(truth, RowTruth)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, list[Answer]] = {}
         self._reason: str | None = None
         self._failed, self._asking = False, True
         self.sent = 0
-        """How many questions there were so far."""
+        """How often questions were sent so far."""
 
     def next(self) -> bytes | None:
-        """The next question; None if there is none, or one has failed."""
+        """The next questions; None if there are none, or one has failed."""
+        questions: list[Question] = []
         try:
-            question = None if self._failed else next(self._left, None)
+            if not self._failed:
+                questions = list(islice(self._left, _AT_ONCE))
         except Exception as error:  # what a recording holds, an attack may not be able to read
-            question, self._reason = None, reason_of(error)
-        if question is None:
+            self._reason = reason_of(error)
+        if not questions:
             self._asking = False
             return None
         self.sent += 1
-        return sealed(question)
+        return sealed(questions)
 
-    def take(self, number: int, answer: Answer) -> None:
-        """Note the answer to one question."""
-        self._answers[number] = answer
-        self._failed |= answer.solution is None
+    def take(self, number: int, answers: list[Answer]) -> None:
+        """Note the answers to what was sent as `number`."""
+        self._answers[number] = answers
+        self._failed |= answers[-1].solution is None
 
     @property
     def done(self) -> bool:
@@ -280,7 +296,7 @@ class _Asked:
 
     def outcome(self) -> Outcome:
         """All answers as one; the first failure is that of the whole."""
-        answers = [self._answers[number] for number in sorted(self._answers)]
+        answers = [one for number in sorted(self._answers) for one in self._answers[number]]
         solution, reason = None, self._reason
         for answer in answers:
             reason = reason or answer.reason
@@ -462,6 +478,12 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         cost=_failed_cost(0.0),
         local_losses=None,
     )
+
+
+def unscored(observation: Observation) -> Result:
+    """The result of every attack on a recording whose truth is where the clients are."""
+    reason = "the truth is with the clients: join it with fedsim collect"
+    return replace(nothing_recorded(observation, reason), unscored=True)
 
 
 def _failed_cost(seconds: float) -> dict[str, float | int | None]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, TypeVar
@@ -71,33 +71,51 @@ class Surroundings:
     """That every attack is granted."""
 
 
-def sealed(question: Question) -> bytes:
-    """The question as it is sent: public images, which are many, are there already."""
-    known = replace(question.knowledge, public_images=None)
-    return pickle.dumps(replace(question, knowledge=known))
+def sealed(questions: Sequence[Question]) -> bytes:
+    """Questions about one observation as they are sent: what they share is written once.
+
+    Public images, which are many, are there already.
+    """
+    (observation,) = {id(each.observation): each.observation for each in questions}.values()
+    rest = []
+    for each in questions:
+        known = replace(each.knowledge, public_images=None)
+        rest.append(pickle.dumps((each.attack, known, each.seed, each.restarts)))
+    return pickle.dumps((observation, rest))
 
 
-def opened(answer: bytes) -> Answer:
+def opened(answers: bytes) -> list[Answer]:
     """What `answered` returned."""
-    found = pickle.loads(answer)  # noqa: S301 - a process that this one started wrote it
-    assert isinstance(found, Answer)
+    found: list[Answer] = pickle.loads(answers)  # noqa: S301 - a process that this one started
     return found
 
 
-def answered(index: int, question: bytes) -> bytes:
-    """In a worker process: the answer to what `sealed` wrote. A failure is a value.
+def answered(index: int, questions: bytes) -> bytes:
+    """In a worker process: the answers to what `sealed` wrote, up to the first failure, a value.
 
-    Progress is told under `index`.
+    Each question is opened once the one before it is answered. Progress is told under `index`.
     """
     around = _prepared()
-    asked: Question = pickle.loads(question)  # noqa: S301 - this process's parent wrote it
-    known = replace(asked.knowledge, public_images=around.public_images)
-    asked = replace(
-        asked,
-        observation=_moved(asked.observation, around.device),
-        knowledge=_moved(known, around.device, but=("other_rows", "candidate")),
-    )
+    observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
+    observation = _moved(observation, around.device)
+    answers: list[Answer] = []
+    for written in rest:
+        attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
+        known = replace(known, public_images=around.public_images)
+        asked = Question(
+            attack=attack,
+            observation=observation,
+            knowledge=_moved(known, around.device, but=("other_rows", "candidate")),
+            seed=seed,
+            restarts=restarts,
+        )
+        answers.append(_answer(index, asked))
+        if answers[-1].solution is None:
+            break
+    return pickle.dumps(answers)
 
+
+def _answer(index: int, asked: Question) -> Answer:
     def progress(at: Progress) -> None:
         processes.tell((index, at))
 
@@ -108,8 +126,7 @@ def answered(index: int, question: bytes) -> bytes:
         solution = replace(found, reconstruction=on_cpu(found.reconstruction))
     except Exception as error:  # a third party's attack may raise anything: the row says what
         reason = reason_of(error)
-    seconds = time.perf_counter() - started
-    return pickle.dumps(Answer(solution=solution, reason=reason, seconds=seconds))
+    return Answer(solution=solution, reason=reason, seconds=time.perf_counter() - started)
 
 
 def reason_of(error: Exception) -> str:

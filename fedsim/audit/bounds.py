@@ -68,8 +68,8 @@ def threshold_bound(
     # Present over absent in the upper tail; negated scores make it absent over present.
     for sign, likelier, other in ((1, 1, 0), (-1, 0, 1)):
         at = _threshold(sign * fitted[likelier], sign * fitted[other], delta, error)
-        low = _low(*_tail(sign * counted[likelier], at), error)
-        high = _high(*_tail(sign * counted[other], at), error)
+        low = lower_end(*_tail(sign * counted[likelier], at), error)
+        high = upper_end(*_tail(sign * counted[other], at), error)
         epsilon = max(epsilon, float(_ratio(low, high, delta)[0]))
     return LowerBound(epsilon=epsilon, delta=delta, confidence=confidence, method="threshold")
 
@@ -112,7 +112,7 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
         positives, n = _tail(worlds[0], at)
         detected, m = _tail(worlds[1], at)
         return np.asarray(
-            ndtri(1 - _high(positives, n, error)) - ndtri(_high(m - detected, m, error))
+            ndtri(1 - upper_end(positives, n, error)) - ndtri(upper_end(m - detected, m, error))
         )
 
     candidates = _candidates(*fitted)
@@ -120,28 +120,22 @@ def mu_bound(absent: ArrayLike, present: ArrayLike, *, error: float) -> float:
     return max(0.0, float(mu(np.asarray([best]), counted)[0]))
 
 
-def clopper_pearson(
-    successes: ArrayLike, trials: int, error: float
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(lower, upper) bounds of a probability, each of which fails with at most `error`.
+def lower_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
+    """Clopper and Pearson's bound of a probability from below, which fails with `error` at most.
 
-    >>> low, high = clopper_pearson(0, 100, 0.05)
-    >>> float(low), round(float(high), 4)
+    >>> float(lower_end(0, 100, 0.05)), round(float(upper_end(0, 100, 0.05)), 4)
     (0.0, 0.0295)
     """
-    counts = np.asarray(successes, dtype=np.int64)
-    return _low(counts, trials, error), _high(counts, trials, error)
-
-
-def _low(successes: NDArray[np.int64], trials: int, error: float) -> NDArray[np.float64]:
     from scipy.special import betaincinv
 
-    bound = betaincinv(np.maximum(successes, 1), trials - successes + 1, error)
-    return np.where(successes == 0, 0.0, bound)
+    counts = np.asarray(successes, dtype=np.int64)
+    bound = betaincinv(np.maximum(counts, 1), trials - counts + 1, error)
+    return np.where(counts == 0, 0.0, bound)
 
 
-def _high(successes: NDArray[np.int64], trials: int, error: float) -> NDArray[np.float64]:
-    return 1 - _low(trials - successes, trials, error)
+def upper_end(successes: ArrayLike, trials: int, error: float) -> NDArray[np.float64]:
+    """The bound from above."""
+    return 1 - lower_end(trials - np.asarray(successes), trials, error)
 
 
 def _ratio(
@@ -157,8 +151,8 @@ def _threshold(
 ) -> NDArray[np.float64]:
     """(1,) the threshold with the best bound on these (sorted or not) scores."""
     candidates = _candidates(other, likelier)
-    low = _low(*_tail(likelier, candidates), error)
-    high = _high(*_tail(other, candidates), error)
+    low = lower_end(*_tail(likelier, candidates), error)
+    high = upper_end(*_tail(other, candidates), error)
     return candidates[[int(np.argmax(_ratio(low, high, delta)))]]
 
 

@@ -18,7 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsim.cli import network
 from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
+from fedsim.cli.outcome import TableFormat, show
+from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
 
 if TYPE_CHECKING:
@@ -51,21 +55,6 @@ class ListFormat(StrEnum):
     json = "json"
 
 
-class TableFormat(StrEnum):
-    """How a leaderboard is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
-]
-
-
 @app.command()
 def run(
     scenario: ScenarioFile,
@@ -84,7 +73,20 @@ def run(
             min=1, help="Processes that attack; default: cores / threads of the scenario."
         ),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")] = False,
+    superlink: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Deploy: the SuperLink whose nodes train. See docs/network.md.",
+        ),
+    ] = None,
+    roots: RootCertificates = None,
+    secret: Annotated[
+        Path | None,
+        typer.Option("--superexec-secret", help="The SuperLink's secret of those who execute."),
+    ] = None,
+    shared_seed: SharedSeed = False,
+    quiet: Quiet = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report.
 
@@ -93,14 +95,24 @@ def run(
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():
+        from fedsim.federation.network.link import Link
         from fedsim.pipeline import run as run_scenario
 
+        link = None
+        if superlink is not None:
+            link = Link(superlink=superlink, roots=roots, secret=secret, shared_seed=shared_seed)
+            overrides.append("federation.engine=deployment")
         finished = run_scenario(
-            scenario, out=out, overrides=overrides, resume=resume, workers=workers, quiet=quiet
+            scenario,
+            out=out,
+            overrides=overrides,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+            link=link,
         )
         if not quiet:
-            typer.echo(_outcome(finished.out))
-            typer.echo(f"report: {finished.report}")
+            show(finished)
 
 
 @app.command()
@@ -190,7 +202,7 @@ def leaderboard(
     with exits():
         from fedsim.report import load_runs, unfinished
 
-        typer.echo(_leaderboard(folders, format), nl=False)
+        typer.echo(written_leaderboard(folders, format), nl=False)
         for line in unfinished(load_runs(folders)):
             typer.echo(line, err=True)
 
@@ -295,29 +307,6 @@ def make_printable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _outcome(folder: Path) -> str:
-    """Returns the leaderboard of a run, or what its defenses cost if nothing is attacked."""
-    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
-
-    runs = load_runs([folder])
-    shown = (
-        describe(utility(runs))
-        if attacks_nothing(runs)
-        else _leaderboard([folder], TableFormat.table)
-    )
-    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
-
-
-def _leaderboard(folders: list[Path], format: TableFormat) -> str:
-    from shutil import get_terminal_size
-
-    from fedsim.report import leaderboard_rows, render
-
-    width = get_terminal_size((120, 24)).columns
-    rows = leaderboard_rows(folders)
-    return render(rows, format.value, width=width, color=sys.stdout.isatty())
-
-
 def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> None:
     from fedsim.recording.files import write_json, write_tensors
 
@@ -331,3 +320,6 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)
+
+
+network.add_to(app)

@@ -131,12 +131,13 @@ class UpdateDefense(Plugin):
     Only floating-point tensors are ever handed to a defense; integer ones pass by unchanged.
     """
 
-    @abstractmethod
     def init(self, update: Tensors, sensitivity: float) -> Tensors:
         """Returns the state before the first round, for updates shaped like `update`.
 
-        `sensitivity` is the L2 bound that the defenses before this one guarantee (inf if none).
+        By default none: nothing is remembered. `sensitivity` is the L2 bound that the defenses
+        before this one guarantee (inf if none).
         """
+        return {}
 
     @abstractmethod
     def apply(
@@ -171,17 +172,17 @@ class UpdateDefense(Plugin):
 class TrainingDefense(Plugin):
     """Changes how the client trains."""
 
-    @abstractmethod
     def training(self, declared: LocalTraining) -> LocalTraining:
-        """Returns the local training that this defense makes of `declared`."""
+        """Returns the local training that this defense makes of `declared`; by default the same."""
+        return declared
 
-    @abstractmethod
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """Returns the direction of a local step, given the loss and the direction so far.
 
-        `batch_size` is what sums over a batch are divided by: the number of its examples, or its
-        mean where that varies with the step. A batch may then be empty.
+        By default the one so far. `batch_size` is what sums over a batch are divided by: the number
+        of its examples, or its mean where that varies with the step. A batch may then be empty.
         """
+        return gradient
 
     @abstractmethod
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:

@@ -1,4 +1,4 @@
-"""Handles pixels for every data source: resizing, a stratified split, channel statistics."""
+"""Pixels of every data source: resizing, a stratified split, statistics, and who may see them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
+from fedsim.types import Dataset
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+_MAX_IMAGES = 10_000
+"""At most so many images are public."""
+_MAX_VALUES = 1 << 28
+"""All public images together have at most so many values: 256 MiB on disk and in every worker."""
 
 
 def from_pil(image: Image) -> Tensor:
@@ -58,3 +64,16 @@ def statistics(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
         means.append(float(mean))
         deviations.append(max(float((share * (levels - mean) ** 2).sum().sqrt()), 1 / 255))
     return tuple(means), tuple(deviations)
+
+
+def public_images(dataset: Dataset, seed: int) -> Tensor:
+    """Returns images (P, C, H, W), uint8, of the test split, that an attacker may be granted.
+
+    These are at most 10,000 and at most 2^28 values, drawn by `seed` if there are more.
+    """
+    images = dataset.test_images
+    count = min(_MAX_IMAGES, max(1, _MAX_VALUES // images[0].numel()))
+    if len(images) <= count:
+        return images
+    drawn = torch.randperm(len(images), generator=rng.generator(seed, "public"))[:count]
+    return images[drawn.sort().values]

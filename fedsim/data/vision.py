@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from pathlib import Path
 from typing import Any, ClassVar, final
 
 import torch
@@ -15,7 +13,7 @@ from fedsim.types import Dataset, FedsimError
 
 
 class VisionSource(DataSource):
-    """A set of torchvision's, in the folder layout that torchvision expects and makes."""
+    """A set of torchvision's, by the name of the class, in the folders that torchvision makes."""
 
     root: str = "data"
     """Where the set lies, or is downloaded to; `~` is the home directory."""
@@ -25,10 +23,6 @@ class VisionSource(DataSource):
     title: ClassVar[str]
     mean: ClassVar[tuple[float, ...]]
     std: ClassVar[tuple[float, ...]]
-
-    @abstractmethod
-    def _open(self, root: Path, train: bool) -> Any:
-        """Opens torchvision's data set, with `data`, `targets` and `classes`."""
 
     @final
     def load(self) -> Dataset:
@@ -47,9 +41,13 @@ class VisionSource(DataSource):
         )
 
     def _split(self, train: bool) -> Any:
+        from torchvision import datasets
+
         root = from_home(self.root).absolute()
         try:
-            return self._open(root, train)
+            # torchvision unpickles only files whose published checksum it has verified.
+            made = getattr(datasets, type(self).__name__)
+            return made(root, train=train, download=self.download)
         except (RuntimeError, OSError) as error:
             remedy = (
                 "check the network and that the folder can be written"
@@ -70,12 +68,6 @@ class CIFAR10(VisionSource):
     mean: ClassVar[tuple[float, ...]] = (0.4914, 0.4822, 0.4465)
     std: ClassVar[tuple[float, ...]] = (0.2470, 0.2435, 0.2616)
 
-    def _open(self, root: Path, train: bool) -> Any:
-        from torchvision import datasets
-
-        # torchvision unpickles only files whose published checksum it has verified.
-        return datasets.CIFAR10(root, train=train, download=self.download)
-
 
 @final
 class CIFAR100(VisionSource):
@@ -85,11 +77,6 @@ class CIFAR100(VisionSource):
     title: ClassVar[str] = "cifar100"
     mean: ClassVar[tuple[float, ...]] = (0.5071, 0.4865, 0.4409)
     std: ClassVar[tuple[float, ...]] = (0.2673, 0.2564, 0.2762)
-
-    def _open(self, root: Path, train: bool) -> Any:
-        from torchvision import datasets
-
-        return datasets.CIFAR100(root, train=train, download=self.download)
 
 
 @final
@@ -103,11 +90,6 @@ class MNIST(VisionSource):
     title: ClassVar[str] = "mnist"
     mean: ClassVar[tuple[float, ...]] = (0.1307,)
     std: ClassVar[tuple[float, ...]] = (0.3081,)
-
-    def _open(self, root: Path, train: bool) -> Any:
-        from torchvision import datasets
-
-        return datasets.MNIST(root, train=train, download=self.download)
 
 
 def _pixels(split: Any) -> Tensor:

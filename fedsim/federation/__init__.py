@@ -14,10 +14,17 @@ from typing import TYPE_CHECKING
 from fedsim.federation.records import RoundRecord
 
 if TYPE_CHECKING:
+    from fedsim.federation.network.link import Link
     from fedsim.scenario import Scenario
-    from fedsim.training.workload import Workload
+    from fedsim.training.server import Server
 
-__all__ = ["RoundRecord", "check", "federate"]
+__all__ = ["NO_LINK", "RoundRecord", "check", "federate"]
+
+NO_LINK = (
+    "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
+    "federation on this machine with fedsim up"
+)
+"""Why an engine that is elsewhere cannot be used."""
 
 # Flower reads these when it is imported: it must not phone home, nor touch the user's own
 # configuration, nor print its progress between ours.
@@ -37,7 +44,8 @@ def federate(
     *,
     resume: bool,
     on_round: Callable[[RoundRecord], None],
-    workload: Workload | None = None,
+    server: Server | None = None,
+    link: Link | None = None,
 ) -> None:
     """Train `stack` (a key of `scenario.defenses`) and record what its server sees below `out`.
 
@@ -45,7 +53,8 @@ def federate(
     checkpoint is written: after a kill, the rounds since the last checkpoint come again, and the
     last report of each counts. A stack that is already complete returns at once. Same scenario,
     same kind of processor: same results, bit for bit, on every engine and any number of cores,
-    interrupted or not. `workload` spares the local engine building it again.
+    interrupted or not. `server` spares building it again; the local engine takes a workload. `link`
+    is for the deployment engine.
 
     Raises:
         FedsimError: see `check`; or `out` holds results of this stack and `resume` is false, or of
@@ -53,7 +62,7 @@ def federate(
     """
     from fedsim.federation.engine import run
 
-    run(scenario, stack, out, resume=resume, on_round=on_round, workload=workload)
+    run(scenario, stack, out, resume=resume, on_round=on_round, server=server, link=link)
 
 
 def check(scenario: Scenario) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from fedsim.federation.spool import Spool
+from fedsim.federation.spool import BUDGET, Spool
 from fedsim.federation.wire import Answer
 from fedsim.types import Tensors, Update
 
@@ -29,9 +29,9 @@ class Mean:
 class Averages:
     """The mean of each client's releases so far. A context manager: leaving it forgets them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, budget: int = BUDGET) -> None:
         """`folder` is its own: it is emptied at entry and removed at exit."""
-        self._spool = Spool(folder)
+        self._spool = Spool(folder, budget)
         self._counts: dict[int, tuple[int, int]] = {}
         self._names: tuple[list[str], list[str]] = [], []
 

@@ -68,8 +68,13 @@ class Client:
         return Client, (self._job,)
 
     def identify(self, message: Message, context: Context) -> Message:
-        """Say which client this is. Builds the workload, so that no round waits for it."""
-        return Message(wire.identity(self._client(context)), reply_to=message)
+        """Say which client this is, and forget what came after the rounds that are done.
+
+        Builds the workload, so that no round waits for it.
+        """
+        client, done = self._client(context), wire.read_done(message.content)
+        ClientState(Path(self._job.out), self._workload.stack_name, client).rewind(done)
+        return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
         """Remove the truth of an answer that is no part of what was recorded."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fedsim.federation.noise_use import notes, use_once
 from fedsim.recording import truth
-from fedsim.recording.files import read_tensors, remove_rounds, remove_torn, write_tensors
+from fedsim.recording.files import read_tensors, remove_torn, write_tensors
 from fedsim.types import Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
@@ -24,20 +24,6 @@ _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 def has_truth(out: Path, stack: str) -> bool:
     """Whether clients of `stack` have written truth."""
     return truth.home(out, stack).exists()
-
-
-def rewind(out: Path, stack: str, done: int) -> None:
-    """Make what clients keep what it was after round `done`: later rounds come again.
-
-    But for what they have noted of their answers.
-    """
-    kept, states = truth.home(out, stack), folder(out, stack)
-    remove_rounds(kept, done)
-    if not done:
-        for path in states.glob("client-*/round-*.safetensors"):
-            path.unlink()
-    for each in (kept, states):
-        remove_torn(each)
 
 
 def folder(out: Path, stack: str) -> Path:
@@ -69,6 +55,17 @@ class ClientState:
         covered = sorted(past for past in self._rounds() if past <= checkpoint)
         for past in covered[:-1]:
             self._path(past).unlink(missing_ok=True)
+
+    def rewind(self, done: int) -> None:
+        """Make what the client keeps what it was after round `done`: later rounds come again.
+
+        But for what it has noted of its answers.
+        """
+        truth.forget_rounds(self.out, self.stack, self.client, done)
+        for past in self._rounds():
+            if past > done:
+                self._path(past).unlink(missing_ok=True)
+        remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], weights: Tensors) -> None:
         """Note that the client answers what it is `asked` at these `weights`, and at no others.

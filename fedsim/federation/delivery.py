@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
@@ -14,68 +15,150 @@ from fedsim.types import FedsimError
 
 _POLL_SECONDS = 0.05
 _EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
-_START_SECONDS = 600.0
+START_SECONDS = 600.0
 """How long the first answer may take: an engine's workers import torch and load the data first."""
+_RETURN_SECONDS = 30.0
+"""How long a node that has just come may take to say who it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delivery:
+    """How the messages of an engine travel."""
+
+    own_machines: bool = False
+    """Whether each client has a machine of its own. Then an order is void once its answer would be
+    late, so that a node that hung does not work off old ones, and the probes of a round are sent
+    together. Otherwise clients wait for one another, and a message does not expire meanwhile."""
 
 
 def exchange(
-    grid: Grid, messages: Sequence[Message], timeout: float
+    grid: Grid,
+    messages: Sequence[Message],
+    timeout: float,
+    *,
+    expire_after: float | None = None,
 ) -> Iterator[tuple[int, Message | None]]:
     """Send `messages`; yield (position, reply) in order of arrival, then (position, None) for each
     that is late.
 
-    An answer is late if Flower says that it expired, or if nobody has answered for `timeout`
-    seconds: so a client is never late for having had to wait until an engine with fewer workers
-    than clients got to it. Replies are handed over one at a time and not kept.
+    An answer is late if Flower says that it expired, if its node is gone, or if nobody has answered
+    for `timeout` seconds: so a client is never late for having had to wait until an engine with
+    fewer workers than clients got to it. Replies are fetched one at a time and not kept.
+
+    Args:
+        grid: Of any engine.
+        messages: Each with a node to go to.
+        timeout: In seconds.
+        expire_after: Seconds after which a message is void; by default Flower's 12 hours.
     """
     pending: dict[str, int] = {}
     late: list[int] = []
     for position, message in enumerate(messages):
+        if expire_after is not None:
+            message.metadata.ttl = expire_after
         sent = list(grid.push_messages([message]))
-        if sent:
+        if sent and sent[0]:  # of a node that is gone, Flower returns nothing, None or ""
             pending[sent[0]] = position
         else:
-            late.append(position)  # the node is gone
+            late.append(position)
     heard = time.monotonic()
     while pending and time.monotonic() - heard < timeout:
         answered = False
-        for reply in grid.pull_messages(list(pending)):
-            position = pending.pop(reply.metadata.reply_to_message_id, -1)
-            if reply.has_error() and reply.error.code in _EXPIRED:
-                late.append(position)
-            elif position >= 0:
-                yield position, reply
-            answered = True
-            heard = time.monotonic()
+        for sent_as in list(pending):
+            for reply in grid.pull_messages([sent_as]):
+                position = pending.pop(sent_as)
+                if reply.has_error() and reply.error.code in _EXPIRED:
+                    late.append(position)
+                else:
+                    yield position, reply
+                answered = True
+                heard = time.monotonic()
         if not answered:
             time.sleep(_POLL_SECONDS)
     for position in sorted([*pending.values(), *late]):
         yield position, None
 
 
-def discover(grid: Grid, clients: int) -> dict[int, int]:
-    """Ask every node which client it is: client -> node id.
+class Nodes:
+    """Which node is which client, for a federation whose nodes may come back as others."""
 
-    Raises:
-        FedsimError: a client has no node, or two, or a node failed to answer.
-    """
-    begun = time.monotonic()
-    while len(nodes := list(grid.get_node_ids())) < clients:
-        if time.monotonic() - begun > _START_SECONDS:
-            raise FedsimError(f"{len(nodes)} of {clients} nodes came; start one node per client")
-        time.sleep(_POLL_SECONDS)
-    query = RecordDict()
-    messages = [Message(query, node, f"query.{wire.IDENTIFY}") for node in nodes]
-    found: dict[int, int] = {}
-    for position, reply in exchange(grid, messages, _START_SECONDS):
-        if reply is None or reply.has_error():
-            reason = "did not answer" if reply is None else str(reply.error.reason)[:500]
-            raise FedsimError(f"a node of the federation failed at the start: {reason}")
-        client = wire.read_client(reply.content)
-        if client in found:
-            raise FedsimError(f"two nodes say that they are client {client}; give each its own id")
-        found[client] = nodes[position]
-    missing = set(range(clients)) - set(found)
-    if missing:
-        raise FedsimError(f"no node is client {min(missing)}; number the nodes 0 to {clients - 1}")
-    return found
+    def __init__(self, grid: Grid, clients: int) -> None:
+        """None is known before `gather`."""
+        self._grid = grid
+        self._count = clients
+        self._of: dict[int, int] = {}
+        self._known: set[int] = set()
+
+    def gather(self, done: int) -> None:
+        """Wait for a node of each client, and greet it after `done` rounds.
+
+        Raises:
+            FedsimError: a client has no node, or two, or a node failed to answer.
+        """
+        begun = time.monotonic()
+        while len(nodes := list(self._grid.get_node_ids())) < self._count:
+            if time.monotonic() - begun > START_SECONDS:
+                raise FedsimError(
+                    f"{len(nodes)} of {self._count} nodes came; start one node per client"
+                )
+            time.sleep(_POLL_SECONDS)
+        for node, reply in self._greet(nodes, done, START_SECONDS):
+            if reply is None or reply.has_error():
+                reason = "did not answer" if reply is None else str(reply.error.reason)[:500]
+                raise FedsimError(f"a node of the federation failed at the start: {reason}")
+            client = wire.read_client(reply.content)
+            if client in self._of:
+                raise FedsimError(
+                    f"two nodes say that they are client {client}; give each its own id"
+                )
+            self._of[client] = node
+        self._known = set(nodes)
+        missing = set(range(self._count)) - set(self._of)
+        if missing:
+            raise FedsimError(
+                f"no node is client {min(missing)}; number the nodes 0 to {self._count - 1}"
+            )
+
+    def refresh(self, done: int) -> list[str]:
+        """Greet nodes that have come since; returns a line about each that is not let in.
+
+        A client's old node gives way only if it is gone or silent.
+        """
+        there = set(self._grid.get_node_ids())
+        came, self._known = sorted(there - self._known), there
+        if not came:
+            return []
+        refused = []
+        for node, reply in self._greet(came, done, _RETURN_SECONDS):
+            if reply is None or reply.has_error():
+                self._known.discard(node)  # it is asked again
+                continue
+            try:
+                client = wire.read_client(reply.content)
+            except wire.MalformedError as error:
+                refused.append(f"node {node}: {error}")
+                continue
+            if client not in self._of:
+                refused.append(f"node {node}: client {client} is none of this federation")
+            elif self._of[client] in there and self._answers(self._of[client], done):
+                refused.append(f"node {node}: client {client} has a node already")
+            else:
+                self._of[client] = node
+        return refused
+
+    @property
+    def by_client(self) -> Mapping[int, int]:
+        """The node of each client."""
+        return self._of
+
+    def _answers(self, node: int, done: int) -> bool:
+        ((_, reply),) = self._greet([node], done, _RETURN_SECONDS)
+        return reply is not None and reply.has_content()
+
+    def _greet(
+        self, nodes: Sequence[int], done: int, timeout: float
+    ) -> Iterator[tuple[int, Message | None]]:
+        greeting = wire.greeting(done)
+        messages = [Message(greeting, node, f"query.{wire.IDENTIFY}") for node in nodes]
+        for position, reply in exchange(self._grid, messages, timeout, expire_after=timeout):
+            yield nodes[position], reply

@@ -13,11 +13,12 @@ from typing import Protocol, cast
 from fedsim.federation import client_state, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.federation.client_app import Job
+from fedsim.federation.network.link import Link
 from fedsim.federation.server_app import OnRound
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, build_stack, declared_training
 from fedsim.system import threads
-from fedsim.training.workload import Workload
+from fedsim.training.server import Server
 from fedsim.types import FedsimError
 
 
@@ -25,8 +26,10 @@ class Engine(Protocol):
     """A module of this room that runs the ServerApp and the ClientApps of a job to their end.
 
     `federation.engine` calls it by its name. Both apps are the same on every engine; an engine
-    only decides where they run and how their messages travel. Flower's deployment engine, for many
-    machines, would be one: its SuperLink and SuperNodes load the same two apps.
+    only decides where they run and how their messages travel.
+
+    A process answers one message at a time: its clients share the workload's model, which holds the
+    weights of the one that answers. Several clients at a time take several processes, not threads.
     """
 
     def check(self) -> None:
@@ -36,8 +39,15 @@ class Engine(Protocol):
             FedsimError: this is one.
         """
 
-    def run(self, job: Job, workload: Workload | None, on_round: OnRound) -> None:
-        """Train what is left of `job`; `workload` may spare building it."""
+    def run(self, job: Job, server: Server | None, on_round: OnRound, link: Link | None) -> None:
+        """Train what is left of `job`.
+
+        Args:
+            job: What to train.
+            server: May spare building it.
+            on_round: Told of each round.
+            link: Where the messages go, of an engine whose nodes are elsewhere.
+        """
 
 
 def _named(name: str) -> Engine:
@@ -51,7 +61,8 @@ def run(
     *,
     resume: bool,
     on_round: OnRound,
-    workload: Workload | None = None,
+    server: Server | None = None,
+    link: Link | None = None,
 ) -> None:
     """See `fedsim.federation.federate`."""
     check(scenario, [stack])
@@ -60,7 +71,7 @@ def run(
         raise FedsimError(
             f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"
         )
-    client_state.rewind(out, stack, checkpoints.start())
+    checkpoints.start()
     if checkpoints.complete:
         return
     job = Job(
@@ -70,7 +81,7 @@ def run(
         threads=scenario.threads,
     )
     with _quiet_flower(), threads.fixed(scenario.threads):
-        _named(scenario.federation.engine).run(job, workload, on_round)
+        _named(scenario.federation.engine).run(job, server, on_round, link)
 
 
 def check(scenario: Scenario, stacks: list[str] | None = None) -> None:

@@ -23,8 +23,10 @@ from flwr.supercore.run import Run
 from flwr.supercore.task_identity import TaskIdentity
 
 from fedsim.federation import client_app, server_app
+from fedsim.federation.network.link import Link
 from fedsim.federation.serde import content_to_bytes, message_to_bytes
 from fedsim.system.memory import keep_freed
+from fedsim.training.server import Server
 from fedsim.training.workload import Workload
 
 _RUN_ID = 1
@@ -136,22 +138,26 @@ def check() -> None:
     """Any machine will do."""
 
 
-def run(job: client_app.Job, workload: Workload | None, on_round: server_app.OnRound) -> None:
+def run(
+    job: client_app.Job,
+    server: Server | None,
+    on_round: server_app.OnRound,
+    link: Link | None = None,
+) -> None:
     """Train what is left of `job` in this process, one client at a time."""
-    workload = workload or job.workload()
+    workload = server if isinstance(server, Workload) else job.workload()
     scenario = workload.scenario
-    run_apps(
+    run_server(
         server_app.build(workload.server(), Path(job.out), on_round),
-        client_app.build(job, workload),
-        scenario.data.clients,
-        scenario.federation.timeout,
+        LocalGrid(
+            client_app.build(job, workload), scenario.data.clients, scenario.federation.timeout
+        ),
     )
 
 
-def run_apps(server_app: ServerApp, client_app: ClientApp, clients: int, timeout: float) -> None:
-    """Run both apps to their end in this process."""
+def run_server(server_app: ServerApp, grid: Grid) -> None:
+    """Run the server to its end in this process; `grid` reaches its clients."""
     keep_freed()  # each message is made of the same large pieces as the one before
-    grid = LocalGrid(client_app, clients, timeout)
     context = Context(
         run_id=_RUN_ID,
         node_id=SUPERLINK_NODE_ID,

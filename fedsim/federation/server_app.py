@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedsim import rng
 from fedsim.federation import strategies, strategy_state, wire
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
-from fedsim.federation.delivery import discover
+from fedsim.federation.delivery import Delivery, Nodes
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
 from fedsim.training.server import Server
@@ -28,8 +28,12 @@ from fedsim.words import number_of
 
 OnRound = Callable[[RoundRecord], None]
 
+_ONE_MACHINE = Delivery()
 
-def build(server: Server, out: Path, on_round: OnRound) -> ServerApp:
+
+def build(
+    server: Server, out: Path, on_round: OnRound, delivery: Delivery = _ONE_MACHINE
+) -> ServerApp:
     """The ServerApp that trains what `server` knows, from its last checkpoint below `out` if any.
 
     It calls `on_round` after every round, then writes the checkpoint.
@@ -38,8 +42,9 @@ def build(server: Server, out: Path, on_round: OnRound) -> ServerApp:
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        nodes = discover(grid, server.scenario.data.clients)
-        _Training(server, TapGrid(grid, server, nodes, out), out).run(on_round)
+        nodes = Nodes(grid, server.scenario.data.clients)
+        tap = TapGrid(grid, server, nodes.by_client, out, delivery)
+        _Training(server, tap, nodes, out).run(on_round)
 
     return app
 
@@ -47,9 +52,10 @@ def build(server: Server, out: Path, on_round: OnRound) -> ServerApp:
 class _Training:
     """One stack's training: the global model, the strategy, and the tap between them."""
 
-    def __init__(self, server: Server, tap: TapGrid, out: Path) -> None:
+    def __init__(self, server: Server, tap: TapGrid, nodes: Nodes, out: Path) -> None:
         self._server = server
         self._tap = tap
+        self._nodes = nodes
         federation = server.scenario.federation
         self._strategy = strategies.build(federation.strategy, federation.strategy_parameters)
         sampled = len(server.schedule.participants(1))
@@ -77,6 +83,7 @@ class _Training:
         """Train every round that is left."""
         scenario = self._server.scenario
         last = scenario.training.rounds
+        self._nodes.gather(self._done)
         for round in range(self._done + 1, last + 1):
             on_round(self._round(round))
             if round % scenario.federation.checkpoint_every == 0 or round == last:
@@ -84,7 +91,10 @@ class _Training:
 
     def _round(self, round: int) -> RoundRecord:
         started = time.perf_counter()
+        refused = self._nodes.refresh(round - 1)
         self._tap.begin(round, self._buffers)
+        for line in refused:
+            self._tap.tally.say(line)
         try:
             parameters = self._train(round)
         finally:

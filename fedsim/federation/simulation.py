@@ -36,9 +36,9 @@ from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.federation.client_app import Job
+    from fedsim.federation.network.link import Link
     from fedsim.federation.server_app import OnRound
     from fedsim.training.server import Server
-from fedsim.training.workload import Workload
 
 _RECORD: TypeAdapter[RoundRecord] = TypeAdapter(RoundRecord)
 _GRACE_SECONDS = 10.0
@@ -64,8 +64,8 @@ def check() -> None:
         )
 
 
-def run(job: Job, workload: Workload | None, on_round: OnRound) -> None:
-    """Train what is left of `job` in a child process; `workload` cannot be handed to it.
+def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = None) -> None:
+    """Train what is left of `job` in a child process; `server` cannot be handed to it.
 
     Raises:
         FedsimError: the child failed, with its own error, or with the end of what it printed.

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +23,10 @@ from torch import Tensor
 from fedsim.contracts.defense import NoisyAggregation, shapes
 from fedsim.federation import wire
 from fedsim.federation.averaging import Averages, Mean
-from fedsim.federation.delivery import exchange
+from fedsim.federation.delivery import Delivery, exchange
 from fedsim.federation.noise_use import asked, notes, use_once
 from fedsim.federation.screening import Tally, judge
-from fedsim.federation.spool import Spool, lazy_record, scratch
+from fedsim.federation.spool import BUDGET, Spool, lazy_record, scratch
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
@@ -33,19 +34,44 @@ from fedsim.types import FedsimError, Tensors, Update
 from fedsim.words import number_of
 
 
+@dataclass(frozen=True)
+class _Ordered:
+    """A message to a client, of training (None) or for a probe."""
+
+    message: Message
+    client: int
+    probe: Probe | None
+
+
 class TapGrid(Grid):
     """Wraps `grid`; a strategy trains through it. `begin` and `end` enclose a round."""
 
-    def __init__(self, grid: Grid, server: Server, nodes: Mapping[int, int], out: Path) -> None:
-        """`nodes` maps client to node id; recordings go below `out`."""
+    def __init__(
+        self,
+        grid: Grid,
+        server: Server,
+        nodes: Mapping[int, int],
+        out: Path,
+        delivery: Delivery,
+    ) -> None:
+        """A tap that has recorded nothing.
+
+        Args:
+            grid: Of any engine.
+            server: What is trained.
+            nodes: The node of each client, as it is when a round begins.
+            out: Recordings go below it.
+            delivery: How messages travel.
+        """
         self._grid = grid
         self._server = server
         self._nodes = nodes
-        self._clients = {node: client for client, node in nodes.items()}
+        self._clients: dict[int, int] = {}
         self._out = out
+        self._delivery = delivery
         self._scratch = scratch(out, server.stack_name)
         self._spool = Spool(self._scratch / "training")
-        self._averages = Averages(self._scratch / "mean")
+        self._averages: Mapping[tuple[int, int], Averages] = {}
         parameters, buffers = server.initial()
         self._expected = wire.Shape(
             update=parameters,
@@ -66,6 +92,7 @@ class TapGrid(Grid):
         self._round = round
         self._buffers = self._new_buffers = buffers
         self._participants = self._server.schedule.participants(round)
+        self._clients = {node: client for client, node in self._nodes.items()}
         self.tally = Tally()
 
     def end(self) -> Tensors:
@@ -91,7 +118,7 @@ class TapGrid(Grid):
         its arrays being that client's new weights, computed when they are read; or, if the stack
         combines updates, one reply with the combination. They hold until `end`.
         """
-        jobs = sorted(messages, key=lambda message: self._clients[message.metadata.dst_node_id])
+        jobs = sorted(messages, key=self._client)
         if not jobs:
             return []
         arrays = jobs[0].content[wire.ARRAYS]
@@ -105,8 +132,11 @@ class TapGrid(Grid):
         seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         probes = self._server.schedule.probes(self._round)
         observed = self._server.schedule.observed(self._round)
-        accepted = self._collect(jobs, None, [] if probes else observed, seconds, self._spool)
-        replies = self._replies(accepted, record=bool(observed) and not probes)
+        orders = [_Ordered(message, self._client(message), None) for message in jobs]
+        record = bool(observed) and not probes
+        spools: dict[Probe | None, Spool] = {None: self._spool}
+        accepted = self._collect(orders, observed if record else [], seconds, spools)
+        replies = self._replies(accepted[None], record=record)
         if probes:
             self._probe(probes, observed, seconds)
         return replies
@@ -117,43 +147,85 @@ class TapGrid(Grid):
         self._parameters = self._server.plant_probe(trained, self._round)
         arrays = self._arrays if self._parameters is trained else wire.encode(self._parameters)
         try:
-            for probe in probes:
-                with self._averages:
-                    for release in range(self._server.scenario.observe.releases):
-                        self._ask(replace(probe, release=release), arrays, observed, timeout)
-                    for mean in self._averages.means():
-                        self._save(probe, mean)
+            together = len(probes) if self._delivery.own_machines else 1
+            for first in range(0, len(probes), together):
+                self._ask(probes[first : first + together], arrays, observed, timeout)
         finally:
             self._parameters = trained  # the strategy's replies are computed from these
 
     def _ask(
-        self, probe: Probe, arrays: ArrayRecord, observed: Collection[int], timeout: float
+        self,
+        probes: Sequence[Probe],
+        arrays: ArrayRecord,
+        observed: Collection[int],
+        timeout: float,
     ) -> None:
-        content = self._order(arrays, probe)
+        """Ask all `observed` clients for all `probes` at once, as often as the scenario says."""
+        budget = BUDGET // len(probes)
+        with ExitStack() as until_answered:
+
+            def folder(purpose: str, number: int) -> Path:
+                return self._scratch / f"{purpose}-{number:04d}"
+
+            spools = [
+                until_answered.enter_context(Spool(folder("probe", number), budget))
+                for number in range(len(probes))
+            ]
+            averages = {
+                (probe.batch_size, probe.trial): until_answered.enter_context(
+                    Averages(folder("mean", number), budget)
+                )
+                for number, probe in enumerate(probes)
+            }
+            self._averages = averages
+            for release in range(self._server.scenario.observe.releases):
+                again = [replace(probe, release=release) for probe in probes]
+                self._release(dict(zip(again, spools, strict=True)), arrays, observed, timeout)
+            for probe, own in zip(probes, averages.values(), strict=True):
+                for mean in own.means():
+                    self._save(probe, mean)
+
+    def _release(
+        self,
+        spools: Mapping[Probe, Spool],
+        arrays: ArrayRecord,
+        observed: Collection[int],
+        timeout: float,
+    ) -> None:
+        """Ask once for each probe, into the spool that it has."""
         kind = f"train.{wire.PROBE}"
-        asked = [Message(content, self._nodes[client], kind) for client in observed]
-        with Spool(self._scratch / "probe") as spool:
-            accepted = self._collect(asked, probe, observed, timeout, spool)
-            if self._too_few(accepted):
+        orders = []
+        for probe in spools:
+            content = self._order(arrays, probe)
+            orders += [
+                _Ordered(Message(content, self._nodes[client], kind), client, probe)
+                for client in observed
+            ]
+        asked: dict[Probe | None, Spool] = dict(spools.items())
+        accepted = self._collect(orders, observed, timeout, asked)
+        for probe, spool in spools.items():
+            if self._too_few(accepted[probe]):
                 self.tally.probe_failures += 1
             else:
                 self._combine(spool, probe, record=True)
+            spool.clear()
 
     def _collect(
         self,
-        messages: Sequence[Message],
-        probe: Probe | None,
+        orders: Sequence[_Ordered],
         observed: Collection[int],
         timeout: float,
-        spool: Spool,
-    ) -> dict[int, Message]:
-        """Exchange `messages`: record what the server sees of `observed` clients, spool what is to
-        be aggregated or combined; returns the accepted replies, emptied."""
-        clients = [self._clients[message.metadata.dst_node_id] for message in messages]
+        spools: Mapping[Probe | None, Spool],
+    ) -> dict[Probe | None, dict[int, Message]]:
+        """Exchange `orders`: record what the server sees of `observed` clients, spool what is to
+        be aggregated or combined; returns the accepted replies by probe and client, emptied."""
         combines = self._server.stack.aggregation is not None
-        accepted: dict[int, Message] = {}
-        for position, reply in exchange(self._grid, messages, timeout):
-            client = clients[position]
+        accepted: dict[Probe | None, dict[int, Message]] = {probe: {} for probe in spools}
+        messages = [order.message for order in orders]
+        # A node works off its orders one after the other, so that the last has to wait for all.
+        expire = timeout * len(spools) if self._delivery.own_machines else None
+        for position, reply in exchange(self._grid, messages, timeout, expire_after=expire):
+            client, probe = orders[position].client, orders[position].probe
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += wire.size(reply.content)
             verdict = judge(reply, self._expected)
@@ -162,10 +234,13 @@ class TapGrid(Grid):
             if verdict.reason:
                 self.tally.fail(verdict, client, probe)
             elif verdict.answer and reply and (probe is None or combines):
-                spool.put(client, verdict.answer)
+                spools[probe].put(client, verdict.answer)
                 reply.content = RecordDict()
-                accepted[client] = reply
+                accepted[probe][client] = reply
         return accepted
+
+    def _client(self, message: Message) -> int:
+        return self._clients[message.metadata.dst_node_id]
 
     def _replies(self, accepted: dict[int, Message], *, record: bool) -> list[Message]:
         """What the strategy gets of a round's training; also the new buffers and the summary."""
@@ -236,7 +311,7 @@ class TapGrid(Grid):
     ) -> None:
         seen = Mean(client=client, update=update, num_clients=num_clients)
         if probe and self._server.scenario.observe.releases > 1:
-            self._averages.add(seen)
+            self._averages[probe.batch_size, probe.trial].add(seen)
         else:
             self._save(probe, seen)
 

@@ -115,9 +115,7 @@ def read_order(content: RecordDict) -> Order:
         MalformedError: a part is missing or of another type.
     """
     parameters, buffers = _arrays(content, ARRAYS), _arrays(content, BUFFERS)
-    config = content.get(CONFIG)
-    if not isinstance(config, ConfigRecord):
-        raise MalformedError(f"the message has no {CONFIG!r}")
+    config = _config(content)
     probe = None
     if PROBE_SIZE in config:
         probe = Probe(
@@ -168,6 +166,20 @@ def read_answer(content: RecordDict, expected: Shape) -> Answer:
     )
 
 
+def greeting(done: int) -> RecordDict:
+    """The message content that asks a node which client it is, after so many rounds."""
+    return RecordDict({CONFIG: ConfigRecord({ROUND: done})})
+
+
+def read_done(content: RecordDict) -> int:
+    """After how many rounds a node is greeted.
+
+    Raises:
+        MalformedError: the greeting does not say.
+    """
+    return _integer(_config(content), ROUND, 0)
+
+
 def identity(client: int) -> RecordDict:
     """The message content that says which client a node is."""
     return RecordDict({CONFIG: ConfigRecord({CLIENT: client})})
@@ -179,10 +191,7 @@ def read_client(content: RecordDict) -> int:
     Raises:
         MalformedError: it does not say.
     """
-    config = content.get(CONFIG)
-    if not isinstance(config, ConfigRecord):
-        raise MalformedError(f"the answer has no {CONFIG!r}")
-    return _integer(config, CLIENT, 0)
+    return _integer(_config(content), CLIENT, 0)
 
 
 def size(content: RecordDict) -> int:
@@ -272,6 +281,13 @@ def _arrays(content: RecordDict, key: str) -> ArrayRecord:
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
+    return record
+
+
+def _config(content: RecordDict) -> ConfigRecord:
+    record = content.get(CONFIG)
+    if not isinstance(record, ConfigRecord):
+        raise MalformedError(f"the message has no {CONFIG!r}")
     return record
 
 

@@ -24,10 +24,45 @@ _CHUNK = 4096
 """So many rows are multiplied by their part of G at once."""
 
 
-class ClosedForm(Computation):
-    """Runs a closed-form learner on one stack's federation."""
+class OneRelease(Computation):
+    """Computes a single release of each client, which is what becomes of the parameters."""
 
     release: Release
+
+    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
+        """Returns the release itself."""
+        return update
+
+    def finalize(self, mean: Tensors, clients: int) -> Tensors:
+        """Returns the mean itself."""
+        return mean
+
+    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
+        """Returns the parameters: nothing can be planted in them."""
+        return parameters
+
+
+def counted_once(update: Tensors) -> Computed:
+    """Makes of a release what a client computed: of rows, each client's counting as one example."""
+    return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
+
+
+def all_members(rows: Tensor, scored: Tensor, classes: int = 0) -> RowTruth:
+    """Makes (n, columns) `rows` the truth of a release that all of them took part in.
+
+    `scored` (columns,) says which columns are data, and `classes` how many tell the label.
+    """
+    return RowTruth(
+        rows=rows,
+        members=torch.ones(len(rows), dtype=torch.bool),
+        clients=torch.zeros(len(rows), dtype=torch.int64),
+        scored=scored,
+        classes=classes,
+    )
+
+
+class ClosedForm(OneRelease):
+    """Runs a closed-form learner of tables on one stack's federation."""
 
     def __init__(self, problem: Problem, kind: ReleaseKind, columns: int) -> None:
         """Prepares releases of `kind`; `columns` is r, 0 where no random matrix is drawn."""
@@ -66,12 +101,7 @@ class ClosedForm(Computation):
         """Returns the rows of the table."""
         scored = torch.ones(inputs.shape[1], dtype=torch.bool)
         scored[-2] = not self.table.intercept
-        return RowTruth(
-            rows=inputs,
-            members=torch.ones(len(inputs), dtype=torch.bool),
-            clients=torch.zeros(len(inputs), dtype=torch.int64),
-            scored=scored,
-        )
+        return all_members(inputs, scored)
 
     def check(self, clients: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         """Lets the defense of rows check its assumptions."""
@@ -86,21 +116,7 @@ class ClosedForm(Computation):
     def compute(self, request: Request, rng: torch.Generator) -> Computed:
         """Returns the release of the client's rows, regularized as the stack says."""
         rows = regularized(request.batches[0][0], self._stack.sigma(self.release))
-        return Computed(
-            update={VALUE: self.value(rows, request.stream)},
-            buffers={},
-            num_examples=1,
-            truth=None,
-            loss=None,
-        )
-
-    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the release itself."""
-        return update
-
-    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the parameters: nothing can be planted in them."""
-        return parameters
+        return counted_once({VALUE: self.value(rows, request.stream)})
 
 
 def regularized(rows: Tensor, sigma: float) -> Tensor:

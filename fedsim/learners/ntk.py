@@ -16,8 +16,6 @@ Arrays are float64 on the CPU. `X` is (n, d), `Y` (n, c) with one column a class
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -67,29 +65,6 @@ def fit(gram: Tensor, labels: Tensor, ridge: float) -> Tensor:
     return torch.cholesky_solve(labels, _factor(shifted, ridge))
 
 
-def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
-    """Returns α̃ = (K̃ + λ I)⁻¹ Y for K̃ = G G' / k, by Woodbury's identity where k < n.
-
-    `samples` G are (n, k), as `gaussian_samples` draws them.
-
-    Raises:
-        FedsimError: `ridge` is not positive, or lost in the rounding of a singular K̃.
-    """
-    _require_ridge(ridge)
-    n, k = samples.shape
-    if k >= n:
-        return fit(samples @ samples.T / k, labels, ridge)
-    small = samples.T @ samples + k * ridge * torch.eye(k, dtype=samples.dtype)
-    inner = torch.cholesky_solve(samples.T @ labels, _factor(small, ridge))
-    return (labels - samples @ inner) / ridge
-
-
-def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
-    """Returns α = Y / λ: the control that drops the kernel matrix and its leakage."""
-    _require_ridge(ridge)
-    return labels / ridge
-
-
 def predict(
     x: Tensor, train: Tensor, alpha: Tensor, weights: Tensor | None = None, *, scale: float = 1.0
 ) -> Tensor:
@@ -135,66 +110,6 @@ def evaluate_form(x: Tensor, form: Tensor) -> Tensor:
 def one_hot(labels: Tensor, classes: int) -> Tensor:
     """Returns (n, classes) of zeros and ones."""
     return torch.nn.functional.one_hot(labels, classes).double()
-
-
-def neighbour_distance(gram: Tensor, other: Tensor) -> float:
-    """Returns M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
-
-    Raises:
-        FedsimError: `other` is singular: its least eigenvalue is below 1e-12 times its largest,
-            where rounding alone may have made it.
-    """
-    eigenvalues = torch.linalg.eigvalsh(other)
-    if float(eigenvalues[0]) < _SINGULAR * float(eigenvalues[-1]):
-        raise FedsimError(
-            "the neighbour's kernel matrix is singular: no distance is finite, and no number of "
-            "samples is private"
-        )
-    lower = torch.linalg.cholesky(other)
-    # K^½ K'⁻¹ K^½ has the eigenvalues of L⁻¹ K L⁻' (L L' = K').
-    half = torch.linalg.solve_triangular(lower, gram, upper=False)
-    inner = torch.linalg.solve_triangular(lower, half.T, upper=False)
-    return float(torch.linalg.matrix_norm(inner - torch.eye(len(gram), dtype=gram.dtype)))
-
-
-def paper_distance(
-    n: int, beta: float, smallest: float, *, scale: float = 1.0, bound: float = 1.0
-) -> float:
-    """Returns the bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
-
-    `smallest` is η_min, the smallest eigenvalue of K, and `bound` B the largest norm of a row.
-    Lemmas E.4 and E.15, from which it follows, have B³. As printed it is no bound, since constants
-    are left out. `fedsim.privacy.mechanisms.kernel_distance` has one that holds and does not grow
-    with n.
-    """
-    return n * scale**2 * bound**4 * beta / smallest
-
-
-def paper_radius(epsilon: float, delta: float, samples: int) -> float:
-    """Returns the allowed M, min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2)."""
-    information = 8 * math.log(1 / delta)
-    return min(epsilon / math.sqrt(samples * information), epsilon / information)
-
-
-def paper_samples(epsilon: float, delta: float, distance: float) -> int:
-    """Returns the largest k with `distance` <= ε / sqrt(8 k ln(1/δ)): equation (1) of the paper.
-
-    The lemma that it rests on needs more: see `paper_condition`.
-    """
-    return math.floor(epsilon**2 / (8 * math.log(1 / delta) * distance**2))
-
-
-def paper_condition(epsilon: float, delta: float, samples: int, distance: float) -> bool:
-    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3).
-
-    Args:
-        epsilon: ε.
-        delta: δ.
-        samples: k.
-        distance: M.
-    """
-    radius = paper_radius(epsilon, delta, samples)
-    return 0 < epsilon < 1 and radius < 1 and distance <= radius
 
 
 def _factor(matrix: Tensor, ridge: float) -> Tensor:

@@ -15,12 +15,12 @@ from fedsim import rng
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Computation, Computed, Evaluation, Learner, Problem, Request
 from fedsim.learners import ntk
+from fedsim.learners.closed_form import OneRelease, all_members, counted_once
 from fedsim.learners.features import Features
 from fedsim.learners.sgd import as_pixels
 from fedsim.types import (
     Dataset,
     FedsimError,
-    LocalTraining,
     ReleaseKind,
     ReleaseSpec,
     RowTruth,
@@ -98,10 +98,8 @@ class NTK(Learner):
         return _Ensemble(problem, self) if self.release == "form" else _Single(problem, self)
 
 
-class _Regression(Computation):
+class _Regression(OneRelease):
     """Regresses on one stack's clients, whatever they release of it."""
-
-    release: Release
 
     def __init__(self, problem: Problem, learner: NTK) -> None:
         assert isinstance(problem.dataset, Dataset)
@@ -149,13 +147,8 @@ class _Regression(Computation):
     def candidates(self, inputs: Tensor, labels: Tensor) -> RowTruth:
         """Returns unit features followed by an entry for each class, the label."""
         d = self.release.features
-        return RowTruth(
-            rows=torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1),
-            members=torch.ones(len(inputs), dtype=torch.bool),
-            clients=torch.zeros(len(inputs), dtype=torch.int64),
-            scored=torch.arange(d + self._classes) < d,
-            classes=self._classes,
-        )
+        rows = torch.cat([self._features.of(inputs), ntk.one_hot(labels, self._classes)], 1)
+        return all_members(rows, torch.arange(d + self._classes) < d, self._classes)
 
     def buffers(self) -> dict[str, Tensor]:
         """Returns S of the kernel (x'z)(x'Sz), which the server and all clients know."""
@@ -192,18 +185,6 @@ class _Regression(Computation):
             self._learner.ridge,
         )
         return self._stack.private("features", features, self.release, rng), alpha
-
-    def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
-        """Returns the release itself."""
-        return update
-
-    def finalize(self, mean: Tensors, clients: int) -> Tensors:
-        """Returns the mean itself."""
-        return mean
-
-    def plant_probe(self, parameters: Tensors, seed: int) -> Tensors:
-        """Returns the parameters: nothing can be planted in them."""
-        return parameters
 
     def evaluate(self, parameters: Tensors, buffers: Tensors) -> Evaluation:
         rows = self._features.of(as_pixels(self._dataset.test_images))
@@ -243,7 +224,7 @@ class _Ensemble(_Regression):
         """Returns the client's whole predictor."""
         rows, alpha = self.fitted(request, rng)
         form = ntk.quadratic_form(rows, alpha, self._weights, scale=self._learner.scale)
-        return Computed(update={MODEL: form}, buffers={}, num_examples=1, truth=None, loss=None)
+        return counted_once({MODEL: form})
 
     def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
         """Returns x'Qx."""
@@ -277,8 +258,7 @@ class _Single(_Regression):
         """Returns the client's model."""
         rows, alpha = self.fitted(request, rng)
         padding = (0, 0, 0, self._num_examples - len(rows))
-        update = {FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)}
-        return Computed(update=update, buffers={}, num_examples=1, truth=None, loss=None)
+        return counted_once({FEATURES: F.pad(rows, padding), ALPHA: F.pad(alpha, padding)})
 
     def predicted(self, rows: Tensor, parameters: Tensors) -> Tensor:
         """Returns K(x, X) α."""

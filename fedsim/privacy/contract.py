@@ -106,7 +106,6 @@ class Sensitivity(Keys):
     """L2 distance between the values of two neighbours, in the units of the release."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"at most {self.sensitivity:g} apart"
 
 
@@ -129,14 +128,12 @@ class ExactCurve(Curve):
         return {}
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
         lines = self.log_deltas(np.array([epsilon]))
         found = {way: float(values[0]) for way, values in lines.items()}
         way = larger(found)
         return self._answer(epsilon, found[way], way)
 
     def epsilon(self, delta: float) -> Answer:
-        """See `Curve`."""
         found = self.epsilons(delta)
         way = larger(found)
         return self._answer(found[way], float(np.log(delta)), way)

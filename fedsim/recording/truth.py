@@ -8,14 +8,17 @@ Neither a federation's server nor an attack imports this.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from fedsim.recording.files import checked_id, read_tensors, write_tensors
+from fedsim.recording.files import checked_id, read_tensors, remove_torn, write_bytes, write_tensors
 from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
+
+_FOLDER = "truth"
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
@@ -24,7 +27,7 @@ class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
 
 def home(root: Path, stack: str) -> Path:
     """Where the ground truth of all that was seen behind `stack` lies."""
-    return root / "truth" / stack
+    return root / _FOLDER / stack
 
 
 def _folder(root: Path, id: str) -> Path:
@@ -33,7 +36,11 @@ def _folder(root: Path, id: str) -> Path:
 
 
 def _path(root: Path, id: str, client: int) -> Path:
-    return _folder(root, id) / f"client-{client:04d}.safetensors"
+    return _folder(root, id) / _name(client)
+
+
+def _name(client: int) -> str:
+    return f"client-{client:04d}.safetensors"
 
 
 def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
@@ -53,6 +60,33 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 def forget_truth(root: Path, id: str, client: int) -> None:
     """Remove what `client` wrote for the observation `id`, of which its answer is no part."""
     _path(root, id, client).unlink(missing_ok=True)
+
+
+def copy(source: Path, target: Path) -> int:
+    """Copy all truth below `source` to below `target`; returns how many files.
+
+    Raises:
+        FedsimError: one of them is a link to elsewhere.
+    """
+    kept = source / _FOLDER
+    paths = sorted(kept.glob("*/round-*/*/client-*.safetensors"))
+    for path in paths:
+        if path.resolve() != kept.resolve() / path.relative_to(kept):
+            raise FedsimError(f"{path}: a link; truth is collected from files themselves")
+        write_bytes(target / _FOLDER / path.relative_to(kept), path.read_bytes())
+    return len(paths)
+
+
+def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:
+    """Remove what `client` wrote of rounds after the `last`, and what kills left half written."""
+    for folder in home(root, stack).glob("round-*/*"):
+        number = folder.parent.name.removeprefix("round-")
+        if number.isdecimal() and int(number) > last:
+            (folder / _name(client)).unlink(missing_ok=True)
+            remove_torn(folder)
+            for emptied in (folder, folder.parent):
+                with suppress(OSError):  # others wrote there, too
+                    emptied.rmdir()
 
 
 def load_truth(root: Path, id: str, clients: int | None = None) -> Truth:
@@ -113,6 +147,11 @@ def _is_truth(part: Mapping[str, Tensor]) -> bool:
     return whole and bool((labels >= 0).all()) and images.is_floating_point()
 
 
+def count(root: Path, id: str) -> int:
+    """How many clients have written truth of the observation `id` below `root`."""
+    return len(list(_folder(root, id).glob("client-*.safetensors")))
+
+
 def has_truth(root: Path, id: str) -> bool:
     """Whether the ground truth of the observation `id` is below `root`."""
-    return any(_folder(root, id).glob("client-*.safetensors"))
+    return count(root, id) > 0

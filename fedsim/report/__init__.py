@@ -1,6 +1,6 @@
 """What a run leaves for people: the leaderboard, the report, and pictures."""
 
-from fedsim.report.control import Control, invalid_reasons, positive_controls
+from fedsim.report.control import invalid_reasons, positive_controls
 from fedsim.report.facts import undeclared, unfinished
 from fedsim.report.figures import describe_variant
 from fedsim.report.leaderboard import leaderboard_rows
@@ -10,16 +10,14 @@ from fedsim.report.pictures import save_grid, save_grids
 from fedsim.report.render import render
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import attacks_nothing, describe, utility
-from fedsim.results.reading import ReportError, fits, load_runs
+from fedsim.results.reading import ReportError, load_runs
 
 __all__ = [
-    "Control",
     "LeaderboardRow",
     "ReportError",
     "attacks_nothing",
     "describe",
     "describe_variant",
-    "fits",
     "invalid_reasons",
     "leaderboard_rows",
     "load_runs",

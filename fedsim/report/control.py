@@ -151,13 +151,18 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
     if blind and gain >= REQUIRED_GAIN:
         return _blind_control(comparison, measured)
+    return _judged(comparison, passed, measured, f"{REQUIRED_GAIN:g} dB are required")
+
+
+def _judged(comparison: Comparison, passed: bool, measured: str, required: str) -> Control:
+    failed = (
+        f"{measured}, where {required}: attacks that fail without a defense say nothing about "
+        f"defenses{_TRY}"
+    )
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",
-        reason=measured
-        if passed
-        else f"{measured}, where {REQUIRED_GAIN:g} dB are required: attacks that fail without a "
-        f"defense say nothing about defenses{_TRY}",
+        reason=measured if passed else failed,
     )
 
 
@@ -190,14 +195,8 @@ def _feature_control(comparison: Comparison, row: LeaderboardRow) -> Control:
     passed = span.mean <= required
     if passed and row.blind:
         return _blind_control(comparison, measured)
-    return Control(
-        comparison=comparison,
-        status="passed" if passed else "failed",
-        reason=measured
-        if passed
-        else f"{measured}, where at most {required:.3g} is required, half of what the guess "
-        f"leaves: attacks that fail without a defense say nothing about defenses{_TRY}",
-    )
+    needed = f"at most {required:.3g} is required, half of what the guess leaves"
+    return _judged(comparison, passed, measured, needed)
 
 
 def _membership_control(comparison: Comparison, area: Summary, attack: str, size: int) -> Control:
@@ -206,11 +205,4 @@ def _membership_control(comparison: Comparison, area: Summary, attack: str, size
         f"{area.mean:.2f}"
     )
     passed = area.mean >= REQUIRED_AUC
-    return Control(
-        comparison=comparison,
-        status="passed" if passed else "failed",
-        reason=measured
-        if passed
-        else f"{measured}, where {REQUIRED_AUC:g} is required: attacks that fail without a defense "
-        f"say nothing about defenses{_TRY}",
-    )
+    return _judged(comparison, passed, measured, f"{REQUIRED_AUC:g} is required")

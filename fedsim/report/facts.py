@@ -92,8 +92,14 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
 
 
 def unfinished(runs: Sequence[Run]) -> list[str]:
-    """Returns a line for each run that has not ended, whose tables lack rows."""
-    return [
+    """Returns a line for each run that has not ended, or is not scored, whose tables lack rows."""
+    waiting = [
+        f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
+        f"the clients; join it with fedsim collect {run.folder}"
+        for run in runs
+        if run.unscored
+    ]
+    return waiting + [
         f"UNFINISHED: {run.folder} holds {number_of(len(run.rows), 'attack run')} so far, and is "
         "not complete; "
         "continue it with --resume"

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, load_runs
 from fedsim.scoring import psnr, summarize
 from fedsim.words import number_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 OVERVIEW = "overview.png"
 
@@ -191,18 +195,12 @@ def _draw(
     return buffer.getvalue()
 
 
-def _name(axes: object, text: str) -> None:
+def _name(axes: Axes, text: str) -> None:
     """Writes a row's name to the left of its first image."""
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
     axes.text(-0.12, 0.5, text, transform=axes.transAxes, ha="right", va="center", fontsize=9)
 
 
-def _show(axes: object, image: Tensor, caption: str = "") -> None:
-    from matplotlib.axes import Axes
-
-    assert isinstance(axes, Axes)
+def _show(axes: Axes, image: Tensor, caption: str = "") -> None:
     axes.imshow(
         image.permute(1, 2, 0).squeeze(2).numpy(),
         cmap="gray",

@@ -43,9 +43,6 @@ def place(
     Greedy, in the given order: each label takes the place that covers least of the labels before
     it, then least of the obstacles, then is nearest to its anchor.
 
-    Greedy, in the given order: each label takes the place that covers least of the labels before
-    it, then least of the obstacles, then is nearest to its anchor.
-
     Args:
         anchors: (x, y) of each point.
         sizes: (width, height) of each label.

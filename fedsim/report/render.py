@@ -8,7 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from fedsim.report.control import (
     invalid_comparisons,
@@ -17,11 +17,8 @@ from fedsim.report.control import (
     warnings,
 )
 from fedsim.report.row import LeaderboardRow
-from fedsim.scoring import COMPARABLE, Summary
-
-if TYPE_CHECKING:
-    pass
 from fedsim.report.table import terminal_table
+from fedsim.scoring import COMPARABLE, Summary
 
 Format = Literal["table", "json", "csv"]
 

@@ -30,6 +30,8 @@ class Run:
 
     folder: Path
     rows: list[ResultRow]
+    unscored: int
+    """How many rows wait for the truth, which is elsewhere; they are none of `rows`."""
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
@@ -91,9 +93,11 @@ def measurements(runs: Iterable[Run]) -> list[ResultRow]:
 def _load_run(folder: Path) -> Run:
     text, parsed = _scenario(folder / "scenario.yaml")
     rows = _read(folder / RESULTS, ResultRow)
+    scored = [row for row in rows if row.status != "unscored"]
     return Run(
         folder=folder,
-        rows=[row.model_copy(update={"folder": folder}) for row in rows],
+        rows=[row.model_copy(update={"folder": folder}) for row in scored],
+        unscored=len(rows) - len(scored),
         rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
         audits=_read(folder / "audit.jsonl", AuditRow, optional=True),
         record=_record(folder / "record.json"),

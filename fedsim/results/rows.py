@@ -25,6 +25,7 @@ from fedsim.privacy.ledger import Probed, claim, worst_off
 from fedsim.recording.files import read_tensors
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
+from fedsim.training.server import Server
 from fedsim.training.workload import Workload
 from fedsim.types import (
     GroundTruth,
@@ -36,11 +37,12 @@ from fedsim.types import (
 )
 from fedsim.words import number_of
 
+_UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
 
 
-def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClaim:
+def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
     """What the stack guarantees after `round` rounds, for the client that is worst off.
 
     Worst is the most participations so far together with the most probes and the least data. It is
@@ -48,33 +50,33 @@ def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClai
     scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
     caller that they are not asked about.
     """
-    scenario = workload.scenario
-    taken = participations(workload, round)
+    scenario = server.scenario
+    taken = participations(server, round)
     public: set[tuple[bool, ...]] = set()
-    if isinstance(workload.stack.aggregation, NoisyAggregation):
+    if isinstance(server.stack.aggregation, NoisyAggregation):
         public = {tuple(past in each for past in range(1, round + 1)) for each in taken}
     counted = probes and scenario.privacy.probes == "included"
     claims = [
         claim(
-            workload.stack,
-            workload.declared,
+            server.stack,
+            server.declared,
             rounds=most.trained,
             repeated_rounds=most.repeated,
             repeats=scenario.observe.releases,
             num_examples=held,
             delta=scenario.privacy.delta,
-            buffers_released=workload.releases_statistics,
-            release=workload.release,
+            buffers_released=server.releases_statistics,
+            release=server.release,
             schedules=public,
-            private_statistics=workload.private_statistics,
-            unprotected=workload.unprotected,
-            probes=_probed(workload, most.probed) if counted else (),
+            private_statistics=server.census.private_statistics,
+            unprotected=server.unprotected,
+            probes=_probed(server, most.probed) if counted else (),
         )
-        for most in _most(workload, taken, round)
-        for held in worst_off(workload.training, map(len, workload.parts))
+        for most in _most(server, taken, round)
+        for held in worst_off(server.training, server.census.held)
     ]
     worst = max(claims, key=lambda claim: claim.epsilon)
-    asked = _most(workload, taken, round)[0].probed * len(_sizes(workload))
+    asked = _most(server, taken, round)[0].probed * len(_sizes(server))
     covers = f"training of {number_of(round, 'round')}"
     if asked and probes:
         count = asked * scenario.observe.trials * scenario.observe.releases
@@ -83,50 +85,50 @@ def spent(workload: Workload, round: int, *, probes: bool = True) -> PrivacyClai
     return replace(worst, covers=covers)
 
 
-def claim_of(workload: Workload, seen: Observation) -> PrivacyClaim:
+def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
-    scenario, probing = workload.scenario, bool(_sizes(workload))
-    declared = workload.declared
+    scenario, probing = server.scenario, bool(_sizes(server))
+    declared = server.declared
     if probing:
-        declared = workload.declared_of(seen.training.batch_size)
-    own = workload.schedule.participants(seen.round) if seen.client < 0 else [seen.client]
+        declared = server.declared_of(seen.training.batch_size)
+    own = server.schedule.participants(seen.round) if seen.client < 0 else [seen.client]
     only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
-    shared = isinstance(workload.stack.aggregation, NoisyAggregation)
+    shared = isinstance(server.stack.aggregation, NoisyAggregation)
     again = seen.releases > 1
     claims = [
         claim(
-            workload.stack,
+            server.stack,
             declared,
             rounds=int(not again),
             repeated_rounds=int(again),
             repeats=seen.releases,
             num_examples=held,
             delta=scenario.privacy.delta,
-            buffers_released=workload.releases_statistics,
-            release=workload.release,
+            buffers_released=server.releases_statistics,
+            release=server.release,
             schedules={only} if shared else (),
-            private_statistics=workload.private_statistics,
-            unprotected=workload.unprotected,
+            private_statistics=server.census.private_statistics,
+            unprotected=server.unprotected,
         )
-        for held in worst_off(workload.training, (len(workload.parts[one]) for one in own))
+        for held in worst_off(server.training, (server.census.held[one] for one in own))
     ]
     kind = "probe" if probing else "training update"
     covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
     return replace(max(claims, key=lambda claim: claim.epsilon), covers=covers)
 
 
-def spent_by(workload: Workload, round: int) -> PrivacyClaim:
+def spent_by(server: Server, round: int) -> PrivacyClaim:
     """The claim after `round` rounds, or after a few more (no less), where it takes long."""
-    sampled = workload.training.sampling != "without_replacement"
+    sampled = server.training.sampling != "without_replacement"
     later = 1 << (round - 1).bit_length() if sampled else round
-    return spent(workload, min(later, workload.scenario.training.rounds))
+    return spent(server, min(later, server.scenario.training.rounds))
 
 
-def participations(workload: Workload, round: int) -> set[tuple[int, ...]]:
+def participations(server: Server, round: int) -> set[tuple[int, ...]]:
     """Which of the first `round` rounds a client takes part in; each answer that there is."""
     rounds: dict[int, list[int]] = {}
     for past in range(1, round + 1):
-        for client in workload.schedule.participants(past):
+        for client in server.schedule.participants(past):
             rounds.setdefault(client, []).append(past)
     return set(map(tuple, rounds.values()))
 
@@ -142,16 +144,16 @@ class _Most:
     """Rounds in which it was asked for probes."""
 
 
-def _most(workload: Workload, taken: set[tuple[int, ...]], round: int) -> list[_Most]:
+def _most(server: Server, taken: set[tuple[int, ...]], round: int) -> list[_Most]:
     """Of which no client has more of all, after `round` rounds.
 
     Every client counts as observed, and probes are asked of those, too, that do not take part.
     """
-    sizes, again = _sizes(workload), workload.scenario.observe.releases > 1
-    probed = sum(workload.schedule.is_observed(past) for past in range(1, round + 1) if sizes)
+    sizes, again = _sizes(server), server.scenario.observe.releases > 1
+    probed = sum(server.schedule.is_observed(past) for past in range(1, round + 1) if sizes)
     counts = set()
     for rounds in taken:
-        observed = sum(workload.schedule.is_observed(past) for past in rounds)
+        observed = sum(server.schedule.is_observed(past) for past in rounds)
         repeated = observed if again and not sizes else 0
         counts.add(_Most(len(rounds) - repeated, repeated, probed))
     return [
@@ -167,21 +169,21 @@ def _most(workload: Workload, taken: set[tuple[int, ...]], round: int) -> list[_
     ] or [_Most(0, 0, 0)]
 
 
-def _sizes(workload: Workload) -> list[int]:
+def _sizes(server: Server) -> list[int]:
     """Of the batches that probes are computed from; empty if training itself is recorded."""
-    return list(workload.scenario.observe.batch_sizes or [])
+    return list(server.scenario.observe.batch_sizes or [])
 
 
-def _probed(workload: Workload, rounds: int) -> tuple[Probed, ...]:
+def _probed(server: Server, rounds: int) -> tuple[Probed, ...]:
     """What a client released as probes that was asked for them in so many rounds."""
-    observe = workload.scenario.observe
+    observe = server.scenario.observe
     return tuple(
         Probed(
-            declared=workload.declared_of(size),
+            declared=server.declared_of(size),
             count=rounds * observe.trials,
             releases=observe.releases,
         )
-        for size in _sizes(workload)
+        for size in _sizes(server)
         if rounds
     )
 
@@ -215,26 +217,26 @@ def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:
     }
 
 
-def round_row(workload: Workload, result: RoundRecord) -> Row:
+def round_row(server: Server, result: RoundRecord) -> Row:
     """A line of `rounds.jsonl`, accounted up to its round."""
     fields = asdict(result)
-    claimed = spent_by(workload, result.round)
-    examples, chance = workload.test_set()
+    claimed = spent_by(server, result.round)
+    examples, chance = server.test_set()
     return {
-        "defense": workload.stack_name,
+        "defense": server.stack_name,
         "round": fields.pop("round"),
         **fields,
         "test_examples": examples,
         "test_chance": chance,
         "epsilon": number(claimed.epsilon),
         "privacy": _privacy(claimed),
-        "sigma": row_noise(workload),
+        "sigma": row_noise(server),
     }
 
 
-def row_noise(workload: Workload) -> float | None:
+def row_noise(server: Server) -> float | None:
     """σ of the rows σ I that one client appends to its own; None where no defense acts on rows."""
-    defense, release = workload.stack.data_defense, workload.release
+    defense, release = server.stack.data_defense, server.release
     return defense.sigma(release) if defense and release else None
 
 
@@ -244,7 +246,7 @@ class Context:
 
     scenario: Scenario
     variant: Mapping[str, Any]
-    workloads: Mapping[str, Workload]
+    servers: Mapping[str, Server]
     rounds: Sequence[Row]
     audited: Mapping[str, float]
     """Stack -> lower bound of its ε, by canaries; not there of a stack that was not audited."""
@@ -256,9 +258,9 @@ class Context:
         own = [row for row in self.rounds if row["defense"] == stack]
         last = max(own, key=lambda row: int(row["round"]))
         attacked = next(row for row in own if row["round"] == seen.round)
-        workload = self.workloads[stack]
-        guarantee = claim_of(workload, seen)
-        whole = spent(workload, self.scenario.training.rounds)
+        server = self.servers[stack]
+        guarantee = claim_of(server, seen)
+        whole = spent(server, self.scenario.training.rounds)
         return {
             "scenario": self.scenario.name,
             "variant": dict(self.variant),
@@ -284,7 +286,7 @@ class Context:
             "releases": seen.releases,
             "observation": seen.id,
             "seed": result.seed,
-            "status": "failed" if result.reason else "ok",
+            "status": result.status,
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
@@ -296,15 +298,12 @@ class Context:
                 **_membership_limits(guarantee),
             },
             "utility": {
-                "train_loss": last["train_loss"],
-                "test_loss": last["test_loss"],
-                "test_accuracy": last["test_accuracy"],
-                "test_examples": last["test_examples"],
-                "test_chance": last["test_chance"],
+                **{name: last[name] for name in _UTILITY},
                 "local_losses": result.local_losses and [number(x) for x in result.local_losses],
             },
             "privacy": {
                 **_privacy(guarantee),
+                "noise_key": "scenario" if server.noise_seed is None else "node",
                 "audited_epsilon": self.audited.get(stack),
                 "run": _privacy(whole),
             },
@@ -313,15 +312,7 @@ class Context:
 
 
 def _privacy(claim: PrivacyClaim) -> Row:
-    return {
-        "epsilon": number(claim.epsilon),
-        "delta": claim.delta,
-        "accountant": claim.accountant,
-        "unit": claim.unit,
-        "relation": claim.relation,
-        "reason": claim.reason,
-        "covers": claim.covers,
-    }
+    return {**asdict(claim), "epsilon": number(claim.epsilon)}
 
 
 ROUND_KEYS = frozenset(field.name for field in fields(RoundRecord))

@@ -110,7 +110,7 @@ class Training(Section):
 class Federation(Section):
     """Who takes part, and which engine carries the messages."""
 
-    engine: Literal["local", "simulation"] = "local"
+    engine: Literal["local", "simulation", "deployment"] = "local"
     """The name of a module of `fedsim.federation` that is one (`engine.Engine`)."""
     strategy: str = "FedAvg"
     """Any strategy of flwr.serverapp.strategy, by class name."""

@@ -2,9 +2,9 @@
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline
-from fedsim.scoring.guess import Guess, Guesser, guess_problem, mean_image
-from fedsim.scoring.image import PSNR_CAP, check_pixels, psnr
-from fedsim.scoring.matching import MISSING, align, match
+from fedsim.scoring.guess import Guesser, guess_problem, mean_image
+from fedsim.scoring.image import check_pixels, psnr
+from fedsim.scoring.matching import MISSING, align
 from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric
 from fedsim.scoring.outcome import ScoringError, Unavailable
 from fedsim.scoring.perceptual import Backbone, LpipsMetric, load_lpips
@@ -18,10 +18,8 @@ __all__ = [
     "LEAST",
     "METRICS",
     "MISSING",
-    "PSNR_CAP",
     "Accuracy",
     "Backbone",
-    "Guess",
     "Guesser",
     "LpipsMetric",
     "Metric",
@@ -38,7 +36,6 @@ __all__ = [
     "guess_problem",
     "learning_problem",
     "load_lpips",
-    "match",
     "matched_images",
     "mean_image",
     "psnr",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -49,12 +48,6 @@ class Scores:
     def metrics(self) -> dict[str, float | None]:
         """Returns the means by name, as a results row holds them; None where one does not apply."""
         return {name: self.means.get(name) for name in METRICS}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Returns all fields as plain JSON values."""
-        fields = asdict(self)
-        del fields["means"]
-        return self.metrics() | fields
 
 
 def score(

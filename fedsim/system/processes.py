@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +84,25 @@ def pool(workers: int, shared: object) -> Iterator[tuple[ProcessPoolExecutor, Qu
             executor.shutdown(cancel_futures=True)
 
 
+@contextmanager
+def child(target: Callable[..., object], *arguments: object) -> Iterator[BaseProcess]:
+    """Runs `target(*arguments)` in a process that ends with the block, and with this process.
+
+    Interrupts do not reach it. It gets no time to clean up. It ends with the thread that starts it.
+    """
+    context = _SpawnContext()
+    end, lifeline = context.Pipe(duplex=False)
+    with end, lifeline:
+        process = context.Process(target=_run, args=(end, target, arguments))
+        with interrupts.held():
+            process.start()
+        try:
+            yield process
+        finally:
+            lifeline.close()
+            process.join()
+
+
 def tell(message: Any) -> None:
     """Puts `message` into the queue of the `pool` that this worker belongs to."""
     assert _context is not None
@@ -100,6 +119,16 @@ def _start(end: Connection, news: Queue[Any], shared: bytes) -> None:
     """Prepares a worker, before anything else runs in it."""
     global _context
     _context = _Context(news, shared)
+    _bind(end)
+
+
+def _run(end: Connection, target: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    _bind(end)
+    target(*arguments)
+
+
+def _bind(end: Connection) -> None:
+    """Makes this process end with its parent."""
     if sys.platform == "linux":  # even while a library computes and lets no thread of Python run
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_follow, args=(end,), daemon=True).start()

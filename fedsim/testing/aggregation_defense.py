@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from dataclasses import replace
 
 import pytest
@@ -26,12 +25,8 @@ from fedsim.testing.updates import (
 from fedsim.types import UNKNOWN, FedsimError, Tensors, Update
 
 
-class AggregationDefenseContract(PluginContract):
+class AggregationDefenseContract(PluginContract[AggregationDefense]):
     """Tests what every `AggregationDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> AggregationDefense:
-        """Returns the defense under test."""
 
     def test_one_update_alone_comes_out_as_it_is(self) -> None:
         """A single update changes by no more than rounding."""

@@ -44,15 +44,11 @@ over_sizes = pytest.mark.parametrize("size", _SIZES)
 over_knowledge = pytest.mark.parametrize("most", [False, True], ids=["least", "most"])
 
 
-class AnyAttackContract(PluginContract):
-    """Tests what every `Attack` keeps to, whatever it reads."""
+class AnyAttackContract(PluginContract[Attack[Any]]):
+    """Tests what every `Attack` keeps to, whatever it reads; one of few iterations is fast."""
 
     batch_sizes: ClassVar[tuple[int, ...]] = _SIZES
     """The sizes among 1 and 3 that the method works on; by `AttackFailed` it refuses the other."""
-
-    @abstractmethod
-    def make(self) -> Attack[Any]:
-        """Returns the attack under test, with few iterations."""
 
     @abstractmethod
     def case(self, size: int, most: bool = False) -> tuple[Observation, Knowledge]:

@@ -25,12 +25,8 @@ from fedsim.types import FedsimError, ReleaseKind
 DELTA = 1e-4
 
 
-class DataDefenseContract(PluginContract):
+class DataDefenseContract(PluginContract[DataDefense]):
     """Tests what every `DataDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> DataDefense:
-        """Returns the defense under test."""
 
     @abstractmethod
     def release(self) -> Release:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
 
 import pydantic
 import pytest
 
 from fedsim.contracts.plugins import Plugin
 
+P = TypeVar("P", bound=Plugin)
 
-class PluginContract(ABC):
+
+class PluginContract(ABC, Generic[P]):
     """Tests the parameters and the source of any plugin."""
 
     @abstractmethod
-    def make(self) -> Plugin:
+    def make(self) -> P:
         """Returns the plugin under test."""
 
     def test_parameters_are_resolved_and_unknown_ones_refused(self) -> None:

@@ -7,7 +7,6 @@ class TestMyMechanism(StatisticDefenseContract):
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import replace
 
 import numpy as np
@@ -35,12 +34,8 @@ RELEASE = Release(
 _DECLARED = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
 
 
-class StatisticDefenseContract(PluginContract):
+class StatisticDefenseContract(PluginContract[StatisticDefense]):
     """Tests what every `StatisticDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> StatisticDefense:
-        """Returns the defense under test."""
 
     def test_shape_type_and_kind_are_kept(self) -> None:
         """A kernel matrix stays symmetric and positive semidefinite; every entry stays finite."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 
 import pytest
 import torch
@@ -24,12 +23,8 @@ from fedsim.testing.updates import (
 from fedsim.types import UNKNOWN, Tensors
 
 
-class TrainingDefenseContract(PluginContract):
+class TrainingDefenseContract(PluginContract[TrainingDefense]):
     """Tests what every `TrainingDefense` keeps to."""
-
-    @abstractmethod
-    def make(self) -> TrainingDefense:
-        """Returns the defense under test."""
 
     def test_the_training_stays_possible(self) -> None:
         """Counts and rates stay in range, whatever was declared."""

@@ -113,19 +113,20 @@ def _observed(workload: Workload) -> None:
 
 
 def _batches(workload: Workload) -> None:
-    observe, parts = workload.scenario.observe, workload.parts
+    observe, parts = workload.scenario.observe, {one.number: one.own for one in workload.clients}
     of = "row" if isinstance(workload.dataset, Table) else "image"
-    everyone = list(range(len(parts)))
+    everyone = list(parts)
     sizes = []
     if workload.trains:
         sizes += [("training.local.batch_size", workload.training.batch_size, everyone)]
     if observe.batch_sizes:
         named = [] if observe.clients == "all" else observe.clients
         seen = everyone if workload.stack.aggregation else named or everyone
+        seen = [client for client in seen if client in parts]
         sizes += [("observe.batch_sizes", size, seen) for size in observe.batch_sizes]
     for key, size, clients in sizes:
-        smallest = min(clients, key=lambda client: len(parts[client]))
-        if size > len(parts[smallest]):
+        smallest = min(clients, key=lambda client: len(parts[client]), default=None)
+        if smallest is not None and size > len(parts[smallest]):
             raise FedsimError(
                 f"{key}: a batch of {size} is larger than the data of client {smallest} "
                 f"({number_of(len(parts[smallest]), of)}); use a smaller batch, fewer clients, "
@@ -141,4 +142,4 @@ def _victims(workload: Workload, sizes: Sequence[int], clients: Sequence[int]) -
         for size in sizes:
             training = workload.stack.training(workload.declared_of(size))
             for client in clients:
-                workload.clients[client].check_victims(training, workload.scenario.observe.trials)
+                workload.client(client).check_victims(training, workload.scenario.observe.trials)

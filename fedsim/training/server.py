@@ -30,6 +30,7 @@ from fedsim.scenario.build import (
 )
 from fedsim.system.device import resolve_device
 from fedsim.training.blame import blaming
+from fedsim.training.census import Census
 from fedsim.training.schedule import Probe, Schedule
 from fedsim.types import (
     Dataset,
@@ -54,8 +55,10 @@ class Server:
     """Of the scenario's defenses."""
     described: Dataset | Table
     """The description of the data and its test split (`without_training`)."""
-    examples: int
-    """How many training examples all clients hold together."""
+    census: Census
+    """Of its clients' data."""
+    noise_seed: int | None = None
+    """Of the noise that the server adds; None: the scenario's, which everybody knows."""
 
     def __post_init__(self) -> None:
         """Build the stack and the learner's computation.
@@ -98,7 +101,9 @@ class Server:
     @cached_property
     def computation(self) -> Computation:
         """What a client computes, and what becomes of it."""
-        problem = problem_of(self.scenario, self.stack, self.described, self.examples, self.device)
+        problem = problem_of(
+            self.scenario, self.stack, self.described, self.census.examples, self.device
+        )
         with blaming("model" if self.trains else "learner"):
             return self._learner.start(problem)
 
@@ -205,14 +210,16 @@ class Server:
     ) -> Update:
         """What the server gets to see of all `updates` of `round`, if the stack combines them.
 
-        Its noise is drawn from `seed`, the scenario's by default.
+        Its noise is drawn from `seed`, by default the server's own.
         """
         aggregation = self.stack.aggregation
         assert aggregation is not None
         combined = aggregation.combine(updates)
         if not isinstance(aggregation, NoisyAggregation):
             return combined
-        seed, path = self.scenario.seed if seed is None else seed, ("defense", "server")
+        if seed is None:
+            seed = self.scenario.seed if self.noise_seed is None else self.noise_seed
+        path = ("defense", "server")
         asked = (probe.batch_size, probe.trial, probe.release) if probe else ()
         *_, before, _ = self.stack.guarantees(self.declared_for(probe), self.release)
         return aggregation.add_noise(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from fedsim.contracts.data import DataSource
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import plugin_class
+from fedsim.scenario.model import PluginRef
 from fedsim.training.blame import blaming
 from fedsim.types import Dataset, Table, Unit
 
@@ -25,8 +26,17 @@ def load_dataset(scenario: Scenario) -> Dataset | Table:
     Raises:
         FedsimError: the source is not installed, or its data is missing or unreadable.
     """
+    return load_source(scenario.data.source)
+
+
+def load_source(chosen: PluginRef) -> Dataset | Table:
+    """Load a data source that a scenario names, or could name.
+
+    Raises:
+        FedsimError: the source is not installed, or its data is missing or unreadable.
+    """
     with blaming("data.source"):
-        return data_source(scenario).load()
+        return _built(chosen).load()
 
 
 def data_source(scenario: Scenario) -> DataSource:
@@ -35,21 +45,25 @@ def data_source(scenario: Scenario) -> DataSource:
     Raises:
         FedsimError: it is not installed, or its parameters do not fit.
     """
-    chosen = scenario.data.source
+    return _built(scenario.data.source)
+
+
+def _built(chosen: PluginRef) -> DataSource:
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source
 
 
 def private_statistics(
-    scenario: Scenario, dataset: Dataset | Table
+    scenario: Scenario, dataset: Dataset | Table, *, dealt: bool = True
 ) -> Mapping[Unit, tuple[str, ...]]:
     """What of a federation's set-up was computed from training data without noise, by whose.
 
     Weights to start from may be a model of the same clients, trained without noise: they count as
     that unless the scenario declares them public.
 
-    Where a partition deals by labels, one example also has a say in who holds the others.
+    Where a partition deals by labels, one example also has a say in who holds the others. Data that
+    their owners hold are not `dealt`.
     """
     found = dataset.private_statistics
     if found is None:
@@ -57,14 +71,16 @@ def private_statistics(
         found = (f"data source {dataset.name} does not declare {kind}.private_statistics",)
     if scenario.training.weights is not None and scenario.privacy.weights != "public":
         found += (_WEIGHTS,)
-    dealt = scenario.data.partition.name
     of_examples = found
-    if dealt in _BY_LABEL:
-        of_examples += (f"partition {dealt}, which deals examples by their labels",)
+    if not dealt:
+        return {"client": found, "example": of_examples}
+    partition = scenario.data.partition.name
+    if partition in _BY_LABEL:
+        of_examples += (f"partition {partition}, which deals examples by their labels",)
     placed = isinstance(dataset, Dataset) and dataset.placed_by_label
-    if placed and dealt in _BY_PLACE and scenario.data.clients > 1:
+    if placed and partition in _BY_PLACE and scenario.data.clients > 1:
         of_examples += (
-            f"partition {dealt}, which deals examples by their places, in which labels have a say "
-            "where files of two classes share a name (give each file a name of its own)",
+            f"partition {partition}, which deals examples by their places, in which labels have a "
+            "say where files of two classes share a name (give each file a name of its own)",
         )
     return {"client": found, "example": of_examples}

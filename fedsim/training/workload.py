@@ -7,20 +7,22 @@ is attacked on the same victims.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.data.partition import partition
 from fedsim.scenario import Scenario
+from fedsim.scenario.build import build_learner, declared_training
 from fedsim.training.blame import blaming
+from fedsim.training.census import Census
 from fedsim.training.client import Client, ClientResult
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.training.source import data_source, load_dataset, private_statistics
-from fedsim.types import Dataset, Table, Tensors, Unit
+from fedsim.types import Dataset, FedsimError, Table, Tensors
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -30,10 +32,10 @@ class Workload(Server):
     It knows all that the server knows, and is never handed to it (`server`).
     """
 
-    dataset: Dataset | Table
+    dataset: Dataset | Table = field(init=False)
     """What all clients hold together, and the test split."""
-    clients: tuple[Client, ...]
-    """By their numbers."""
+    clients: Sequence[Client] = field(init=False)
+    """By their numbers, or the one that computes here."""
 
     def __init__(
         self, scenario: Scenario, stack_name: str, dataset: Dataset | Table | None = None
@@ -45,15 +47,19 @@ class Workload(Server):
                 impossible, or the model does not fit the images.
         """
         data = load_dataset(scenario) if dataset is None else dataset
-        super().__init__(scenario, stack_name, data.without_training(), len(data.train_labels))
+        trains = build_learner(scenario.learner).trains
         with blaming("data.partition"):
             parts = partition(
                 data,
                 scenario.data.partition,
                 scenario.data.clients,
                 rng.derive(scenario.seed, "partition"),
-                min_images=self.declared.batch_size if self.trains else 1,
+                min_images=declared_training(scenario).batch_size if trains else 1,
             )
+        census = Census(
+            held=[len(own) for own in parts], private_statistics=private_statistics(scenario, data)
+        )
+        super().__init__(scenario, stack_name, data.without_training(), census)
         clients = tuple(
             Client(number=number, dataset=data, own=own, seed=scenario.seed)
             for number, own in enumerate(parts)
@@ -63,17 +69,23 @@ class Workload(Server):
 
     def server(self) -> Server:
         """The same federation as its server knows it."""
-        return Server(self.scenario, self.stack_name, self.described, self.examples)
+        return Server(self.scenario, self.stack_name, self.described, self.census)
 
     @property
     def parts(self) -> list[Tensor]:
         """Indices of each client's examples among those of training."""
         return [client.own for client in self.clients]
 
-    @property
-    def private_statistics(self) -> Mapping[Unit, tuple[str, ...]]:
-        """What clients compute with that one unit's data had a say in, without noise."""
-        return private_statistics(self.scenario, self.dataset)
+    def client(self, number: int) -> Client:
+        """The client of that number.
+
+        Raises:
+            FedsimError: it does not compute here.
+        """
+        for one in self.clients:
+            if one.number == number:
+                return one
+        raise FedsimError(f"client {number} does not compute here")
 
     def of_neighbours(self, dataset: Dataset | Table) -> Workload:
         """The same federation on other training data, of which all is computed anew.
@@ -94,7 +106,8 @@ class Workload(Server):
         probe: Probe | None = None,
     ) -> ClientResult:
         """What `client` computes in `round` (`Client.update`)."""
-        return self.clients[client].update(self, round, parameters, buffers, state, probe=probe)
+        own = self.client(client)
+        return own.update(self, round, parameters, buffers, state, probe=probe)
 
     def check_assumptions(self) -> None:
         """Refuse data that contradict what the stack's claim assumes of them.
@@ -106,11 +119,44 @@ class Workload(Server):
         """
         if self.trains:
             return
+        here = {one.number: one for one in self.clients}
         for round in range(1, self.scenario.training.rounds + 1):
-            participants = self.schedule.participants(round)
-            self.computation.check({client: self.clients[client].held() for client in participants})
+            taking_part = here.keys() & set(self.schedule.participants(round))
+            self.computation.check({number: here[number].held() for number in sorted(taking_part)})
             for probe in self.schedule.probes(round):
-                asked = [self.clients[client] for client in self.schedule.observed(round)]
+                asked = here.keys() & set(self.schedule.observed(round))
                 self.computation.check(
-                    {one.number: one.rows(self.computation, round, probe)[0] for one in asked}
+                    {
+                        number: here[number].rows(self.computation, round, probe)[0]
+                        for number in sorted(asked)
+                    }
                 )
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class OneClient(Workload):
+    """What one client of a federation computes whose others are elsewhere."""
+
+    def __init__(
+        self, scenario: Scenario, stack_name: str, client: Client, census: Census | None = None
+    ) -> None:
+        """`census` is of all clients; without it, only what needs no other client is right.
+
+        Raises:
+            FedsimError: the data is not what the learner takes, the model does not fit it, or the
+                census has another count of this client.
+        """
+        held = len(client.own)
+        if census is None:
+            counts = [0] * scenario.data.clients
+            counts[client.number] = held
+            census = Census(held=counts, private_statistics={})
+        if census.held[client.number] != held:
+            raise FedsimError(
+                f"client {client.number} holds {held} examples, and the server counts "
+                f"{census.held[client.number]}"
+            )
+        described = client.dataset.without_training()
+        Server.__init__(self, scenario, stack_name, described, census)
+        object.__setattr__(self, "dataset", client.dataset)
+        object.__setattr__(self, "clients", (client,))

@@ -12,10 +12,11 @@ from scipy.stats import binom, norm
 
 from fedsim.audit.bounds import (
     LEAST_DRAWS,
-    clopper_pearson,
     gaussian_bound,
+    lower_end,
     mu_bound,
     threshold_bound,
+    upper_end,
 )
 from fedsim.privacy.numerics import gaussian
 from fedsim.types import FedsimError
@@ -42,7 +43,7 @@ def randomized_response(epsilon: float, delta: float) -> Worlds:
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 50), (1, 50), (17, 50), (50, 50)])
 def test_clopper_pearson_inverts_the_binomial_tails(successes: int, trials: int) -> None:
-    low, high = clopper_pearson(successes, trials, 0.01)
+    low, high = (end(successes, trials, 0.01) for end in (lower_end, upper_end))
     if successes:
         assert binom.sf(successes - 1, trials, low) == pytest.approx(0.01, rel=1e-9)
     else:

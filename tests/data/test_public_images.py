@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import fedsim
 from fedsim.cli.commands import app
 from fedsim.data.bundled import Digits
-from fedsim.data.public import public_images
+from fedsim.data.images import public_images
 from fedsim.recording.files import load_public, save_public
 from fedsim.recording.truth import load_truth
 from fedsim.report import leaderboard_rows

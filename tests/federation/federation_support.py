@@ -69,7 +69,7 @@ def train(
         out,
         resume=resume,
         on_round=records.append,
-        workload=workload(wanted, stack),
+        server=workload(wanted, stack),
     )
     return records
 

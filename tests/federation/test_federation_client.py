@@ -15,7 +15,7 @@ from flwr.clientapp import ClientApp
 from fedsim.federation import client_app, wire
 from fedsim.federation.client_app import Job
 from fedsim.federation.client_state import ClientState
-from fedsim.federation.delivery import discover, exchange
+from fedsim.federation.delivery import Nodes, exchange
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError
@@ -283,6 +283,8 @@ def test_nodes_are_told_apart_by_what_they_say() -> None:
         return Message(wire.identity(0), reply_to=message)
 
     with identity():
-        assert discover(grid(reversed_ids), 3) == {0: 4, 1: 3, 2: 2}
+        nodes = Nodes(grid(reversed_ids), 3)
+        nodes.gather(0)
+        assert nodes.by_client == {0: 4, 1: 3, 2: 2}
         with pytest.raises(FedsimError, match="two nodes say that they are client 0"):
-            discover(grid(all_the_same), 3)
+            Nodes(grid(all_the_same), 3).gather(0)

@@ -148,7 +148,7 @@ def stop_after(wanted: Scenario, out: Path, last: int) -> list[dict[str, Any]]:
 
     with pytest.raises(Killed):
         federate(
-            wanted, "topk", out, resume=True, on_round=on_round, workload=workload(wanted, "topk")
+            wanted, "topk", out, resume=True, on_round=on_round, server=workload(wanted, "topk")
         )
     return results(records)
 

@@ -1,4 +1,4 @@
-"""Flower's Ray engine gives the local engine's results, and leaves no process behind."""
+"""Every engine gives the local engine's results; Flower's on Ray leaves no process behind."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from federation_support import contents, results, scenario, train
@@ -16,8 +16,10 @@ from federation_support import contents, results, scenario, train
 from fedsim.federation import RoundRecord, check, federate
 from fedsim.federation.client_state import ClientState
 from fedsim.scenario import Scenario
+from fedsim.scenario.model import Federation
 from fedsim.types import FedsimError
 
+ENGINES = get_args(Federation.model_fields["engine"].annotation)
 STACKS = {
     "topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}],
     "secure": [{"name": "aggregate"}],
@@ -35,6 +37,12 @@ def demanding(engine: str, **changes: Any) -> Scenario:
     )
 
 
+def test_every_engine_is_in_the_page_of_scenarios() -> None:
+    page = Path(__file__).parents[2] / "docs" / "scenarios.md"
+    section = page.read_text(encoding="utf-8").partition("## Engines")[2].partition("\n## ")[0]
+    assert [name for name in ENGINES if f"engine: {name}" not in section] == []
+
+
 def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(FedsimError, match=r"pip install 'fedsim\[simulation\]'"):
@@ -43,17 +51,18 @@ def test_without_ray_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"local"}))
 @pytest.mark.parametrize("stack", STACKS)
-def test_both_engines_leave_the_same_bytes(stack: str, tmp_path: Path) -> None:
+def test_each_engine_leaves_the_same_bytes(stack: str, engine: str, tmp_path: Path) -> None:
     rounds: dict[str, list[dict[str, Any]]] = {}
-    for engine in ("local", "simulation"):
-        rounds[engine] = results(train(demanding(engine), tmp_path / engine, stack))
-    assert rounds["simulation"] == rounds["local"]
-    assert contents(tmp_path / "simulation") == contents(tmp_path / "local")
+    for name in ("local", engine):
+        rounds[name] = results(train(demanding(name), tmp_path / name, stack))
+    assert rounds[engine] == rounds["local"]
+    assert contents(tmp_path / engine) == contents(tmp_path / "local")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", "simulation"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_client_that_fails_is_counted_and_the_others_go_on(engine: str, tmp_path: Path) -> None:
     """Its memory on disk is damaged after the first round."""
     wanted = demanding(engine, participation=1.0)

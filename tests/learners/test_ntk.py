@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ntk_paper as paper
 import pytest
 import torch
 from scipy.linalg import sqrtm
@@ -77,7 +78,7 @@ def test_regression_interpolates_without_ridge_and_forgets_the_kernel_with_much(
     close = ntk.predict(x, x, ntk.fit(gram, labels, 1e-10))
     torch.testing.assert_close(close, labels, rtol=0, atol=1e-7)
     alpha = ntk.fit(gram, labels, 1e9)
-    torch.testing.assert_close(alpha, ntk.fit_without_kernel(labels, 1e9), rtol=1e-7, atol=1e-17)
+    torch.testing.assert_close(alpha, paper.fit_without_kernel(labels, 1e9), rtol=1e-7, atol=1e-17)
     residual = (gram + 0.3 * torch.eye(10).double()) @ ntk.fit(gram, labels, 0.3) - labels
     assert float(residual.abs().max()) < 1e-12
 
@@ -92,9 +93,9 @@ def test_classes_are_fitted_each_alone() -> None:
 @pytest.mark.parametrize("count", [1, 5, 12, 40])
 def test_woodbury_is_the_plain_solution(count: int) -> None:
     x, labels = unit_rows(12, 4, 0), ntk.one_hot(torch.arange(12) % 3, 3)
-    samples = draws.gaussian_samples(draws.square_root(ntk.kernel(x, x)), count, stream(1))
+    samples = paper.gaussian_samples(draws.square_root(ntk.kernel(x, x)), count, stream(1))
     plain = torch.linalg.solve(samples @ samples.T / count + 0.7 * torch.eye(12).double(), labels)
-    torch.testing.assert_close(ntk.fit_sampled(samples, labels, 0.7), plain)
+    torch.testing.assert_close(paper.fit_sampled(samples, labels, 0.7), plain)
 
 
 def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
@@ -102,7 +103,7 @@ def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
     gram = ntk.kernel(x, x)
     root = draws.square_root(gram)
     torch.testing.assert_close(root @ root.T, gram, rtol=0, atol=1e-12)
-    samples = draws.gaussian_samples(root, 400_000, stream(1))
+    samples = paper.gaussian_samples(root, 400_000, stream(1))
     torch.testing.assert_close(samples[2], samples[3], rtol=0, atol=1e-6)
     assert float((samples @ samples.T / 400_000 - gram).abs().max()) < 0.01
 
@@ -110,8 +111,8 @@ def test_samples_have_the_kernels_covariance_even_if_it_is_singular() -> None:
 def test_many_samples_are_the_kernel_itself() -> None:
     x, labels = unit_rows(8, 4, 0), ntk.one_hot(torch.arange(8) % 2, 2)
     gram = ntk.kernel(x, x)
-    samples = draws.gaussian_samples(draws.square_root(gram), 500_000, stream(1))
-    gap = ntk.fit_sampled(samples, labels, 0.5) - ntk.fit(gram, labels, 0.5)
+    samples = paper.gaussian_samples(draws.square_root(gram), 500_000, stream(1))
+    gap = paper.fit_sampled(samples, labels, 0.5) - ntk.fit(gram, labels, 0.5)
     assert float(gap.abs().max()) < 0.02
 
 
@@ -145,14 +146,14 @@ def test_the_distance_is_the_definitions() -> None:
     root = sqrtm(gram.numpy()).real
     expected = root @ torch.linalg.inv(other).numpy() @ root
     expected = torch.from_numpy(expected) - torch.eye(6).double()
-    assert ntk.neighbour_distance(gram, other) == pytest.approx(float(expected.norm()), rel=1e-9)
-    assert ntk.neighbour_distance(gram, gram) == pytest.approx(0.0, abs=1e-9)
+    assert paper.neighbour_distance(gram, other) == pytest.approx(float(expected.norm()), rel=1e-9)
+    assert paper.neighbour_distance(gram, gram) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_no_distance_is_finite_where_the_kernel_is_singular() -> None:
     x = unit_rows(4, 9, 0)[[0, 1, 2, 2]]
     with pytest.raises(FedsimError, match="singular"):
-        ntk.neighbour_distance(torch.eye(4).double(), ntk.kernel(x, x))
+        paper.neighbour_distance(torch.eye(4).double(), ntk.kernel(x, x))
 
 
 @pytest.mark.parametrize("neurons", [None, 3, 12])
@@ -184,7 +185,7 @@ def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> No
         return
     assert float(torch.linalg.eigvalsh(covariance)[0]) > -1e-12
     if count <= 4096:
-        drawn = draws.gaussian_samples(root, count, stream(1))
+        drawn = paper.gaussian_samples(root, count, stream(1))
         torch.testing.assert_close(covariance, drawn @ drawn.T / count)
     else:
         torch.testing.assert_close(covariance, ntk.kernel(x, x), rtol=0, atol=0.1)
@@ -192,25 +193,23 @@ def test_a_sampled_covariance_is_the_mean_of_the_draws_squares(count: int) -> No
 
 def test_the_papers_number_of_samples_is_the_largest_that_its_radius_allows() -> None:
     for epsilon in (8.0, 20.0, 300.0):
-        count = ntk.paper_samples(epsilon, 2e-3, 0.1)
-        assert ntk.paper_radius(epsilon, 2e-3, count) >= 0.1 * (1 - 1e-12)
-        assert ntk.paper_radius(epsilon, 2e-3, count + 1) < 0.1
-    assert ntk.paper_radius(1.0, 2e-3, 1) == 1 / (8 * math.log(500))
+        count = paper.samples(epsilon, 2e-3, 0.1)
+        assert paper.radius(epsilon, 2e-3, count) >= 0.1 * (1 - 1e-12)
+        assert paper.radius(epsilon, 2e-3, count + 1) < 0.1
+    assert paper.radius(1.0, 2e-3, 1) == 1 / (8 * math.log(500))
 
 
 @pytest.mark.parametrize("ridge", [0.0, -1.0, math.nan])
 def test_a_ridge_that_is_none_is_refused(ridge: float) -> None:
     labels = torch.eye(3).double()
-    for fitted in (ntk.fit, ntk.fit_sampled):
+    for fitted in (ntk.fit, paper.fit_sampled):
         with pytest.raises(FedsimError, match="positive"):
             fitted(torch.eye(3).double(), labels, ridge)
-    with pytest.raises(FedsimError, match="positive"):
-        ntk.fit_without_kernel(labels, ridge)
 
 
 def test_no_sample_is_refused() -> None:
     with pytest.raises(FedsimError, match="at least one sample"):
-        draws.gaussian_samples(torch.eye(3).double(), 0, stream(0))
+        paper.gaussian_samples(torch.eye(3).double(), 0, stream(0))
 
 
 class TestErrorsOfThePaper:
@@ -223,12 +222,12 @@ class TestErrorsOfThePaper:
         self, images: int, least: float
     ) -> None:
         """M <= Δ needs ε >= 8 ln(1/δ) M, and Lemma 5.4 needs ε < 1."""
-        distance = ntk.paper_distance(images, self.BETA, self.SMALLEST)
+        distance = paper.distance(images, self.BETA, self.SMALLEST)
         assert 8 * math.log(1 / self.DELTA) * distance == pytest.approx(least, rel=2e-3)
         for epsilon in torch.linspace(0.01, 0.99, 99).tolist():
             for count in (1, 10, 100, 10_000):
-                assert not ntk.paper_condition(epsilon, self.DELTA, count, distance)
-        assert ntk.paper_condition(0.9, self.DELTA, 1, 1e-3)
+                assert not paper.condition(epsilon, self.DELTA, count, distance)
+        assert paper.condition(0.9, self.DELTA, 1, 1e-3)
 
     def test_equation_1_has_the_wrong_power_of_b(self) -> None:
         """Longer rows change the kernel as B³ (so k falls as B⁶), not as B⁴ (B⁸)."""
@@ -240,13 +239,13 @@ class TestErrorsOfThePaper:
             b[-1] *= 1 - 1e-7 / length
             change.append(float((ntk.kernel(a, a) - ntk.kernel(b, b)).norm()))
         assert math.log2(change[1] / change[0]) == pytest.approx(3.0, abs=1e-4)
-        ratio = ntk.paper_distance(20, 1e-7, 1.0, bound=2.0) / ntk.paper_distance(20, 1e-7, 1.0)
+        ratio = paper.distance(20, 1e-7, 1.0, bound=2.0) / paper.distance(20, 1e-7, 1.0)
         assert math.log2(ratio) == 4
 
     def test_equation_1_counts_a_tenth_of_the_images(self) -> None:
         """Its n is 1,000 where the experiment has 10,000: 100 times too many samples."""
         counts = [
-            ntk.paper_samples(30.0, self.DELTA, ntk.paper_distance(n, self.BETA, self.SMALLEST))
+            paper.samples(30.0, self.DELTA, paper.distance(n, self.BETA, self.SMALLEST))
             for n in (1_000, 10_000)
         ]
         assert counts[0] >= 100 * counts[1] > 0
@@ -270,19 +269,19 @@ class TestErrorsOfThePaper:
             other = moved(x, 1e-3, 1)
             lift = 0.5 * torch.eye(n).double()
             distances.append(
-                ntk.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
+                paper.neighbour_distance(ntk.kernel(x, x) + lift, ntk.kernel(other, other) + lift)
             )
         assert max(distances) <= kernel_distance.lifted(1e-3, 0.5)
         assert distances[1] < 1.1 * distances[0]
-        printed = [ntk.paper_distance(n, 1e-3, 0.5) for n in (100, 1000)]
+        printed = [paper.distance(n, 1e-3, 0.5) for n in (100, 1000)]
         assert printed[1] == pytest.approx(10 * printed[0])
 
     def test_its_own_bound_is_thousands_of_times_too_large(self) -> None:
         """At its own n, β and η_min: 1/7 where 5e-5 is proven; and ε = 10 is 0.003."""
-        printed = ntk.paper_distance(1_000, self.BETA, self.SMALLEST)
+        printed = paper.distance(1_000, self.BETA, self.SMALLEST)
         proven = kernel_distance.of_data(self.BETA, self.SMALLEST)
         assert proven < printed / 2000
-        count = ntk.paper_samples(10.0, self.DELTA, printed)
+        count = paper.samples(10.0, self.DELTA, printed)
         assert wishart.epsilon(count, proven, self.DELTA) < 0.01
 
     @pytest.mark.parametrize(("asked", "low", "high"), [(7.0, 2.4, 2.8), (10.0, 3.6, 4.0)])
@@ -290,8 +289,8 @@ class TestErrorsOfThePaper:
         self, asked: float, low: float, high: float
     ) -> None:
         """The exact accountant at the paper's own M = 1/7 and number of samples."""
-        distance = ntk.paper_distance(1_000, self.BETA, self.SMALLEST)
-        count = ntk.paper_samples(asked, self.DELTA, distance)
+        distance = paper.distance(1_000, self.BETA, self.SMALLEST)
+        count = paper.samples(asked, self.DELTA, distance)
         assert low < wishart.epsilon(count, distance, self.DELTA) < high
 
     def test_its_neurons_are_too_few_for_its_lemma(self) -> None:
@@ -310,7 +309,7 @@ class TestErrorsOfThePaper:
 
     def test_its_utility_bound_is_void_in_its_own_experiment(self) -> None:
         """Lemma 5.4, part 3, needs ρ < 1, so k > n²: the experiment draws fewer than 10,000."""
-        most = ntk.paper_samples(100.0, self.DELTA, ntk.paper_distance(1_000, 1e-6, 7e-3))
+        most = paper.samples(100.0, self.DELTA, paper.distance(1_000, 1e-6, 7e-3))
         for n in (1_000, 10_000):
             rho = math.sqrt(n**2 / most) + n**2 / most
             assert rho > 100
@@ -327,24 +326,24 @@ class TestErrorsOfThePaper:
         x = unit_rows(6, 12, 0)
         other = moved(x, 1e-3, 0)
         distances = [
-            ntk.paper_distance(6, 1e-3, float(torch.linalg.eigvalsh(ntk.kernel(a, a))[0]))
+            paper.distance(6, 1e-3, float(torch.linalg.eigvalsh(ntk.kernel(a, a))[0]))
             for a in (x, other)
         ]
         assert distances[0] != distances[1]
         edge = math.sqrt(4 * 8 * math.log(1 / self.DELTA)) * sum(distances) / 2
-        counts = {ntk.paper_samples(edge, self.DELTA, distance) for distance in distances}
+        counts = {paper.samples(edge, self.DELTA, distance) for distance in distances}
         assert counts == {3, 4}
 
     def test_labels_are_not_protected(self) -> None:
         """Every α̃ of at most a few samples says most labels as they are; without K, all of them."""
         images, classes = digits(300)
         labels = ntk.one_hot(classes, 10)
-        samples = draws.gaussian_samples(
+        samples = paper.gaussian_samples(
             draws.square_root(ntk.kernel(images, images)), 20, stream(1)
         )
-        alpha = ntk.fit_sampled(samples, labels, 10.0)
+        alpha = paper.fit_sampled(samples, labels, 10.0)
         assert float((alpha.argmax(1) == classes).double().mean()) > 0.9
-        bare = ntk.fit_without_kernel(labels, 10.0)
+        bare = paper.fit_without_kernel(labels, 10.0)
         assert bool((bare.argmax(1) == classes).all())
 
     def test_neighbours_are_closer_than_any_two_records(self) -> None:
@@ -365,17 +364,19 @@ class TestErrorsOfThePaper:
         train, test = slice(0, 1000), slice(1000, 1400)
         labels = ntk.one_hot(classes[train], 10)
         root = draws.square_root(ntk.kernel(images[train], images[train]))
-        count = ntk.paper_samples(8.0, self.DELTA, ntk.paper_distance(1_000, 1e-6, 7e-3))
+        count = paper.samples(8.0, self.DELTA, paper.distance(1_000, 1e-6, 7e-3))
 
         def accuracy(alpha: Tensor) -> float:
             values = ntk.predict(images[test], images[train], alpha)
             return float((values.argmax(1) == classes[test]).double().mean())
 
         private = [
-            accuracy(ntk.fit_sampled(draws.gaussian_samples(root, count, stream(s)), labels, 10.0))
+            accuracy(
+                paper.fit_sampled(paper.gaussian_samples(root, count, stream(s)), labels, 10.0)
+            )
             for s in range(5)
         ]
-        assert sum(private) / 5 < accuracy(ntk.fit_without_kernel(labels, 10.0))
+        assert sum(private) / 5 < accuracy(paper.fit_without_kernel(labels, 10.0))
 
 
 def digits(count: int) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import ntk_paper as paper
 import numpy as np
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_no_draw_at_all_is_the_control_without_the_kernel() -> None:
     rows, _ = by_hand(here, 0)
     labels = ntk.one_hot(data(here).train_labels[here.parts[0]], 10)
     weights = ntk.draw_weights(256, 64, 1.0, rng.generator(5, "learner", "neurons"))
-    expected = ntk.quadratic_form(rows, ntk.fit_without_kernel(labels, 1.0), weights)
+    expected = ntk.quadratic_form(rows, paper.fit_without_kernel(labels, 1.0), weights)
     torch.testing.assert_close(form, expected)
 
 

@@ -58,6 +58,18 @@ def invoke(*words: object) -> Result:
     return CliRunner().invoke(app, ["privacy", *(str(word) for word in words)])
 
 
+def test_every_mechanism_is_tried_and_stands_in_the_page() -> None:
+    """`correlated_gaussian` and the calibration of `least_squares` have files of their own."""
+    loaded = {name: plugins.load(calculator.GROUP, name) for name in NAMES}
+    curves = {name for name, mechanism in loaded.items() if mechanism.curve}
+    noises = {name for name, mechanism in loaded.items() if mechanism.calibration}
+    assert sorted(curves - CURVES.keys()) == ["correlated_gaussian"]
+    assert sorted(noises - NOISES.keys()) == ["correlated_gaussian", "least_squares"]
+    page = Path(__file__).parents[2] / "docs" / "privacy-calculator.md"
+    table = page.read_text(encoding="utf-8").partition("## Mechanisms")[2]
+    assert [name for name in NAMES if f"\n| `{name}` |" not in table] == []
+
+
 @pytest.fixture
 def keys(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, Any]:
     """The keys of the curve that the test is about."""

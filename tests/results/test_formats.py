@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import fedsim
+from fedsim.contracts.grant import Grant
 from fedsim.report import leaderboard_rows, render
 from fedsim.results.record import Run
 from fedsim.scoring import METRICS
@@ -20,6 +21,7 @@ from fedsim.scoring import METRICS
 pytestmark = pytest.mark.usefixtures("attacks_here")
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formats.md"
+THREATS = DOCUMENT.with_name("threat-models.md")
 OPEN = {"variant", "parameters", "stack", "packages"}
 """What holds names that are not fedsim's."""
 
@@ -62,9 +64,19 @@ def section(start: str) -> str:
 
 
 def described(text: str) -> set[str]:
-    """Every name in backticks, and every part of one with dots."""
+    """Every name in backticks, and every part of one with dots; and the grants, if it names them.
+
+    Those are described once, where their values are.
+    """
     names = set(re.findall(r"`([^`\n]+)`", text))
+    if "knowledge" in names:
+        names |= granted()
     return names | {part for name in names for part in name.split(".")}
+
+
+def granted() -> set[str]:
+    """What threat-models.md says can be granted."""
+    return set(re.findall(r"^- `knowledge\.(\w+)`", THREATS.read_text("utf-8"), re.MULTILINE))
 
 
 def keys(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
@@ -79,6 +91,10 @@ def keys(value: Any, above: str = "") -> Iterator[tuple[str, str]]:
             yield from keys(inner, above)
 
 
+def test_every_grant_is_described_where_attackers_are() -> None:
+    assert granted() == set(Grant.values()), f"describe each in a line of {THREATS.name}"
+
+
 def test_every_field_of_a_row_is_described_where_it_belongs(runs: list[Run]) -> None:
     """In the line of the table that its first part has: a field of one is not that of another."""
     table = [text for text in section("`results.jsonl`").splitlines() if text.startswith("| `")]
@@ -87,7 +103,7 @@ def test_every_field_of_a_row_is_described_where_it_belongs(runs: list[Run]) -> 
         for name in re.findall(r"`([^`]+)`", text.split(" | ")[0]):
             by_field.setdefault(name.split(".")[0], set()).update(described(text))
     metrics = by_field["metrics"]
-    assert set(METRICS) <= metrics
+    assert sorted(set(METRICS) - metrics) == []
     written: set[str] = set()
     for run in runs:
         for row in run.rows():
@@ -101,14 +117,14 @@ def test_every_field_of_a_row_is_described_where_it_belongs(runs: list[Run]) -> 
 
 def test_every_field_of_a_round_and_of_the_record_is_described(runs: list[Run]) -> None:
     of_round, of_record = described(section("`rounds.jsonl`")), described(section("`record.json`"))
-    granted = described(section("`results.jsonl`"))
+    of_knowledge = described(section("`results.jsonl`"))
     for run in runs:
         assert run.rounds()
         for row in run.rounds():
-            assert not {name for _, name in keys(row)} - of_round
+            assert sorted({name for _, name in keys(row)} - of_round) == []
         record = json.loads((run.out / "record.json").read_text(encoding="utf-8"))
-        assert not set(record.pop("knowledge")) - granted
-        assert not {name for _, name in keys(record)} - of_record
+        assert sorted(set(record.pop("knowledge")) - of_knowledge) == []
+        assert sorted({name for _, name in keys(record)} - of_record) == []
 
 
 def test_every_field_of_a_leaderboard_is_described(runs: list[Run]) -> None:
@@ -117,7 +133,7 @@ def test_every_field_of_a_leaderboard_is_described(runs: list[Run]) -> None:
     document = json.loads(render(rows, "json"))
     assert len(document["rows"]) == 3
     names = {name for _, name in keys(document)} - set(METRICS)
-    assert not names - allowed
+    assert sorted(names - allowed) == []
     parts = r"_(mean|low|high|median|std|min|max|worst|baseline|count|n)$"
     columns = next(csv.reader(io.StringIO(render(rows, "csv"))))
     for column in columns:
@@ -128,4 +144,4 @@ def test_a_replay_is_described(runs: list[Run]) -> None:
     _, row = fedsim.attack(runs[0].observations()[0], "label_inference")
     known = described(section("`results.jsonl`"))
     assert "missing" in known
-    assert not {name for _, name in keys(row)} - known
+    assert sorted({name for _, name in keys(row)} - known) == []

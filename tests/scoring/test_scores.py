@@ -181,7 +181,7 @@ def test_scores_are_json_values_and_inputs_stay_as_they_were(truth: GroundTruth)
     before = truth.images.clone()
     scores = score(reconstruct(truth.images, truth.labels.tolist(), loss=math.inf), truth)
     assert scores["attack_loss"] is None
-    assert scores.to_dict()["per_image"]["psnr"] == [60.0] * 4
+    assert scores.per_image["psnr"] == [60.0] * 4
     assert list(scores.metrics()) == list(METRICS)
     assert torch.equal(before, truth.images)
 

@@ -84,7 +84,6 @@ class Poisson:
 
     @property
     def laws(self) -> int:
-        """See Participations."""
         return len(self._rates)
 
     @cached_property
@@ -94,7 +93,6 @@ class Poisson:
         return np.append(q, np.minimum(larger, (1 + q) / 2))
 
     def means(self, law: NDArray[np.int64], rounding: Rounding, rng: np.random.Generator) -> Array:
-        """See Participations."""
         z = rng.random((len(law), self.steps)) < self._rates[law][:, None]
         along, at = self._grid(rounding), np.zeros(len(law), dtype=np.int64)
         y = np.empty(z.shape)
@@ -104,7 +102,6 @@ class Poisson:
         return y
 
     def mean(self) -> Array:
-        """See Participations."""
         return self.sampling_rate * _of_ones(self.steps, self.correlation)
 
     def log_ratios(
@@ -122,7 +119,6 @@ class Poisson:
         )
 
     def work(self, draws: int) -> int:
-        """See Participations."""
         levels = round(grid_size(self.correlation, self._least, _TOLERANCE))
         return draws * self.steps * levels * (4 * self.laws + len(_TILTS) + 1)
 
@@ -173,7 +169,6 @@ class BallsInBins:
         return means
 
     def mean(self) -> Array:
-        """See Participations."""
         mean: Array = self._modes.mean(axis=0)
         return mean
 
@@ -189,7 +184,6 @@ class BallsInBins:
         return found
 
     def work(self, draws: int) -> int:
-        """See Participations."""
         return draws * self.bins * min(self.bins, self.steps) * 8
 
     @cached_property

@@ -373,7 +373,6 @@ class CorrelatedExperiment(Experiment, Releases):
     claims = CorrelatedCurve
 
     def work(self) -> int:
-        """See `Experiment`."""
         return 4 * self.steps + self.patterns  # a step is whitened with a stride
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:

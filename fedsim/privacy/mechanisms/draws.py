@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fedsim.rng import normal, signs, uniform
-from fedsim.types import FedsimError
 
 _CHUNK = 4096
 """Draws that are held at once."""
@@ -25,18 +24,6 @@ def square_root(gram: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(gram)
         lower = vectors * values.clamp(min=0).sqrt()
     return lower
-
-
-def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """(n, count) independent draws of N(0, K), K = root root': Algorithm 1 before its average.
-
-    Raises:
-        FedsimError: `count` is not positive.
-    """
-    if count < 1:
-        raise FedsimError(f"gaussian sampling needs at least one sample, not {count}")
-    noise = normal((root.shape[1], count), generator, root.dtype)
-    return root @ noise
 
 
 def sampled_covariance(root: Tensor, count: int, generator: torch.Generator) -> Tensor:

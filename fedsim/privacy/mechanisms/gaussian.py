@@ -35,15 +35,12 @@ class GaussianCurve(Sensitivity, ExactCurve):
         return self
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {"both": gaussian.log_delta(self.sigma / self.sensitivity, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         return {"both": float(gaussian.epsilon(self.sigma / self.sensitivity, delta))}
 
     def details(self) -> dict[str, float]:
-        """See `ExactCurve`."""
         return {"sigma": self.sigma, "noise_multiplier": self.sigma / self.sensitivity}
 
 
@@ -51,7 +48,6 @@ class GaussianCalibration(Sensitivity, Calibration):
     """The least noise of the Gaussian mechanism."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         multiplier = float(gaussian.noise_multiplier(epsilon, delta))
         # What is found may lie beyond what may be asked.
         return GaussianCurve.model_construct(

@@ -47,7 +47,6 @@ class Neighbours(Keys):
     """With beta: the bound on a row's L2 norm."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         if self.beta is None:
             return f"close, kernels at a distance ≤ {self.distance:g}"
         return f"close, a row moved by ≤ {self.beta:g}"
@@ -91,7 +90,6 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
     """`paper`: the condition of DP-NTK regression's Lemma 5.4, for ε below 1; for ε only."""
 
     def details(self) -> dict[str, str]:
-        """See `ExactCurve`."""
         paper = "DP-NTK regression, Lemma 5.4 (for ε < 1)"
         return {"method": paper if self.variant == "paper" else self.method}
 
@@ -106,14 +104,12 @@ class GaussianSamplingCurve(Neighbours, ExactCurve):
         return super().delta(epsilon)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         known = self.eigenvalues()
         if known is not None:
             return {"both": wishart.log_delta_of(self.k, known, epsilons)}
         return {"both": wishart.log_delta(self.k, self.apart(), epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         known = self.eigenvalues()
         if self.variant == "paper":
             return {"both": wishart.paper_epsilon(self.k, self.apart(), delta)}
@@ -126,7 +122,6 @@ class GaussianSamplingCalibration(Neighbours, Calibration):
     """The most draws of Gaussian sampling that are private: its noise falls with k."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         known = self.eigenvalues()
         if known is not None:
             draws = wishart.max_draws_of(known, epsilon, delta)

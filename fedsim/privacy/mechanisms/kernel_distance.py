@@ -25,6 +25,8 @@ x = z'Sd / r and y = z'Ce have x² + y² <= 1, and z'(-uw' - wu' + |d|² ww')z i
 |d| = r, with a = r / sqrt(γ): on that disc between exp(-s) - 1 and exp(s) - 1, s = 2 arsinh(a / 2).
 So whatever F is, all eigenvalues of K^½ K'⁻¹ K^½ are in [exp(-s), exp(s)], and all but two are 1.
 Both ends are attained together, in the limit of another row so long that it fixes d.
+
+An argument that is not a finite number above 0 is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -45,9 +47,6 @@ def displacement(beta: float, *, gain: float = 1.0, row_norm: float = 1.0) -> fl
 
     `beta` is how far the row moves in L2 norm, `gain` s > 0 (σ² for the continuous kernel),
     `row_norm` B > 0, the bound on the L2 norm of a row.
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     for name, value in (("beta", beta), ("gain", gain), ("row_norm", row_norm)):
         _positive(name, value)
@@ -59,9 +58,6 @@ def lifted(beta: float, lift: float, *, gain: float = 1.0, row_norm: float = 1.0
 
     >>> round(lifted(0.01, 4.0), 6)
     0.014142
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     ((up, down),) = lifted_eigenvalues(beta, lift, gain=gain, row_norm=row_norm)
     return math.hypot(up, down)
@@ -74,9 +70,6 @@ def lifted_eigenvalues(
 
     >>> lifted_eigenvalues(0.1, 4.0).round(5)  # a = 0.1
     array([[0.10512, 0.09512]])
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("lift", lift))
     s = 2 * math.asinh(a / 2)
@@ -84,11 +77,7 @@ def lifted_eigenvalues(
 
 
 def assumed(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1.0) -> float:
-    """The bound of M if the neighbour's kernel matrix has no eigenvalue below `least`.
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
-    """
+    """The bound of M if the neighbour's kernel matrix has no eigenvalue below `least`."""
     a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     return 2 * a + a * a
 
@@ -100,9 +89,6 @@ def assumed_eigenvalues(
 
     Both eigenvalues of any two neighbours are within those of one of the lines, which bound pieces
     of a curve on which for each T D is the largest: a² - q² with q = u'w, and τ = 0 or a².
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     a = displacement(beta, gain=gain, row_norm=row_norm) / math.sqrt(_positive("least", least))
     q: Array = a * np.sin(np.linspace(0, math.pi / 2, _PIECES + 1))
@@ -125,9 +111,6 @@ def of_data_eigenvalues(
 
     In both orders. Where the neighbour's matrix may be singular some λ- is at least 1. They are
     computed from the data, and so reveal something of them.
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     forth = assumed_eigenvalues(beta, least, gain=gain, row_norm=row_norm)
     up, down = forth.T
@@ -152,9 +135,6 @@ def of_data(beta: float, least: float, *, gain: float = 1.0, row_norm: float = 1
 
     Infinite where the neighbour's matrix may be singular. It is computed from the data, and so
     reveals something of them.
-
-    Raises:
-        FedsimError: an argument is not a finite number above 0.
     """
     back = assumed(beta, least, gain=gain, row_norm=row_norm)
     return back / (1 - back) if back < 1 else math.inf

@@ -7,6 +7,8 @@ number of sensitivity Δ (ε, δ)-private. The claim is exact: less than that δ
 
 For a vector with noise in every entry, Δ has to be its L1 sensitivity, and δ grows with the number
 of entries in which neighbours differ; the curve here is that of one number.
+
+An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -57,9 +59,6 @@ def log_delta(
     """log δ of a number of that sensitivity behind noise of that scale within ± bound.
 
     The same in both directions; 0 where the sensitivity is at least twice the bound.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     gap, b, most, eps = np.broadcast_arrays(
         _positive("sensitivity", sensitivity),
@@ -88,9 +87,6 @@ def epsilon(sensitivity: float, scale: float, bound: float, delta: float) -> flo
     """The least ε >= 0 at which δ is at most `delta`; inf if the bound rules it out.
 
     From ε = sensitivity / scale on δ is that of the noise's ends and falls no further.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     from scipy.optimize import brentq
 
@@ -131,15 +127,12 @@ class TruncatedLaplaceCurve(Sensitivity, ExactCurve):
     """The largest magnitude of the noise, in the units of the release."""
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {"both": log_delta(self.sensitivity, self.scale, self.bound, epsilons)}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         return {"both": epsilon(self.sensitivity, self.scale, self.bound, delta)}
 
     def details(self) -> dict[str, float]:
-        """See `ExactCurve`."""
         deviation = std(self.scale, self.bound)
         return {
             "sigma": deviation,
@@ -153,7 +146,6 @@ class TruncatedLaplaceCalibration(Sensitivity, Calibration):
     """Truncated Laplace noise on one number: its scale and bound."""
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         most = float(bound(self.sensitivity, epsilon, delta))
         if not math.isfinite(most):
             raise FedsimError(

@@ -15,6 +15,8 @@ t_j² <= t², t = β / b.
   are within exp(±sqrt(d) t), *and* no worse than a Gaussian mechanism with μ = sqrt(π/2) t, since
   randomized response of t_j is none worse than one with μ_j = 2 Φ⁻¹(1 / (1 + exp(-t_j)))
   <= sqrt(π/2) t_j (at FPR = FNR, and elsewhere by convexity), and those compose.
+
+An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -40,11 +42,7 @@ _OUTSIDE = 0.1
 
 
 def outside(distance: float, scale: float, bound: float, dimension: int) -> float:
-    """δ∞: the probability that some entry's noise tells the neighbours apart for sure, at most.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """δ∞: the probability that some entry's noise tells the neighbours apart for sure, at most."""
     t, reach = _arguments(distance, scale, bound, dimension)
     with np.errstate(over="ignore"):
         return float(min(1.0, _spread(t, dimension) / (2 * np.expm1(reach))))
@@ -56,9 +54,6 @@ def log_delta(
     """log δ, the least that is proven at each ε >= 0, the same in both directions.
 
     `distance` β in L2 norm, `scale` b and `bound` B of each of the `dimension` entries' noise.
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1.0, 10.0, 200.0, 100, 0.5)).round(6))
     1e-06
@@ -85,7 +80,6 @@ class Shaken(CurveMechanism):
     accountant: str = "truncated Laplace noise"
 
     def log_delta(self, epsilons: Array) -> Array:
-        """See `CurveMechanism`."""
         return log_delta(self.beta, self.scale, self.bound, self.dimension, epsilons)
 
 

@@ -44,7 +44,6 @@ class Leverages(Keys):
     """Features: columns of B."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, leverages {self.p:g} and {self.q:g}"
 
     @model_validator(mode="after")
@@ -59,12 +58,10 @@ class LeastSquaresCurve(Leverages, ExactCurve):
     formula: ClassVar[str] = _METHOD
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         keys = (self.p, self.q, self.r, self.d, epsilons)
         return {way: regression.log_delta(*keys, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         keys = (self.p, self.q, self.r, self.d, delta)
         return {way: float(regression.epsilon(*keys, way)) for way in WAYS}
 
@@ -82,11 +79,9 @@ class LeastSquaresCalibration(Calibration):
     """`tight`: the maximum over all leverages a row can have; `paper`: p = l²/σ², q = 2 l²/σ²."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         found = regression.sigma(self.row_norm, self.r, self.d, epsilon, delta, self.variant)
         allowed, way = None, None
         if self.variant == "tight":

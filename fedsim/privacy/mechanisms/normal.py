@@ -34,11 +34,9 @@ class NormalCurve(ExactCurve):
     """Of `monte_carlo`: of its draws."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return "the two distributions"
 
     def delta(self, epsilon: float) -> Answer:
-        """See `Curve`."""
         if self.method == "monte_carlo":
             return self._estimated(epsilon)
         return super().delta(epsilon)
@@ -54,11 +52,9 @@ class NormalCurve(ExactCurve):
         return super().epsilon(delta)
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {way: pair.log_delta(epsilons) for way, pair in self._pairs().items()}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
-        """See `ExactCurve`."""
         return {way: float(pair.epsilon(delta)) for way, pair in self._pairs().items()}
 
     def _pairs(self) -> dict[Direction, Pair]:

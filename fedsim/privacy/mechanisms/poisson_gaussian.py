@@ -31,7 +31,6 @@ class PoissonGaussianExperiment(Experiment):
         )
 
     def work(self) -> int:
-        """See `Experiment`."""
         return self.steps
 
     def scores(self, present: bool, draws: int, rng: np.random.Generator) -> Array:

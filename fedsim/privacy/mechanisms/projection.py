@@ -10,6 +10,8 @@ Pr[Γ(a) >= u] - exp(ε) Pr[Γ(a) >= v] = E[(1 - exp(-(X - u) p / (1-p)))+], X ~
 probabilities agree to many digits (small p) or underflow, the expectation is integrated: its
 integrand is positive. The reverse direction is E[(1 - exp(-p (y - X)))+] with y = (-ε - a log(1-p))
 / p; it is never the larger one.
+
+An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -63,9 +65,6 @@ def log_delta(
         epsilon: at least 0.
         direction: `forward` is the removal of the row; `both` is the larger, which is `forward`.
 
-    Raises:
-        FedsimError: an argument is out of range.
-
     >>> float(np.exp(log_delta(0.1, 20, 1.0)).round(8))
     0.00190344
     >>> float(np.exp(log_delta(0.1, 20, 1.0, "reverse")).round(16))
@@ -84,9 +83,6 @@ def log_delta(
 
 def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
     """The largest leverage s̄ at which the projection is (ε, δ)-private.
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(max_leverage(1.0, 1e-5, 20).round(6))
     0.058119
@@ -111,11 +107,7 @@ def max_leverage(epsilon: ArrayLike, delta: ArrayLike, r: ArrayLike) -> Array:
 
 
 def epsilon(leverage: ArrayLike, r: ArrayLike, delta: ArrayLike) -> Array:
-    """The least ε >= 0 such that the projection is (ε, δ)-private; inf for a leverage of 1.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """The least ε >= 0 such that the projection is (ε, δ)-private; inf for a leverage of 1."""
     p = checked("leverage", leverage, 0.0, 1.0, "a leverage in [0, 1]")
     columns = checked("r", r, 1.0, np.finfo(float).max, "a number of columns, at least 1")
     p, columns, target = np.broadcast_arrays(p, columns, np.log(checked_delta(delta)))
@@ -147,9 +139,6 @@ def sigma(
     The noise acts as σ I appended to D, so a row v of D has leverage v'(D'D + σ² I)^-1 v. Since D
     holds the row itself, that is at most l² / (l² + σ²), which is attained: `tight` sets it to the
     largest leverage allowed, σ = l sqrt(1/s̄ - 1). `paper` (Figure 3) bounds it by l² / σ².
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(sigma(1.0, 20, 1.0, 1e-5).round(4))
     4.0257
@@ -248,7 +237,6 @@ class RandomProjectionCurve(ExactCurve):
     """Columns of G, the projection's dimension; 1 is a random linear combination of the rows."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, leverage ≤ {self.leverage:g}"
 
     def delta(self, epsilon: float) -> Answer:
@@ -256,7 +244,6 @@ class RandomProjectionCurve(ExactCurve):
         return self._answer(epsilon, float(log_delta(self.leverage, self.r, epsilon)), "forward")
 
     def log_deltas(self, epsilons: Array) -> dict[Direction, Array]:
-        """See `ExactCurve`."""
         return {way: log_delta(self.leverage, self.r, epsilons, way) for way in WAYS}
 
     def epsilons(self, delta: float) -> dict[Direction, float]:
@@ -275,11 +262,9 @@ class RandomProjectionCalibration(Calibration):
     """`tight`: l sqrt(1/s - 1) at the largest leverage s allowed; `paper`: l sqrt(1/s)."""
 
     def neighbours(self) -> str:
-        """See `Stated`."""
         return f"add or remove, norm ≤ {self.row_norm:g}"
 
     def calibrate(self, epsilon: float, delta: float) -> Answer:
-        """See `Calibration`."""
         found = float(sigma(self.row_norm, self.r, epsilon, delta, self.variant))
         return Answer(
             epsilon=epsilon,

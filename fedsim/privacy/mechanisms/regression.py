@@ -8,6 +8,8 @@ which has leverage p in B and q in [B, b]; q - p = e_i² / |e|².
 
 The log-likelihood ratio is a quadratic form (`quadratic`). q = p makes it that of a random linear
 combination, p = 0 that of a projection onto d columns with the directions exchanged.
+
+An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -51,9 +53,6 @@ def log_delta(
         epsilon: at least 0.
         direction: `forward` is the removal of the row; `both` is the larger.
 
-    Raises:
-        FedsimError: an argument is out of range.
-
     >>> float(np.exp(log_delta(0.02, 0.05, 300, 12, 1.0)).round(6))
     0.003475
     """
@@ -76,11 +75,7 @@ def epsilon(
     delta: ArrayLike,
     direction: Direction = "both",
 ) -> Array:
-    """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """The least ε >= 0 such that the release is (ε, δ)-private; inf for q = 1."""
     p, q, r, d = checked_keys(p, q, r, d)
     p, q, r, d, target = np.broadcast_arrays(p, q, r, d, checked_delta(delta))
     result = np.full(p.shape, np.inf)
@@ -107,9 +102,6 @@ def worst(max_leverage: float, r: float, d: float, epsilon: float) -> Worst:
 
     Neither p nor q alone moves δ in one direction (Theorem 5 assumes that they do), so the whole
     set is searched: on a grid, and then around its best points.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     return _search(max_leverage, r, d, epsilon, _ROUNDS)
 
@@ -149,11 +141,7 @@ def _search(max_leverage: float, r: float, d: float, epsilon: float, rounds: int
 
 
 def max_leverage(epsilon: float, delta: float, r: float, d: float) -> float:
-    """The largest bound s̄ on leverages in [B, b] at which every row's δ is at most `delta`.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """The largest bound s̄ on leverages in [B, b] at which every row's δ is at most `delta`."""
 
     def log_worst(odds: float, rounds: int = _ROUNDS) -> float:
         return _search(float(1 / (1 + np.exp(-odds))), r, d, epsilon, rounds).log_delta
@@ -179,9 +167,6 @@ def sigma(
     A row of norm up to `row_norm` = l then has leverages 0 <= p <= q <= l² / (l² + σ²), and all of
     these are attained (by a database of that one row). `tight` bounds δ over all of them, `paper`
     (Figure 4) takes p = l² / σ² and q = 2 l² / σ², which no row can have.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     norm = float(checked("row_norm", row_norm, 0.0, _MANY, "a norm of at least 0"))
     if variant == "tight":

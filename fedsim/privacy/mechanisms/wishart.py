@@ -16,6 +16,8 @@ and δ is 1.
 
 Where one row of the data moves, only two eigenvalues differ from one, and how far they can is known
 (`kernel_distance`): there δ is proven (`log_delta_of`).
+
+An argument out of its range is refused (`FedsimError`).
 """
 
 from __future__ import annotations
@@ -43,9 +45,6 @@ def log_delta(k: ArrayLike, distance: ArrayLike, epsilon: ArrayLike) -> Array:
     """log δ of `k` draws for covariances at that distance: the largest over their eigenvalues.
 
     `k` at least 1, `distance` at least 0, `epsilon` at least 0; they broadcast.
-
-    Raises:
-        FedsimError: an argument is out of range.
 
     >>> float(np.exp(log_delta(1000, 0.1, 5.0)).round(6))
     0.120146
@@ -75,9 +74,6 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
         eigenvalues: (n, 2): K^(1/2) K'^-1 K^(1/2) has the eigenvalues 1 + λ+ and 1 - λ-, λ± >= 0
             no larger than in one of the lines, for any neighbours in either order.
         epsilon: at least 0, of any shape.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     count, eps = checked("k", k, 1.0, np.finfo(float).max, "draws"), checked_epsilon(epsilon)
     up, down = checked("eigenvalues", eigenvalues, 0.0, np.inf, "two of 0 or more").T
@@ -90,11 +86,7 @@ def log_delta_of(k: float, eigenvalues: Array, epsilon: ArrayLike) -> Array:
 
 
 def epsilon(k: float, distance: float, delta: float) -> float:
-    """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more.
-
-    Raises:
-        FedsimError: an argument is out of range.
-    """
+    """The least ε >= 0 at which δ is at most `delta`; inf for a distance of 1 or more."""
     _arguments(k, distance, 0.0)
     checked_delta(delta)
     if distance >= 1:
@@ -148,9 +140,6 @@ def paper_max_distance(k: ArrayLike, epsilon: ArrayLike, delta: ArrayLike) -> Ar
     """Δ = min{ε / sqrt(8 k log(1/δ)), ε / (8 log(1/δ))} of DP-NTK regression, Lemma 5.4.
 
     It is claimed for ε < 1 and Δ < 1 only.
-
-    Raises:
-        FedsimError: an argument is out of range.
     """
     count, _, eps = _arguments(k, 0.0, epsilon)
     log = -np.log(checked_delta(delta))

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from train_generator import fit_generator
 
 from fedsim import rng
 from fedsim.attacking.knowledge import hand_over
@@ -30,7 +31,6 @@ from fedsim_attacks.gradient_matching._generator import (
     pack_generator,
     read_generator,
 )
-from fedsim_attacks.gradient_matching._generator_fit import fit_generator
 from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior, Search
 
 SHAPE = (1, 16, 16)

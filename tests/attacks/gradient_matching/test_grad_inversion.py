@@ -19,12 +19,12 @@ from fedsim.data.bundled import Faces
 from fedsim.models.base import normalize
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
-from fedsim_attacks.gradient_matching._registration import register
 from fedsim_attacks.gradient_matching.grad_inversion import (
     GradInversion,
     Group,
     consensus,
     consensus_slope,
+    register,
 )
 
 BATCH_NORM = {"model": "convnet", "model_parameters": {"width": 4, "norm": "batch"}}

@@ -24,7 +24,7 @@ from fedsim_attacks.gradient_matching._variation import chromatic_variation
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
 from fedsim_attacks.images_from_features._later_steps import as_one_gradient
 from fedsim_attacks.images_from_features._signals import signals
-from fedsim_attacks.images_from_features._unrolled_update import UnrolledUpdate, distance_by_part
+from fedsim_attacks.images_from_features._whole_update import UnrolledUpdate, distance_by_part
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 HEAD = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}

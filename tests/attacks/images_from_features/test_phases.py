@@ -20,7 +20,7 @@ from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Par
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._relaxation import Relaxation
-from fedsim_attacks.images_from_features._whole_gradient import WholeGradient
+from fedsim_attacks.images_from_features._whole_update import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 

@@ -17,8 +17,7 @@ from fedsim.data.bundled import Photos
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import Batches, GroundTruth, LocalTraining, Observation
-from fedsim_attacks.imprint._segmentation import Segmentation, segment
-from fedsim_attacks.imprint.imprint import ImprintAttack, _clear_jumps
+from fedsim_attacks.imprint.imprint import ImprintAttack, Segmentation, _clear_jumps, segment
 
 MODELS: dict[str, dict[str, Any]] = {
     "convnet": {"width": 8},

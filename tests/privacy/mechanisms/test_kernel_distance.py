@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import ntk_paper as paper
 import pytest
 import torch
 from torch import Tensor
@@ -65,13 +66,13 @@ def test_no_neighbour_is_farther(neurons: int | None, length: float, beta: float
             added = lift * torch.eye(n, dtype=torch.float64)
             bound = kernel_distance.lifted(beta, lift, **sizes)
             for one, two in ((a, b), (b, a)):
-                assert ntk.neighbour_distance(one + added, two + added) <= bound
+                assert paper.neighbour_distance(one + added, two + added) <= bound
                 found = changes(one + added, two + added)
                 assert within(found, kernel_distance.lifted_eigenvalues(beta, lift, **sizes))
                 assert float(found[1:-1].abs().max()) < 1e-9
         least = [float(torch.linalg.eigvalsh(gram)[0]) for gram in (a, b)]
         if min(least) > 1e-6:
-            found = ntk.neighbour_distance(a, b)
+            found = paper.neighbour_distance(a, b)
             assert found <= kernel_distance.assumed(beta, least[1], **sizes) * (1 + 1e-6)
             assert found <= kernel_distance.of_data(beta, least[0], **sizes) * (1 + 1e-6)
             bounds = kernel_distance.assumed_eigenvalues(beta, least[1], **sizes)
@@ -88,7 +89,7 @@ def test_the_assumed_bound_is_attained() -> None:
     y = x.clone()
     y[-1] *= 1 - beta
     a, b = ntk.kernel(x, x), ntk.kernel(y, y)
-    found = ntk.neighbour_distance(a, b)
+    found = paper.neighbour_distance(a, b)
     assert found == pytest.approx((1 - beta) ** -4 - 1)
     assert found == pytest.approx(kernel_distance.assumed(beta, (1 - beta) ** 4), rel=1e-4)
 

@@ -1,4 +1,4 @@
-"""The update of several local steps or clients, for known labels and first features."""
+"""The whole update, recomputed from candidates: its direction, or all that its steps make."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._distances import Distance, Target
+from fedsim_attacks.gradient_matching._distances import Distance, Target, cosine_distance
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._body_gradient import Misfit
@@ -78,3 +78,21 @@ class UnrolledUpdate:
         loss, (slope,) = self._matching.differentiate(candidate, self._distance)
         distance_of_features, pull = self._prior(images)
         return Misfit(loss, distance_of_features, slope + self._weight * pull)
+
+
+@final
+class WholeGradient:
+    """1 - the cosine of the observed update and its recomputation from candidate images."""
+
+    def __init__(
+        self, observation: Observation, labels: Tensor, *, width: float, calls: int
+    ) -> None:
+        """Prepares the comparison for `labels` (N,); `width` and `calls` as for `BodyGradient`."""
+        self._matching = Matching(observation, calls=calls, width=width)
+        self._labels = labels
+
+    def __call__(self, images: Tensor) -> Misfit:
+        """Evaluates the misfit at normalized `images` (N, C, H, W), without features."""
+        candidate = self._matching.candidate(images, self._labels, None)
+        loss, (slope,) = self._matching.differentiate(candidate, cosine_distance)
+        return Misfit(loss, loss.new_zeros(()), slope)

@@ -1,0 +1,110 @@
+"""What the paper of DP-NTK regression states: its number of samples, and its regression on them.
+
+Differential Privacy Mechanisms in Neural Tangent Kernel Regression, Algorithms 1 and 2, section 5.
+`fedsim.learners.ntk` has the kernel. Used by `ntk.py` here, and by the tests of the paper's errors.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fedsim.learners import ntk
+from fedsim.rng import normal
+from fedsim.types import FedsimError
+
+_SINGULAR = 1e-12
+"""A matrix is singular if its smallest eigenvalue is below this share of its largest. Rounding
+leaves about 1e-16 n where the exact value is zero, on any processor."""
+
+
+def gaussian_samples(root: Tensor, count: int, generator: torch.Generator) -> Tensor:
+    """(n, count) independent draws of N(0, K), K = root root': Algorithm 1 before its average.
+
+    Raises:
+        FedsimError: `count` is not positive.
+    """
+    if count < 1:
+        raise FedsimError(f"gaussian sampling needs at least one sample, not {count}")
+    return root @ normal((root.shape[1], count), generator, root.dtype)
+
+
+def fit_sampled(samples: Tensor, labels: Tensor, ridge: float) -> Tensor:
+    """Returns α̃ = (K̃ + λ I)⁻¹ Y for K̃ = G G' / k, by Woodbury's identity where k < n.
+
+    `samples` G are (n, k), as `gaussian_samples` draws them.
+
+    Raises:
+        FedsimError: `ridge` is not positive, or lost in the rounding of a singular K̃.
+    """
+    n, k = samples.shape
+    if k >= n:
+        return ntk.fit(samples @ samples.T / k, labels, ridge)
+    return (labels - samples @ ntk.fit(samples.T @ samples, samples.T @ labels, k * ridge)) / ridge
+
+
+def fit_without_kernel(labels: Tensor, ridge: float) -> Tensor:
+    """Returns α = Y / λ: the control that drops the kernel matrix and its leakage."""
+    return labels / ridge
+
+
+def neighbour_distance(gram: Tensor, other: Tensor) -> float:
+    """Returns M = |K^½ K'⁻¹ K^½ - I|_F (Definition 5.1) of two positive definite matrices.
+
+    Raises:
+        FedsimError: `other` is singular: its least eigenvalue is below 1e-12 times its largest,
+            where rounding alone may have made it.
+    """
+    eigenvalues = torch.linalg.eigvalsh(other)
+    if float(eigenvalues[0]) < _SINGULAR * float(eigenvalues[-1]):
+        raise FedsimError(
+            "the neighbour's kernel matrix is singular: no distance is finite, and no number of "
+            "samples is private"
+        )
+    lower = torch.linalg.cholesky(other)
+    # K^½ K'⁻¹ K^½ has the eigenvalues of L⁻¹ K L⁻' (L L' = K').
+    half = torch.linalg.solve_triangular(lower, gram, upper=False)
+    inner = torch.linalg.solve_triangular(lower, half.T, upper=False)
+    return float(torch.linalg.matrix_norm(inner - torch.eye(len(gram), dtype=gram.dtype)))
+
+
+def distance(
+    n: int, beta: float, smallest: float, *, scale: float = 1.0, bound: float = 1.0
+) -> float:
+    """Returns the bound of M in equation (1): n σ² B⁴ β / η_min, every O(·) read as 1.
+
+    `smallest` is η_min, the smallest eigenvalue of K, and `bound` B the largest norm of a row.
+    Lemmas E.4 and E.15, from which it follows, have B³. As printed it is no bound, since constants
+    are left out. `fedsim.privacy.mechanisms.kernel_distance` has one that holds and does not grow
+    with n.
+    """
+    return n * scale**2 * bound**4 * beta / smallest
+
+
+def radius(epsilon: float, delta: float, samples: int) -> float:
+    """Returns the allowed M, min{ε / sqrt(8 k ln(1/δ)), ε / (8 ln(1/δ))} (Definition 5.2)."""
+    information = 8 * math.log(1 / delta)
+    return min(epsilon / math.sqrt(samples * information), epsilon / information)
+
+
+def samples(epsilon: float, delta: float, distance: float) -> int:
+    """Returns the largest k with `distance` <= ε / sqrt(8 k ln(1/δ)): equation (1) of the paper.
+
+    The lemma that it rests on needs more: see `condition`.
+    """
+    return math.floor(epsilon**2 / (8 * math.log(1 / delta) * distance**2))
+
+
+def condition(epsilon: float, delta: float, samples: int, distance: float) -> bool:
+    """Whether Lemma 5.4 applies: ε in (0, 1), Δ < 1 and M <= Δ (Condition 5.3).
+
+    Args:
+        epsilon: ε.
+        delta: δ.
+        samples: k.
+        distance: M.
+    """
+    allowed = radius(epsilon, delta, samples)
+    return 0 < epsilon < 1 and allowed < 1 and distance <= allowed

@@ -1,0 +1,113 @@
+"""Commands of a federation over a network: `fedsim up`, `fedsim node` and `fedsim collect`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
+from fedsim.cli.outcome import show
+
+
+def up(
+    scenario: ScenarioFile,
+    out: Annotated[Path, typer.Option(help="Folder to fill, with the nodes' folders in it.")],
+    nodes: Annotated[
+        int | None,
+        typer.Option("-n", "--nodes", min=1, help="Clients, a node each; default: the scenario's."),
+    ] = None,
+    settings: Settings = None,
+    shared_seed: SharedSeed = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")] = False,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that attack.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Run a scenario over a whole federation on this machine: SuperLink, gate, and a node each.
+
+    SCENARIO is a YAML file. TLS, keys and database are made for it and thrown away. The nodes keep
+    the truth: attacks are scored once it is collected (`fedsim collect`), which with --shared-seed
+    is done at once.
+    """
+    with exits():
+        from fedsim.pipeline import up as run_up
+
+        finished = run_up(
+            scenario,
+            out=out,
+            nodes=nodes,
+            overrides=settings or [],
+            shared_seed=shared_seed,
+            resume=resume,
+            workers=workers,
+            quiet=quiet,
+        )
+        if not quiet:
+            show(finished)
+
+
+def node(
+    superlink: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Of the SuperLink, or of its gate.")
+    ],
+    data: Annotated[
+        str,
+        typer.Option(
+            help="Your file or folder, in place of the scenario's; `scenario`: your client's share "
+            "of the scenario's own source."
+        ),
+    ],
+    client: Annotated[int, typer.Option(min=0, help="Which client you are, from 0.")],
+    home: Annotated[
+        Path, typer.Option(help="Your own folder: secret, truth and state are kept here.")
+    ] = Path("fedsim-node"),
+    roots: RootCertificates = None,
+    key: Annotated[
+        Path | None, typer.Option(help="Your private key, by which the SuperLink knows you.")
+    ] = None,
+    policy: Annotated[
+        Path | None, typer.Option(help="YAML: what you let a server ask (docs/network.md).")
+    ] = None,
+    shared_seed: SharedSeed = False,
+) -> None:
+    """Take part in federations as one client, until you are told to stop."""
+    with exits():
+        from fedsim.federation.network.node import Membership, serve, until_told
+        from fedsim.federation.network.node_app import NodeApp
+        from fedsim.federation.network.policy import Policy
+
+        stop = until_told()
+        app = NodeApp(client, data, home, Policy.read(policy), shared_seed=shared_seed)
+        member = Membership(superlink=superlink, roots=roots, key=key, home=home)
+        serve(app, member, lambda line: typer.echo(line, err=True), stop)
+
+
+def collect(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    homes: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from", help="A node's folder, or a copy; may be repeated. Default: DIR/nodes/*."
+        ),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that attack.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Join the truth that nodes have kept to a run, then attack and score.
+
+    DIR is the run's folder.
+    """
+    with exits():
+        from fedsim.pipeline import collect as collect_truth
+
+        finished = collect_truth(folder, homes=homes or [], workers=workers, quiet=quiet)
+        if not quiet:
+            show(finished)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the commands to `app`."""
+    for command in (up, node, collect):
+        app.command()(command)

@@ -1,0 +1,81 @@
+"""The deployment engine: Flower's own, over a network of nodes that hold their own data.
+
+The ServerApp runs in this process, and its messages go through a SuperLink (`network`). Nodes are
+started by whoever owns their data (`fedsim node`).
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedsim.federation import NO_LINK
+from fedsim.federation.network.link import Link
+from fedsim.recording.files import write_bytes
+from fedsim.training.census import Census
+from fedsim.types import FedsimError
+
+if TYPE_CHECKING:
+    from fedsim.federation.client_app import Job
+    from fedsim.federation.server_app import OnRound
+    from fedsim.scenario import Scenario
+    from fedsim.training.server import Server
+
+_RUN_BYTES = 16
+
+
+def check() -> None:
+    """Refuse a Flower whose insides are not known.
+
+    Raises:
+        FedsimError: it is another version.
+    """
+    from fedsim.federation.network import flower
+
+    flower.check_version()
+
+
+def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = None) -> None:
+    """Train what is left of `job` with the nodes behind `link`.
+
+    Raises:
+        FedsimError: there is no link, or the SuperLink or a node fails.
+    """
+    from fedsim.federation import server_app
+    from fedsim.federation.delivery import Delivery
+    from fedsim.federation.network import flower
+
+    if link is None or server is None:
+        raise FedsimError(NO_LINK)
+    out = Path(job.out)
+    settings = {
+        "scenario": job.scenario,
+        "stack": job.stack,
+        "run": run_name(out),
+        "held": str(list(server.census.held)),
+    }
+    app = server_app.build(server, out, on_round, Delivery(own_machines=True))
+    with flower.server_app(link, settings, server.scenario.federation.timeout) as (grid, context):
+        app(grid, context)
+
+
+def take_census(scenario: Scenario, link: Link) -> Census:
+    """Ask the nodes behind `link` how much each holds, and whether they would answer at all.
+
+    Raises:
+        FedsimError: a client has no node or two, or a node refuses, with its reason.
+    """
+    from fedsim.federation.network import census, flower
+
+    settings = {"scenario": scenario.model_dump_json(), "stack": "", "run": "", "held": ""}
+    with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
+        return census.take(grid, scenario.data.clients)
+
+
+def run_name(out: Path) -> str:
+    """Return what nodes know the run in `out` by: drawn once, and kept there."""
+    path = out / "run"
+    if not path.exists():
+        write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())
+    return path.read_text().strip()

@@ -1,0 +1,1 @@
+"""The network of Flower's deployment engine: a SuperLink, its gate, and nodes with own data."""

@@ -1,0 +1,207 @@
+"""What passes the gate: requests of one form, signed by a node's key, and each signature once.
+
+Flower signs no more of a request than its time, and accepts a signature for five minutes: whoever
+saw one can use it for any request of that node. It reads a whole body before it asks who sent it,
+and believes a node that says that its message comes from another node, or from the server. None of
+this passes here.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from base64 import b64decode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+
+import h11
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.utils import decode_dss_signature
+from cryptography.hazmat.primitives.serialization import load_pem_public_key
+from flwr.proto.fleet_pb2 import PushMessagesRequest
+from google.protobuf.message import DecodeError
+
+BODY_LIMIT = 2 * 2**30
+"""Bytes of a request's body: protocol buffers, which carry it, end there."""
+REPLIES = b"/v1/fleet/push-messages"
+"""The path at which nodes announce replies; what is in them follows as objects of their own."""
+
+_FLEET = re.compile(rb"/v1/fleet/[a-z]+(-[a-z]+)*")
+"""The paths that pass, as they are on the wire: no escape, dot, query or second slash."""
+_PUBLIC_KEY, _TIMESTAMP, _SIGNATURE = b"flwr-public-key", b"flwr-timestamp", b"flwr-signature"
+_PASSED_ON = {b"content-length", b"content-type", b"accept"}
+"""Headers that the SuperLink gets to see, besides those of Flower (`flwr-...`)."""
+_OLDEST_SECONDS, _NEWEST_SECONDS = 305, 5
+"""Age of a signature that Flower accepts, and how far ahead of the clock it may be."""
+_SIGNATURES = 1_000_000
+"""Signatures remembered at once, about 150 MB; with more, nodes have to wait."""
+_STRANGER_BYTES = 64 * 1024
+"""Limit of a body signed by a key of which the SuperLink has not yet accepted a request."""
+_REPLIES_BYTES = 16 * 2**20
+"""Limit of an announcement of replies (about 150 bytes for each tensor), which is held whole."""
+_SERVER = 1
+"""Identifier by which Flower addresses the server."""
+
+
+class Refusal(Exception):  # noqa: N818 - reads as what happened
+    """What a client asked does not pass; the text says why, to it and to the log.
+
+    Flower's nodes end themselves at a 401, take a 403 for the end of the run, and try again, signed
+    anew, after 502, 503 and 504.
+    """
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Identifies a signature that is valid, and the key that made it."""
+
+    r: int
+    """The first of the two numbers of an ECDSA signature (r, s).
+
+    Whoever saw it can write it in other ways, and negate s, and it stays valid; but without the key
+    they can make no valid one of another r.
+    """
+    key: bytes
+
+
+def vet(request: h11.Request, body_limit: int) -> dict[bytes, bytes]:
+    """Returns the headers of a request that passes, each once, among them its content-length.
+
+    Raises:
+        Refusal: it does not pass.
+    """
+    headers = dict(request.headers)
+    if not _FLEET.fullmatch(request.target):
+        raise Refusal(404, "not the Fleet API")
+    if request.method != b"POST":
+        raise Refusal(405, "not POST")
+    if len(request.headers) != len(headers):
+        raise Refusal(400, "a header twice")
+    if b"upgrade" in headers:
+        raise Refusal(400, "asks for another protocol")
+    if b"transfer-encoding" in headers or b"content-length" not in headers:
+        raise Refusal(411, "no length in advance")
+    limit = min(body_limit, _REPLIES_BYTES) if request.target == REPLIES else body_limit
+    if length(headers) > limit:
+        raise Refusal(413, f"body of {length(headers)} bytes, more than {limit}")
+    return headers
+
+
+def length(headers: Mapping[bytes, bytes]) -> int:
+    """Bytes of the body that follows vetted headers."""
+    return int(headers[b"content-length"])
+
+
+def passed_on(headers: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+    """Those of a client's headers that the SuperLink gets to see."""
+    return [
+        (name, value)
+        for name, value in headers.items()
+        if name in _PASSED_ON or name.startswith(b"flwr-")
+    ]
+
+
+def check_replies(body: bytes) -> None:
+    """Refuses an announcement of anything but the node's own replies to the server.
+
+    The SuperLink has checked that the node is the one whose key signed, and looks no further.
+
+    Raises:
+        Refusal: a message comes from another node, goes to one, or answers nothing.
+    """
+    try:
+        request = PushMessagesRequest.FromString(body)
+    except DecodeError as error:
+        raise Refusal(400, "no announcement of replies") from error
+    for message in request.messages_list:
+        metadata = message.metadata
+        if metadata.src_node_id != request.node.node_id:
+            raise Refusal(400, f"node {request.node.node_id} as {metadata.src_node_id}")
+        if not metadata.reply_to_message_id or metadata.dst_node_id != _SERVER:
+            raise Refusal(400, f"node {request.node.node_id} sends what is no reply")
+
+
+class Signatures:
+    """Lets each signature pass once, and knows whose requests the SuperLink accepted.
+
+    Signatures of before `since` (seconds since 1970) do not pass: it cannot know whether another
+    gate let them pass. Of a node whose clock is ahead, up to 5 s of them still do.
+    """
+
+    def __init__(self, since: float, capacity: int = _SIGNATURES) -> None:
+        self._since, self._capacity = since, capacity
+        self._used: dict[int, float] = {}  # a signature's r -> when it was used, in this order
+        self._accepted: set[bytes] = set()
+
+    def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
+        """Returns the signature among vetted `headers`, which from now on is used.
+
+        Raises:
+            Refusal: there is none, it is invalid, too old or too new, it was used, or its key is
+                new and the body large.
+        """
+        signature, signed_at = _verified(headers)
+        now = time.time()
+        if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
+            raise Refusal(401, "signature outside its time")
+        if signed_at < self._since:
+            raise Refusal(503, "signed before the gate's start; sign anew")
+        if signature.key not in self._accepted and length(headers) > _STRANGER_BYTES:
+            raise Refusal(503, "a large body before a small one was accepted; try later")
+        self._forget(now)
+        if signature.r in self._used:
+            raise Refusal(401, "signature used before")
+        if len(self._used) >= self._capacity:
+            raise Refusal(503, "too many signatures at once; try later")
+        self._used[signature.r] = now
+        return signature
+
+    def settle(self, signature: Signature, *, is_accepted: bool) -> None:
+        """Takes in whether the SuperLink accepted the request.
+
+        Keys that it never accepted leave nothing behind, so that strangers fill no memory.
+        """
+        if is_accepted:
+            self._accepted.add(signature.key)
+        elif signature.key not in self._accepted:
+            self._used.pop(signature.r, None)
+
+    def _forget(self, now: float) -> None:
+        """Drops those whose time is over: none was signed more than 5 s ahead of its use."""
+        while self._used:
+            first = next(iter(self._used))
+            if now - self._used[first] < _OLDEST_SECONDS + _NEWEST_SECONDS:
+                break
+            del self._used[first]
+
+
+def _verified(headers: Mapping[bytes, bytes]) -> tuple[Signature, float]:
+    """The signature, and when it was made (in seconds since 1970)."""
+    try:
+        key = b64decode(headers[_PUBLIC_KEY], validate=True)
+        signature = b64decode(headers[_SIGNATURE], validate=True)
+        timestamp = headers[_TIMESTAMP]
+        signed_at = datetime.fromisoformat(timestamp.decode("ascii")).timestamp()
+        r, _ = decode_dss_signature(signature)
+        _public_key(key).verify(signature, timestamp, ec.ECDSA(hashes.SHA256()))
+    except KeyError as error:
+        raise Refusal(401, f"no {error.args[0].decode()}") from error
+    except (ValueError, ArithmeticError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise Refusal(401, "invalid signature") from error
+    return Signature(r, key), signed_at
+
+
+@lru_cache(maxsize=1024)
+def _public_key(pem: bytes) -> ec.EllipticCurvePublicKey:
+    key = load_pem_public_key(pem)
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise ValueError("not of an elliptic curve")
+    return key

@@ -1,0 +1,358 @@
+"""All that fedsim uses of Flower's deployment engine beyond its public interface.
+
+Flower starts a process for each message, which imports torch and loads the data again; and it runs
+the code of the bundle that a run brings. Here a process that lasts executes the tasks with the
+*installed* fedsim: `serving` for a node, `server_app` for the run. The bundle holds no code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    PublicFormat,
+    load_ssh_public_key,
+)
+from flwr.app import Context, Error, Message
+from flwr.cli.build import build_fab_from_disk
+from flwr.common.constant import ErrorCode, SubStatus
+from flwr.common.serde import context_from_proto, run_from_proto, user_config_to_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.runtime_pb2 import (
+    AcquireTaskRequest,
+    PullTaskInputRequest,
+    PushTaskOutputRequest,
+)
+from flwr.serverapp import Grid
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.interceptors import (
+    RuntimeTokenHttpInterceptor,
+    RuntimeVersionHttpInterceptor,
+    SuperExecAuthHttpInterceptor,
+)
+from flwr.supercore.protobuf.client import ProtobufClientInterceptor
+from flwr.supercore.retry.retry_invoker import RetryInvoker, exponential
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
+
+from fedsim.federation.network.link import Link
+from fedsim.types import FedsimError
+
+VERSIONS = ("1.41",)
+"""Of Flower, on which these internals were tried."""
+
+_POLL_SECONDS = 0.05
+_CLAIM_SECONDS = 30.0
+"""How long a SuperLink may take to offer the task of a run that it has started."""
+_MOST_DELAY = 5
+"""Seconds between two tries to reach a SuperLink that is away."""
+_PASSING = (502, 503, 504)
+"""Statuses of HTTP after which a request is tried again."""
+_REASON = 500
+
+_BUNDLE = """\
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "fedsim-run"
+version = "1.0.0"
+description = "A run of fedsim, executed by the fedsim that is installed"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "fedsim"
+
+[tool.flwr.app.components]
+serverapp = "fedsim_run:server"
+clientapp = "fedsim_run:client"
+
+[tool.flwr.app.config]
+scenario = ""
+stack = ""
+run = ""
+held = ""
+"""
+_NO_CODE = '''\
+"""Nothing: executors of fedsim run what is installed."""
+
+server = client = None
+'''
+
+
+def check_version() -> None:
+    """Refuse a Flower whose insides are not known.
+
+    Raises:
+        FedsimError: it is another version.
+    """
+    found = importlib.metadata.version("flwr")
+    if found.rpartition(".")[0] not in VERSIONS:
+        raise FedsimError(
+            f"federation.engine: deployment knows Flower {', '.join(VERSIONS)}.x, and {found} is "
+            f"installed; run pip install 'flwr~={VERSIONS[-1]}.0'"
+        )
+
+
+def register(link: Link, public_key: bytes) -> None:
+    """Tell the SuperLink that the owner of `public_key`, in OpenSSH's format, is a node.
+
+    Raises:
+        FedsimError: it refuses, or there is no such key.
+    """
+    try:
+        key = load_ssh_public_key(public_key)
+    except ValueError as error:
+        raise FedsimError(f"no public key in OpenSSH's format: {error}") from error
+    pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    client = ControlHttpClient.from_server_address(
+        link.superlink,
+        link.roots is None,
+        link.certificates(),
+        [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
+    )
+    try:
+        client.RegisterNode(RegisterNodeRequest(public_key=pem))
+    except httpx.HTTPError as error:
+        raise FedsimError(f"the SuperLink registers no node: {_said(error)}") from error
+    finally:
+        client.close()
+
+
+@contextmanager
+def server_app(
+    link: Link, config: Mapping[str, str], patience: float
+) -> Iterator[tuple[Grid, Context]]:
+    """Start a run with `config` on the SuperLink, and be its ServerApp inside the block.
+
+    A SuperLink that is away for up to `patience` seconds is waited for.
+
+    Raises:
+        FedsimError: it refuses, lets another one execute the run, or is away for longer.
+    """
+    insecure, roots = link.roots is None, link.certificates()
+    interceptors: list[ProtobufClientInterceptor] = [
+        RuntimeVersionHttpInterceptor(component_name="flwr-serverapp")
+    ]
+    if link.secret is not None:
+        interceptors.append(
+            SuperExecAuthHttpInterceptor(
+                master_secret=link.secret.read_bytes(),
+                protected_methods={"/flwr.proto.Runtime/AcquireTask"},
+            )
+        )
+    control = ControlHttpClient.from_server_address(
+        link.superlink,
+        insecure,
+        roots,
+        [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
+    )
+    runtime = RuntimeHttpClient.from_server_address(
+        link.superlink, insecure, roots, interceptors, retry_invoker=_patient(patience)
+    )
+    before = vars(TaskIdentity).copy()
+    grid = None
+    try:
+        try:
+            token = _claim(runtime, _start(control, config))
+            grid = HttpGrid(link.superlink, insecure, roots, token=token)
+            grid._retry_invoker = _patient(patience)
+            with _beating(grid._runtime_client), _reporting(grid) as context:
+                yield grid, context
+        except httpx.HTTPError as error:
+            raise FedsimError(
+                f"the SuperLink at {link.superlink} is away, or has forgotten this run: "
+                f"{_said(error)}; once it is back, continue with --resume"
+            ) from error
+    finally:
+        for name in ("_task_id", "_run_id", "_node_id"):
+            setattr(TaskIdentity, name, before[name])
+        closing = [control.close, runtime.close, *([grid.close] if grid else [])]
+        for close in closing:
+            with suppress(Exception):
+                close()
+
+
+def serving(
+    runtime: str,
+    secret: bytes,
+    answer: Callable[[Message, Context], Message],
+    stop: threading.Event,
+) -> None:
+    """Answer what the SuperNode whose `runtime` API is on loopback receives, until `stop` is set.
+
+    Returns also when the SuperNode is gone. What `answer` raises becomes an error message.
+    """
+    interceptors: list[ProtobufClientInterceptor] = [
+        RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
+        SuperExecAuthHttpInterceptor(
+            master_secret=secret, protected_methods={"/flwr.proto.Runtime/AcquireTask"}
+        ),
+    ]
+    client = RuntimeHttpClient.from_server_address(runtime, True, None, interceptors)
+    try:
+        while not stop.is_set():
+            try:
+                given = client.AcquireTask(
+                    AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
+                )
+                if given.HasField("task") and given.token:
+                    _execute(runtime, given.token, answer)
+                    continue
+            except (httpx.HTTPStatusError, httpx.TransportError):
+                return
+            stop.wait(_POLL_SECONDS)
+    finally:
+        client.close()
+
+
+def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Message]) -> None:
+    """Be the ClientApp of one message."""
+    client = RuntimeHttpClient.from_server_address(
+        runtime,
+        True,
+        None,
+        [
+            RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
+            RuntimeTokenHttpInterceptor(token),
+        ],
+    )
+    try:
+        with _beating(client):
+            message, context, _, _ = pull_task_input(client)
+            status, why = SubStatus.COMPLETED, ""
+            try:
+                reply = answer(message, context)
+            except Exception as error:  # a client may fail in any way, and its node goes on
+                why = f"{type(error).__name__}: {error}"[:_REASON]
+                status = SubStatus.FAILED
+                reply = Message(
+                    Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=why), reply_to=message
+                )
+            push_message(client, reply, context)
+            push_task_output(client, context, status, why)
+    finally:
+        client.close()
+
+
+def _start(control: ControlHttpClient, config: Mapping[str, str]) -> int:
+    """Start a run, and return its number."""
+    bundle = _bundle()
+    try:
+        started = control.StartRun(
+            StartRunRequest(
+                fab=Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle),
+                override_config=user_config_to_proto(dict(config)),
+            )
+        )
+    except httpx.HTTPStatusError as error:
+        raise FedsimError(f"the SuperLink starts no run: {_said(error)}") from error
+    if not started.HasField("run_id"):
+        raise FedsimError("the SuperLink starts no run, and does not say why; see its log")
+    return int(started.run_id)
+
+
+def _bundle() -> bytes:
+    with tempfile.TemporaryDirectory(prefix="fedsim-") as folder:
+        (Path(folder) / "pyproject.toml").write_text(_BUNDLE)
+        package = Path(folder) / "fedsim_run"
+        package.mkdir()
+        (package / "__init__.py").write_text(_NO_CODE)
+        return build_fab_from_disk(Path(folder))
+
+
+def _claim(runtime: RuntimeHttpClient, run: int) -> str:
+    """Return the token of the ServerApp's task of `run`."""
+    end = time.monotonic() + _CLAIM_SECONDS
+    while time.monotonic() < end:
+        try:
+            given = runtime.AcquireTask(
+                AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            )
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code in (401, 403):
+                raise FedsimError(
+                    "--superexec-secret: the SuperLink lets only those execute tasks that have its "
+                    "secret, and this is another one or none"
+                ) from error
+            raise
+        if given.HasField("task") and given.token and given.task.run_id == run:
+            return str(given.token)
+        time.sleep(_POLL_SECONDS)
+    raise FedsimError(
+        "the SuperLink gave the run to another executor; start it with --isolation process, and "
+        "one run at a time"
+    )
+
+
+@contextmanager
+def _beating(client: RuntimeHttpClient) -> Iterator[None]:
+    """Tell Flower inside the block that the task is alive."""
+    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    beat.start()
+    try:
+        yield
+    finally:
+        with suppress(Exception):
+            beat.stop()
+
+
+@contextmanager
+def _reporting(grid: HttpGrid) -> Iterator[Context]:
+    """Take the task's input, and tell Flower at the end what became of it."""
+    client = grid._runtime_client
+    status, why = SubStatus.FAILED, "interrupted"
+    try:
+        given = client.PullTaskInput(PullTaskInputRequest())
+        TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+        TaskIdentity.node_id = given.context.node_id
+        grid.set_run(run_from_proto(given.run))
+        yield context_from_proto(given.context)
+        status, why = SubStatus.COMPLETED, ""
+    except BaseException as error:
+        why = f"{type(error).__name__}: {error}"[:_REASON]
+        raise
+    finally:
+        grid._retry_invoker.max_tries = 1
+        with suppress(Exception):
+            client.PushTaskOutput(PushTaskOutputRequest(sub_status=status, details=why))
+
+
+def _patient(seconds: float) -> RetryInvoker:
+    """Tries again for so long; Flower's own would do it for ever, or interrupt this process."""
+
+    def hopeless(error: Exception) -> bool:
+        if isinstance(error, httpx.HTTPStatusError):
+            return error.response.status_code not in _PASSING
+        return "certificate" in str(error).lower()
+
+    return RetryInvoker(
+        wait_gen_factory=lambda: exponential(max_delay=_MOST_DELAY),
+        recoverable_exceptions=(httpx.TransportError, httpx.HTTPStatusError),
+        max_tries=None,
+        max_time=seconds,
+        should_giveup=hopeless,
+    )
+
+
+def _said(error: httpx.HTTPError) -> str:
+    if isinstance(error, httpx.HTTPStatusError):
+        text = error.response.text[:_REASON].strip()
+        return f"status {error.response.status_code} {text}".strip()
+    return f"{type(error).__name__} {error}".strip()

@@ -1,0 +1,243 @@
+"""A gate in front of a SuperLink: nodes reach its Fleet API, and nothing else on that port.
+
+A SuperLink serves three APIs on one port, and authenticates nodes on one of them: whoever reaches
+the port can start runs on the other two. The gate ends a node's TLS, passes on what `admission`
+lets pass (`POST /v1/fleet/...`) in a request of its own making, over TLS of its own, and refuses
+all else with a line in its log. Bodies stream through it.
+
+    python -m fedsim.federation.network.gate --listen 0.0.0.0:9000 --superlink superlink:8000
+        --certificate server.crt --key server.key --roots ca.crt
+
+Its process is kept small (torch is not imported), since it stands where strangers can reach it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import socket
+import ssl
+import sys
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TextIO
+
+import h11
+
+from fedsim.federation.network import addresses
+from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
+from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
+from fedsim.system import processes
+
+CONNECTIONS = 1024
+"""So many nodes' connections at once; a node has two, and one for each core while it pushes."""
+
+_HANDSHAKE_SECONDS = 10.0
+_LINGER_SECONDS = 1.0
+"""A refused client may send on for so long: if it were cut off, it would not read why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Describes a gate: whom it passes requests to, and who it is."""
+
+    superlink: str
+    """HOST:PORT, its host as in its certificate."""
+    certificate: Path
+    key: Path
+    roots: Path
+    """The authority that vouches for the SuperLink."""
+    body_limit: int = BODY_LIMIT
+    connections: int = CONNECTIONS
+
+
+class Gate:
+    """A gate in a process of its own, which ends with the block and with this process.
+
+    `address` is the HOST:PORT that it listens at (port 0 takes a free one). Its log has a line for
+    each refusal: time, client, status, reason, request.
+    """
+
+    def __init__(self, listen: str, settings: Settings, *, log: Path | None = None) -> None:
+        self._listen, self._settings, self._log = listen, settings, log
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Gate:
+        """Listens, then starts the process; clients may connect from here on.
+
+        Raises:
+            FedsimError: the address is taken, or a certificate, key or log cannot be used.
+        """
+        from fedsim.types import FedsimError  # which imports torch: not for the gate's process
+
+        try:
+            if self._log:
+                self._log.open("a").close()
+            server, since = _listening(self._listen, self._settings)
+        except (OSError, ValueError) as error:
+            raise FedsimError(
+                f"the gate at {self._listen} cannot start: {error}; name a free address, a "
+                "certificate, key and authority that belong together, and a log in a folder that is"
+            ) from error
+        with server:
+            self.address = addresses.address_of(server)
+            arguments = (server, since, self._settings, self._log)
+            self._process = self._stack.enter_context(processes.child(_in_child, *arguments))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process is still there."""
+        return self._process.is_alive()
+
+    @property
+    def pid(self) -> int:
+        """The identifier of its process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+
+class _Server:
+    """Accepts clients, and writes the log."""
+
+    def __init__(self, settings: Settings, since: float, log: TextIO) -> None:
+        self._settings, self._log = settings, log
+        self._signatures = Signatures(since)
+        inside, self._outside = _contexts(settings)
+        self._superlink = SuperLink(settings.superlink, inside)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, server: socket.socket) -> None:
+        """Serves until it is cancelled."""
+        server.setblocking(False)
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, peer = await loop.sock_accept(server)
+            except OSError as error:  # out of files, or the client has gone
+                self._refused("-", Refusal(503, str(error)), "")
+                await asyncio.sleep(0.1)
+                continue
+            who = f"{peer[0]}:{peer[1]}"
+            if len(self._tasks) >= self._settings.connections:
+                connection.close()
+                self._refused(who, Refusal(503, "too many connections"), "")
+                continue
+            task = loop.create_task(self._serve(connection, who))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket, who: str) -> None:
+        """Serves one connection, from the handshake to its end."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(limit=CHUNK_BYTES)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol,
+                connection,
+                ssl=self._outside,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+            )
+        except OSError as error:  # of TLS, too; a probe that only connects is no request
+            self._refused(who, Refusal(400, f"no TLS: {str(error) or type(error).__name__}"), "")
+            connection.close()
+            return
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        client = Side(reader, writer, h11.SERVER)
+        limit = self._settings.body_limit
+        passage = Passage(client, self._superlink, self._signatures, limit)
+        try:
+            while await passage.exchange():
+                pass
+        except Refusal as refusal:
+            await self._refuse(passage, who, refusal)
+        except h11.RemoteProtocolError as error:
+            await self._refuse(passage, who, Refusal(error.error_status_hint, str(error)))
+        except (OSError, h11.LocalProtocolError) as error:
+            self._refused(who, Refusal(400, f"broke off: {error}"), passage.request)
+        finally:
+            await passage.close()
+
+    async def _refuse(self, passage: Passage, who: str, refusal: Refusal) -> None:
+        """Tells the client, if an answer has not yet begun, and the log."""
+        self._refused(who, refusal, passage.request)
+        if passage.is_answered:
+            return
+        body = f"{refusal}\n".encode()
+        headers = [("content-length", str(len(body))), ("content-type", "text/plain")]
+        answer = h11.Response(
+            status_code=refusal.status, headers=[*headers, ("connection", "close")]
+        )
+        with suppress(OSError, TimeoutError, h11.ProtocolError):
+            async with asyncio.timeout(_LINGER_SECONDS):
+                await passage.client.send(answer)
+                await passage.client.send(h11.Data(data=body))
+                await passage.client.send(h11.EndOfMessage())
+                await passage.client.discard()
+
+    def _refused(self, who: str, refusal: Refusal, request: str) -> None:
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
+        print(now, who, what, file=self._log, flush=True)
+
+
+def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
+    with ExitStack() as stack:
+        stream = stack.enter_context(log.open("a", encoding="utf-8")) if log else sys.stderr
+        asyncio.run(_Server(settings, since, stream).run(server))
+
+
+def _contexts(settings: Settings) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """TLS towards the SuperLink, and towards clients."""
+    outside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    outside.load_cert_chain(settings.certificate, settings.key)
+    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    inside.load_verify_locations(settings.roots)
+    return inside, outside
+
+
+def _listening(listen: str, settings: Settings) -> tuple[socket.socket, float]:
+    """A socket that listens, and since when; what is wrong with the settings shows here."""
+    _contexts(settings)
+    addresses.split(settings.superlink)
+    return addresses.listener(listen), time.time()
+
+
+async def _until_terminated(server: socket.socket, since: float, settings: Settings) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await _Server(settings, since, sys.stderr).run(server)
+
+
+def main() -> None:
+    """Runs a gate until SIGINT or SIGTERM."""
+    parser = argparse.ArgumentParser(prog="python -m fedsim.federation.network.gate")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT")
+    parser.add_argument("--superlink", required=True, metavar="HOST:PORT")
+    for name in ("--certificate", "--key", "--roots"):
+        parser.add_argument(name, required=True, type=Path, metavar="FILE")
+    parser.add_argument("--body-limit", type=int, default=BODY_LIMIT, metavar="BYTES")
+    parser.add_argument("--connections", type=int, default=CONNECTIONS, metavar="N")
+    given = vars(parser.parse_args())
+    listen = given.pop("listen")
+    settings = Settings(**given)
+    try:
+        server, since = _listening(listen, settings)
+    except (OSError, ValueError) as error:
+        parser.error(f"{error}; check address, certificate, key and roots")
+    with server, suppress(asyncio.CancelledError):
+        asyncio.run(_until_terminated(server, since, settings))
+
+
+if __name__ == "__main__":
+    main()

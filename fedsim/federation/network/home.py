@@ -1,0 +1,59 @@
+"""A node's own folder: its secret, its count of releases, and the truth and state of each run.
+
+HOME/secret                        32 bytes that never leave the node
+HOME/releases.json                 how often it has answered
+HOME/runs/<run>/truth/...          what it really used, to be collected by its owner
+HOME/runs/<run>/client_state/...   what it remembers between rounds
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from pathlib import Path
+
+from fedsim.types import FedsimError
+
+_SECRET_BYTES = 32
+_RUN = re.compile(r"[0-9a-f]{16,64}")
+
+
+def run_folder(home: Path, run: str) -> Path:
+    """Where `home` keeps what belongs to `run`.
+
+    Raises:
+        FedsimError: the server calls the run what no run is called.
+    """
+    if not _RUN.fullmatch(run):
+        raise FedsimError(f"run: expected 16 to 64 hexadecimal digits, got {run[:40]!r}")
+    return home / "runs" / run
+
+
+def secret_seed(home: Path, run: str) -> int:
+    """Return a 256-bit seed of `run` that only who has the secret of `home` can derive.
+
+    The secret is made when it is not there.
+
+    Raises:
+        FedsimError: the secret is damaged, or others may read it.
+    """
+    path = home / "secret"
+    if not path.exists():
+        home.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(_SECRET_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    content = path.read_bytes()
+    if len(content) != _SECRET_BYTES:
+        raise FedsimError(
+            f"{path}: expected {_SECRET_BYTES} bytes, got {len(content)}: damaged; remove it, and "
+            "begin new runs only"
+        )
+    if path.stat().st_mode & 0o077:
+        raise FedsimError(f"{path}: others may read it; chmod 600 {path}")
+    digest = hashlib.sha256(b"fedsim node\0" + content + run.encode()).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,115 @@
+"""Where a federation's SuperLink is, and how one speaks with it. Imports nothing of Flower."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedsim.types import FedsimError
+
+SCENARIO = "scenario"
+"""In place of a node's data: its client's share of the scenario's own source."""
+
+_REACH_SECONDS = 4.0
+"""How long a host may take to answer before it counts as not there."""
+_HELLO = b"GET / HTTP/1.0\r\n\r\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """How a run reaches the SuperLink that carries its messages."""
+
+    superlink: str
+    """HOST:PORT."""
+    roots: Path | None = None
+    """Certificates of authorities that may vouch for the SuperLink; None: no TLS, on loopback."""
+    secret: Path | None = None
+    """The secret by which the SuperLink knows who may execute its tasks; None if it has none."""
+    shared_seed: bool = False
+    """Whether nodes draw batches and noise from the scenario's seed, as on the other engines, so
+    that results are the same bytes; whoever knows the seed can take that noise off."""
+
+    def certificates(self) -> bytes | None:
+        """Return the content of `roots`."""
+        return None if self.roots is None else self.roots.read_bytes()
+
+
+def split(address: str, option: str) -> tuple[str, int]:
+    """Return host and port of `address`; an IPv6 host stands in brackets.
+
+    Raises:
+        FedsimError: it is no HOST:PORT; the message starts with `option`.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise FedsimError(f"{option}: expected HOST:PORT, got {address!r}")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine itself, by its name or number."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check(address: str, roots: Path | None, option: str = "--superlink") -> None:
+    """Refuse a SuperLink that cannot be reached, or not as safely as off loopback it has to be.
+
+    Raises:
+        FedsimError: it is off loopback and `roots` are missing; nobody answers; it speaks TLS and
+            `roots` are missing, or the other way round; its certificate has expired or is not
+            vouched for. The message starts with `option`.
+    """
+    host, port = split(address, option)
+    if roots is None and not is_loopback(host):
+        raise FedsimError(
+            f"{option}: {host} is another machine, and without TLS everybody on the way reads the "
+            "updates; give the certificate of its authority with --root-certificates"
+        )
+    try:
+        with socket.create_connection((host, port), timeout=_REACH_SECONDS) as plain:
+            if roots is None:
+                _refuse_tls(plain, address, option)
+            else:
+                _refuse_certificate(plain, host, roots, address, option)
+    except OSError as error:
+        raise FedsimError(f"{option}: nobody answers at {address}: {error}") from error
+
+
+def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
+    try:
+        plain.sendall(_HELLO)
+        answered = plain.recv(5)
+    except ConnectionError:  # what it takes for the beginning of TLS is none
+        answered = b""
+    if not answered.startswith(b"HTTP"):
+        raise FedsimError(
+            f"{option}: {address} speaks TLS; give the certificate of its authority with "
+            "--root-certificates"
+        )
+
+
+def _refuse_certificate(
+    plain: socket.socket, host: str, roots: Path, address: str, option: str
+) -> None:
+    try:
+        context = ssl.create_default_context(cafile=str(roots))
+    except (OSError, ssl.SSLError) as error:
+        raise FedsimError(f"--root-certificates: {roots}: no certificate: {error}") from error
+    try:
+        with context.wrap_socket(plain, server_hostname=host):
+            pass
+    except ssl.SSLCertVerificationError as error:
+        raise FedsimError(
+            f"{option}: {address} has a certificate that is not accepted: {error.verify_message}"
+        ) from error
+    except ssl.SSLError as error:
+        raise FedsimError(f"{option}: {address} does not speak TLS: {error.reason}") from error

@@ -1,0 +1,178 @@
+"""The updates in a capture of plaintext, bit for bit: what an eavesdropper knows of each client.
+
+A node pulls an order and pushes a reply as objects, each in a request of its own; those that the
+SuperLink already has are not sent again, so they are looked for in all that passed.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flwr.app import Message
+from flwr.proto.fleet_pb2 import PullMessagesResponse, PushMessagesRequest
+from flwr.proto.message_pb2 import (
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+    PullObjectResponse,
+    PushObjectRequest,
+)
+from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+
+from fedsim.federation import wire
+from fedsim.federation.network.eavesdropper import passages, stored
+from fedsim.types import FedsimError
+
+_FLEET = "/v1/fleet"
+"""Path of Flower's API for nodes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overheard:
+    """Holds an update as it crossed the wire, and the order that it answers."""
+
+    node: int
+    """Flower's identifier of the node."""
+    order: wire.Order
+    answer: wire.Answer
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an object's content is, so that a capture larger than the memory can be read."""
+
+    path: Path
+    start: int
+    size: int
+    is_pulled: bool
+
+    def content(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            body = file.read(self.size)
+        form = PullObjectResponse if self.is_pulled else PushObjectRequest
+        return bytes(form.FromString(body).object_content)
+
+
+@dataclass
+class _Traffic:
+    """What passed, sorted out."""
+
+    objects: dict[str, _Place] = field(default_factory=dict)
+    orders: dict[str, ObjectTree] = field(default_factory=dict)
+    """By the identifier of the message."""
+    replies: dict[str, tuple[Metadata, ObjectTree]] = field(default_factory=dict)
+    """The same; of a reply that a node announced again, the last."""
+
+    def message(self, tree: ObjectTree) -> Message | None:
+        """A message of what passed; None if a part of it did not."""
+        names = {part.object_id for part in iterate_object_tree(tree)}
+        if not names <= self.objects.keys():
+            return None
+        contents = {name: self.objects[name].content() for name in names}
+        message = inflate_object_from_contents(tree.object_id, contents)
+        assert isinstance(message, Message)
+        return message
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A request or an answer: its first line, and its body with where it is."""
+
+    line: str
+    body: bytes
+    start: int
+
+
+def updates(capture: Path) -> Iterator[Overheard]:
+    """The updates that nodes pushed, in the order in which they say that they made them.
+
+    Answers that were cut off, errors and answers to queries are left out. One update is held at a
+    time.
+
+    Raises:
+        FedsimError: the capture is of TLS, which shows sizes and times alone, or without bytes.
+    """
+    seen = passages(capture)
+    plain = sorted({passage.connection for passage in seen if not passage.tls})
+    if seen and not plain:
+        raise FedsimError(
+            f"{capture} is of TLS: it shows sizes and times alone (`passages`), and no update"
+        )
+    if plain and not stored(capture, plain[0], "to_server").exists():
+        raise FedsimError(f"{capture} holds no bytes: capture with `keep_bytes`")
+    return _updates(capture, plain)
+
+
+def _updates(capture: Path, connections: list[int]) -> Iterator[Overheard]:
+    traffic = _Traffic()
+    for connection in connections:
+        _sort(capture, connection, traffic)
+    replies = sorted(traffic.replies.values(), key=lambda reply: reply[0].created_at)
+    for metadata, tree in replies:
+        asked = traffic.orders.get(metadata.reply_to_message_id)
+        order, reply = asked and traffic.message(asked), traffic.message(tree)
+        if order and reply and reply.has_content() and wire.ARRAYS in reply.content:
+            with suppress(wire.MalformedError):  # the server refuses it, too
+                yield _overheard(metadata.src_node_id, wire.read_order(order.content), reply)
+
+
+def _overheard(node: int, order: wire.Order, reply: Message) -> Overheard:
+    metrics: Mapping[str, object] = reply.content.metric_records.get(wire.METRICS, {})
+    buffers = order.buffers if reply.content.array_records.get(wire.BUFFERS) else {}
+    expected = wire.Shape(update=order.parameters, buffers=buffers, loss=wire.LOSS in metrics)
+    answer = wire.read_answer(reply.content, expected)
+    return Overheard(node=node, order=order, answer=answer)
+
+
+def _sort(capture: Path, connection: int, traffic: _Traffic) -> None:
+    """Adds what passed on one connection to `traffic`."""
+    sent, received = (stored(capture, connection, d) for d in ("to_server", "to_client"))
+    with sent.open("rb") as requests, received.open("rb") as answers:
+        for request, answer in zip(_parts(requests), _parts(answers), strict=False):
+            api, _, call = request.line.split()[1].rpartition("/")
+            if api != _FLEET or answer.line.split()[1] != "200":
+                continue
+            if call == "push-object":
+                name = PushObjectRequest.FromString(request.body).object_id
+                place = _Place(sent, request.start, len(request.body), is_pulled=False)
+                traffic.objects.setdefault(name, place)
+            elif call == "pull-object":
+                if PullObjectResponse.FromString(answer.body).object_available:
+                    name = PullObjectRequest.FromString(request.body).object_id
+                    place = _Place(received, answer.start, len(answer.body), is_pulled=True)
+                    traffic.objects.setdefault(name, place)
+            elif call == "pull-messages":
+                pulled = PullMessagesResponse.FromString(answer.body)
+                for message, tree in zip(
+                    pulled.messages_list, pulled.message_object_trees, strict=True
+                ):
+                    traffic.orders[message.metadata.message_id] = tree
+            elif call == "push-messages":
+                pushed = PushMessagesRequest.FromString(request.body)
+                for message, tree in zip(
+                    pushed.messages_list, pushed.message_object_trees, strict=True
+                ):
+                    metadata = message.metadata
+                    traffic.replies[metadata.message_id] = (metadata, tree)
+
+
+def _parts(stream: io.BufferedReader) -> Iterator[_Part]:
+    """The requests, or the answers, of one connection; one that was cut off ends them."""
+    while line := stream.readline():
+        try:
+            headers = http.client.parse_headers(stream)
+            size = int(headers["content-length"])
+        except (TypeError, ValueError, http.client.HTTPException):
+            return  # cut off, or not of Flower, which says every length in advance
+        start = stream.tell()
+        body = stream.read(size)
+        if len(body) < size:
+            return
+        yield _Part(line.decode("latin-1"), body, start)

@@ -1,0 +1,245 @@
+"""Requests of one client on their way to the SuperLink, and the answers on their way back.
+
+Each is made anew from what was read, so that both ends agree on where it begins and ends. Bodies
+stream; whoever keeps the gate waiting is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import h11
+
+from fedsim.federation.network import addresses
+from fedsim.federation.network.admission import (
+    REPLIES,
+    Refusal,
+    Signatures,
+    check_replies,
+    passed_on,
+    vet,
+)
+
+CHUNK_BYTES = 64 * 1024
+"""Of a body, so much is held at once."""
+
+_HEAD_BYTES = 16 * 1024
+"""Limit of a request's line and headers; a node's are 1 kB."""
+_HEAD_SECONDS = 15.0
+"""From a connection's first byte (or last answer) to the end of a request's headers."""
+_GRACE_SECONDS = 30.0
+_SLOWEST = 16 * 1024
+"""A client may keep the gate waiting for the grace, and a second for so many bytes it moved."""
+_ANSWER_SECONDS = 120.0
+"""The SuperLink may keep a node waiting for so long."""
+_CONNECT_SECONDS = 10.0
+_CLOSE_SECONDS = 1.0
+_REUSE_SECONDS = 2.0
+"""An idle connection to the SuperLink is used again within these; it closes its end after 5."""
+
+T = TypeVar("T")
+
+
+class Side:
+    """One of the two connections of an exchange, and where its HTTP stands."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        role: type[h11.CLIENT] | type[h11.SERVER],
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self.http = h11.Connection(role, max_incomplete_event_size=_HEAD_BYTES)
+
+    async def event(self, chunk: int = CHUNK_BYTES) -> Any:
+        """The next event of the other end, from reads of at most `chunk` bytes."""
+        while (event := self.http.next_event()) is h11.NEED_DATA:
+            self.http.receive_data(await self._reader.read(chunk))
+        return event
+
+    async def send(self, event: h11.Event) -> None:
+        self._writer.write(self.http.send(event) or b"")
+        await self._writer.drain()
+
+    async def discard(self) -> None:
+        """Reads the rest of a request's body, for nobody."""
+        while self.http.their_state is h11.SEND_BODY:
+            await self.event()
+
+    async def close(self) -> None:
+        with suppress(OSError, TimeoutError):
+            self._writer.close()
+            async with asyncio.timeout(_CLOSE_SECONDS):
+                await self._writer.wait_closed()
+        self._writer.transport.abort()
+
+
+@dataclass(frozen=True)
+class SuperLink:
+    """Names the SuperLink, and how TLS verifies that it is."""
+
+    address: str
+    """HOST:PORT, its host as in its certificate."""
+    context: ssl.SSLContext
+
+    async def connect(self) -> Side:
+        """Connects to it.
+
+        Raises:
+            Refusal: it cannot be reached, or is not the one that the authority vouches for.
+        """
+        host, port = addresses.split(self.address)
+        try:
+            async with asyncio.timeout(_CONNECT_SECONDS):
+                streams = await asyncio.open_connection(host, port, ssl=self.context)
+        except (OSError, TimeoutError) as error:
+            raise Refusal(502, f"the SuperLink cannot be reached: {error}") from error
+        return Side(*streams, h11.CLIENT)
+
+
+class _Patience:
+    """How long the gate still waits for a client, for all waits of one exchange together."""
+
+    def __init__(self) -> None:
+        self._left = _GRACE_SECONDS
+
+    async def wait(self, awaitable: Awaitable[T]) -> T:
+        """Raises a Refusal when it is exhausted."""
+        start = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left):
+                return await awaitable
+        except TimeoutError as error:
+            raise Refusal(408, "too slow") from error
+        finally:
+            self._left -= time.monotonic() - start
+
+    def renew(self, size: int) -> None:
+        """Adds to it for so many bytes that were moved."""
+        self._left += size / _SLOWEST
+
+
+class Passage:
+    """One client's connection, and the connection to the SuperLink that serves it."""
+
+    def __init__(
+        self, client: Side, superlink: SuperLink, signatures: Signatures, body_limit: int
+    ) -> None:
+        self.client, self._superlink = client, superlink
+        self._signatures, self._body_limit = signatures, body_limit
+        self.request = ""
+        """What is asked, for the log."""
+        self.is_answered = False
+        """Whether an answer has begun, so that no other can be given."""
+        self._inner: Side | None = None
+        self._idle_since = 0.0
+
+    async def exchange(self) -> bool:
+        """Serves one request. Returns whether there can be another.
+
+        Raises:
+            Refusal: it does not pass, or cannot be answered.
+        """
+        self.request, self.is_answered = "", False
+        try:
+            async with asyncio.timeout(_HEAD_SECONDS):
+                request = await self.client.event(_HEAD_BYTES)
+        except TimeoutError as error:
+            if self.client.http.trailing_data[0]:
+                raise Refusal(408, "headers too slow") from error
+            return False
+        if not isinstance(request, h11.Request):
+            return False
+        self.request = f"{ascii(request.method)[2:-1]} {ascii(request.target)[2:-1]}"[:200]
+        headers = vet(request, self._body_limit)
+        signature = self._signatures.claim(headers)
+        patience, is_accepted = _Patience(), False
+        try:
+            inner = await self._connected()
+            await self._forward(inner, request.target, headers, patience)
+            is_accepted = await self._answer(inner, patience)
+        finally:
+            self._signatures.settle(signature, is_accepted=is_accepted)
+        if h11.MUST_CLOSE in (self.client.http.our_state, self.client.http.their_state):
+            return False
+        self.client.http.start_next_cycle()
+        return True
+
+    async def close(self) -> None:
+        await self.client.close()
+        if self._inner:
+            await self._inner.close()
+
+    async def _forward(
+        self, inner: Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience
+    ) -> None:
+        """Sends the request on, its body as it comes."""
+        host = (b"host", self._superlink.address.encode())
+        head = h11.Request(method=b"POST", target=target, headers=[host, *passed_on(headers)])
+        await _of_superlink(inner.send(head))
+        body = self._body(patience)
+        async for data in _checked(body) if target == REPLIES else body:
+            await _of_superlink(inner.send(h11.Data(data=data)))
+        await _of_superlink(inner.send(h11.EndOfMessage()))
+
+    async def _body(self, patience: _Patience) -> AsyncIterator[bytes]:
+        """The client's body as it comes."""
+        while isinstance(data := await patience.wait(self.client.event()), h11.Data):
+            patience.renew(len(data.data))
+            yield data.data
+        if not isinstance(data, h11.EndOfMessage):
+            raise Refusal(400, "body cut off")
+
+    async def _answer(self, inner: Side, patience: _Patience) -> bool:
+        """Hands the SuperLink's answer to the client and returns whether it accepted."""
+        response = await _of_superlink(inner.event())
+        if not isinstance(response, h11.Response):
+            raise Refusal(502, "the SuperLink did not answer")
+        kept = [h for h in response.headers if h[0] in (b"content-type", b"content-length")]
+        self.is_answered = True
+        head = h11.Response(status_code=response.status_code, headers=kept)
+        await patience.wait(self.client.send(head))
+        while isinstance(data := await _of_superlink(inner.event()), h11.Data):
+            patience.renew(len(data.data))
+            await patience.wait(self.client.send(data))
+        if not isinstance(data, h11.EndOfMessage):
+            raise Refusal(502, "the SuperLink's answer was cut off")
+        await patience.wait(self.client.send(h11.EndOfMessage()))
+        self._idle_since = time.monotonic()
+        return response.status_code == 200
+
+    async def _connected(self) -> Side:
+        """A connection to the SuperLink: the last one, or a new one if it may be about to close."""
+        if self._inner:
+            http, idle = self._inner.http, time.monotonic() - self._idle_since
+            if http.our_state is http.their_state is h11.DONE and idle < _REUSE_SECONDS:
+                http.start_next_cycle()
+                return self._inner
+            await self._inner.close()
+        self._inner = await self._superlink.connect()
+        return self._inner
+
+
+async def _checked(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Holds an announcement of replies until all of it was checked."""
+    whole = b"".join([data async for data in body])
+    check_replies(whole)
+    yield whole
+
+
+async def _of_superlink(awaitable: Awaitable[T]) -> T:
+    """Waits for the SuperLink; what goes wrong there is not the client's doing."""
+    try:
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            return await awaitable
+    except TimeoutError as error:
+        raise Refusal(504, "the SuperLink takes too long") from error
+    except (OSError, h11.ProtocolError) as error:
+        raise Refusal(502, f"the SuperLink broke off: {error}") from error

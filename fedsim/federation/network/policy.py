@@ -1,0 +1,131 @@
+"""What a node lets a server ask of its data: decided by whoever owns them, before any answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedsim.recording.files import write_bytes
+from fedsim.scenario import Scenario
+from fedsim.system import paths
+from fedsim.types import FedsimError
+
+
+class Policy(BaseModel):
+    """What a node agrees to. Everything else is refused before its data are touched."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    stacks: list[list[dict[str, Any]]] | None = None
+    """The stacks of defenses behind which it answers, as a scenario writes them; None: any."""
+    plugins: list[str] | None = None
+    """The learners, models and defenses that it runs, by name, of those installed; None: any."""
+    paths: list[str] = []
+    """Files of its own that a scenario may name, or folders of such files; none by default."""
+    releases: Annotated[int, Field(ge=1)] | None = None
+    """How many answers it gives over all runs, of training and of probes; None: any number."""
+    minimum_clients: Annotated[int, Field(ge=1)] = 1
+    """Of a federation in which it takes part."""
+
+    @classmethod
+    def read(cls, path: Path | None) -> Policy:
+        """Read it from YAML; without a file, all but files is allowed.
+
+        Raises:
+            FedsimError: the file cannot be read or is no policy, with the key that is wrong.
+        """
+        if path is None:
+            return cls()
+        try:
+            written = yaml.safe_load(paths.text(path, paths.TEXT))
+        except yaml.YAMLError as error:
+            raise FedsimError(f"--policy: {path}: no YAML: {error}") from error
+        try:
+            return cls.model_validate(written if written is not None else {})
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(map(str, first["loc"])) or "the file"
+            raise FedsimError(f"--policy: {path}: {key}: {first['msg']}") from error
+
+    def check(self, scenario: Scenario, stack: str) -> None:
+        """Refuse what is not allowed of `stack` of `scenario`.
+
+        Raises:
+            FedsimError: something is not; the message says what, and which key would allow it.
+        """
+        wanted = [{"name": ref.name, **ref.parameters} for ref in scenario.defenses[stack]]
+        if self.stacks is not None and not any(_same(wanted, own) for own in self.stacks):
+            raise FedsimError(
+                f"defenses.{stack}: this node's policy does not allow this stack (stacks)"
+            )
+        model = [scenario.model.name] if scenario.model else []
+        named = [scenario.learner.name, *model, *(ref.name for ref in scenario.defenses[stack])]
+        for name in named:
+            if self.plugins is not None and name not in self.plugins:
+                raise FedsimError(f"{name}: this node's policy does not allow it (plugins)")
+        if scenario.training.weights:
+            self.check_path(scenario.training.weights)
+        if scenario.data.clients < self.minimum_clients:
+            raise FedsimError(
+                f"data.clients: this node takes part with {self.minimum_clients} clients or more, "
+                f"got {scenario.data.clients} (minimum_clients)"
+            )
+
+    def check_path(self, path: str) -> None:
+        """Refuse to open a file that a server names.
+
+        Raises:
+            FedsimError: it is not among those allowed.
+        """
+        if not any(_within(path, allowed) for allowed in self.paths):
+            raise FedsimError(f"{path}: this node's policy lets no scenario name this file (paths)")
+
+
+class Releases:
+    """Counts, on disk, what a node has answered."""
+
+    def __init__(self, path: Path, most: int | None) -> None:
+        """Go on from what `path` holds.
+
+        Raises:
+            FedsimError: it is damaged.
+        """
+        self._path, self._most = path, most
+        self._count = 0
+        if path.exists():
+            try:
+                self._count = int(json.loads(paths.text(path, paths.TEXT))["releases"])
+            except (ValueError, KeyError, TypeError) as error:
+                raise FedsimError(
+                    f"{path}: damaged, so that nobody knows how much was released; restore it"
+                ) from error
+
+    def count(self) -> None:
+        """Note one more, before it is computed.
+
+        Raises:
+            FedsimError: it would be one too many.
+        """
+        if self._most is not None and self._count >= self._most:
+            raise FedsimError(
+                f"this node has answered {self._count} times, which is all that its policy allows "
+                "(releases)"
+            )
+        self._count += 1
+        write_bytes(self._path, json.dumps({"releases": self._count}).encode())
+
+
+def _within(path: str, allowed: str) -> bool:
+    own, folder = Path(path).resolve(), Path(allowed).resolve()
+    return own == folder or folder in own.parents
+
+
+def _same(wanted: list[dict[str, Any]], own: list[dict[str, Any]]) -> bool:
+    """Whether each defense of the policy is the one that is asked for, in all that it states."""
+    return len(wanted) == len(own) and all(
+        stated.items() <= asked.items() for asked, stated in zip(wanted, own, strict=True)
+    )

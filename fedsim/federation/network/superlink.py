@@ -1,0 +1,124 @@
+"""Flower's SuperLink and SuperNode as child processes that end with their parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from fedsim.types import FedsimError
+
+_PR_SET_PDEATHSIG = 1
+"""Constant of Linux's <sys/prctl.h>."""
+_START_SECONDS = 60.0
+_STOP_SECONDS = 8.0
+_POLL_SECONDS = 0.05
+_TAIL = 800
+
+
+def free_port() -> int:
+    """Return a port of loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def program(name: str) -> str:
+    """Return the path of a program that is installed beside this Python.
+
+    Raises:
+        FedsimError: it is not.
+    """
+    path = Path(sys.executable).parent / name
+    if not path.exists():
+        raise FedsimError(f"{name} is not installed beside {sys.executable}; pip install fedsim")
+    return str(path)
+
+
+class Child:
+    """A program that runs until it is stopped, and that writes what it says to a file."""
+
+    def __init__(self, command: Sequence[str], log: Path) -> None:
+        """Start it. On Linux the kernel ends it when this thread ends, however that happens."""
+        self.command, self._log = list(command), log
+        with log.open("ab") as file:
+            self._process = subprocess.Popen(  # noqa: S603 - programs installed beside Python
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, "FLWR_LOG_LEVEL": "INFO"},
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The number of its process."""
+        return self._process.pid
+
+    @property
+    def status(self) -> int | None:
+        """What it ended with; None while it runs."""
+        return self._process.poll()
+
+    def last_words(self) -> str:
+        """Return the end of what it has said."""
+        return self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip() or "nothing"
+
+    def await_port(self, port: int) -> None:
+        """Wait until it listens on `port` of loopback.
+
+        Raises:
+            FedsimError: it ends, or takes longer than a minute.
+        """
+        end = time.monotonic() + _START_SECONDS
+        while time.monotonic() < end and self.status is None:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+                return
+            time.sleep(_POLL_SECONDS)
+        name = Path(self.command[0]).name
+        raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
+
+    def stop(self) -> None:
+        """End it and all that it has started: in order, or after a few seconds at once."""
+        with suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def superlink(folder: Path, port: int, log: Path) -> Child:
+    """Start a SuperLink on loopback: TLS, nodes with registered keys, a database, a secret.
+
+    `folder` has what `certificates.make_authority` writes, and `superexec.secret`.
+    """
+    return Child(
+        [
+            program("flower-superlink"),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *("--ssl-ca-certfile", str(folder / "ca.crt")),
+            *("--ssl-certfile", str(folder / "server.crt")),
+            *("--ssl-keyfile", str(folder / "server.key")),
+            *("--database", str(folder / "superlink.db")),
+            *("--superexec-auth-secret-file", str(folder / "superexec.secret")),
+            "--enable-supernode-auth",
+            *("--isolation", "process"),
+            "--disable-runtime-dependency-installation",
+        ],
+        log,
+    )
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,0 +1,158 @@
+"""A whole federation on this machine: authority, keys, SuperLink, gate and nodes, thrown away.
+
+    OUT/nodes/node-0/   the folder of the node that is client 0: secret, truth, log
+    OUT/network/        what the SuperLink and the gate say
+
+Keys and database live in a temporary folder that is gone when the block ends. A node or a SuperLink
+that dies is started again, with the same key and database.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from fedsim.federation.network import flower
+from fedsim.federation.network.certificates import make_authority, make_node_key
+from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.link import Link
+from fedsim.federation.network.superlink import Child, free_port, superlink
+from fedsim.recording.files import write_bytes
+
+_HOST = "127.0.0.1"
+_WATCH_SECONDS = 0.5
+_NODE_REST = 1.0
+"""Seconds before a node that has ended is started again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Federation:
+    """A federation that runs, for whoever wants to look at it or to break it."""
+
+    link: Link
+    gate: str
+    """HOST:PORT at which nodes are let in."""
+    superlink: Callable[[], Child]
+    """The SuperLink's process as it is now."""
+    nodes: Callable[[], list[Child]]
+    """The nodes' processes as they are now, by client."""
+
+
+@contextmanager
+def federation(
+    out: Path, nodes: int, *, data: str, paths: list[str], shared_seed: bool
+) -> Iterator[Federation]:
+    """Start a SuperLink, its gate and `nodes` nodes; end them all with the block.
+
+    Args:
+        out: The run's folder.
+        nodes: How many clients there are.
+        data: Of each node's `--data`.
+        paths: Files that the scenario names and that nodes may open.
+        shared_seed: Whether nodes draw from the scenario's seed.
+
+    Raises:
+        FedsimError: one of the programs is missing or does not start.
+    """
+    flower.check_version()
+    logs = out / "network"
+    logs.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as until_the_end:
+        folder = Path(until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-up-")))
+        authority = make_authority(folder / "keys", [_HOST, "localhost"])
+        keys = authority.certificate.parent
+        write_bytes(keys / "superexec.secret", secrets.token_bytes(32))
+        port = free_port()
+        watched = until_the_end.enter_context(_Watched.running())
+        link = watched.add(lambda: superlink(keys, port, logs / "superlink.log"))
+        link().await_port(port)
+        reached = Link(
+            superlink=f"{_HOST}:{port}",
+            roots=authority.certificate,
+            secret=keys / "superexec.secret",
+            shared_seed=shared_seed,
+        )
+        settings = Settings(
+            superlink=reached.superlink,
+            certificate=authority.server_certificate,
+            key=authority.server_key,
+            roots=authority.certificate,
+        )
+        gate = f"{_HOST}:{free_port()}"
+        until_the_end.enter_context(Gate(gate, settings, log=logs / "gate.log"))
+        policy = folder / "policy.yaml"
+        policy.write_text(yaml.safe_dump({"paths": paths}))
+        found = []
+        for client in range(nodes):
+            home = out / "nodes" / f"node-{client}"
+            home.mkdir(parents=True, exist_ok=True)
+            key = keys / f"node-{client}"
+            flower.register(reached, make_node_key(key).read_bytes())
+            command = [
+                *(sys.executable, "-m", "fedsim", "node"),
+                *("--superlink", gate, "--root-certificates", str(authority.certificate)),
+                *("--key", str(key), "--client", str(client), "--data", data),
+                *("--home", str(home), "--policy", str(policy)),
+                *(["--shared-seed"] if shared_seed else []),
+            ]
+            found.append(watched.add(partial(Child, command, home / "node.log")))
+        yield Federation(
+            link=reached,
+            gate=gate,
+            superlink=link,
+            nodes=lambda: [node() for node in found],
+        )
+
+
+class _Watched:
+    """Programs that are started again when they end."""
+
+    def __init__(self) -> None:
+        self._starts: list[Callable[[], Child]] = []
+        self._children: list[Child] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
+
+    @classmethod
+    @contextmanager
+    def running(cls) -> Iterator[_Watched]:
+        """Watch inside the block; at its end, stop all, the last first."""
+        watched = cls()
+        watched._thread.start()
+        try:
+            yield watched
+        finally:
+            watched._stop.set()
+            watched._thread.join()
+            stopping = [
+                threading.Thread(target=child.stop) for child in reversed(watched._children)
+            ]
+            for thread in stopping:
+                thread.start()
+            for thread in stopping:
+                thread.join()
+
+    def add(self, start: Callable[[], Child]) -> Callable[[], Child]:
+        """Start a program; returns what tells its process as it is now."""
+        number = len(self._children)
+        self._children.append(start())
+        self._starts.append(start)
+        return lambda: self._children[number]
+
+    def _watch(self) -> None:
+        while not self._stop.wait(_WATCH_SECONDS):
+            for number, start in enumerate(list(self._starts)):
+                if self._children[number].status is not None:
+                    self._children[number].stop()  # and whatever it left behind
+                    if self._stop.wait(_NODE_REST):
+                        return
+                    self._children[number] = start()

@@ -1,0 +1,261 @@
+"""A real SuperLink on loopback, and both sides of a run, played by Flower's own clients."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.app import Message
+from flwr.cli.build import build_fab_from_files
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.common.constant import SubStatus
+from flwr.common.serde import run_from_proto
+from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
+from flwr.proto.fab_pb2 import Fab
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullTaskInputRequest, PushTaskOutputRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.inflatable.inflatable_object import (
+    get_all_nested_objects,
+    get_object_tree,
+    iterate_object_tree,
+)
+from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor, SuperExecAuthHttpInterceptor
+from flwr.supercore.runtime import RuntimeHttpClient
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.fleet_http_connection import http_request_response
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from fedsim.federation.network.certificates import Authority
+
+NEVER = 60.0
+"""Seconds after which a test gives up."""
+ENVIRONMENT = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_LOG_LEVEL": "DEBUG",  # a SuperLink then logs every request
+}
+FILES: dict[str, bytes | Path] = {
+    "pyproject.toml": b"""\
+[project]
+name = "nothing"
+version = "0.1.0"
+description = "what a run needs to start"
+license = "Apache-2.0"
+dependencies = []
+
+[tool.flwr.app]
+publisher = "nobody"
+
+[tool.flwr.app.components]
+serverapp = "nothing.app:server"
+clientapp = "nothing.app:client"
+""",
+    "nothing/__init__.py": b"",
+    "nothing/app.py": b"server = client = None\n",
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def until(condition: Any, what: str) -> Any:
+    """The first true value of `condition()`."""
+    end = time.monotonic() + NEVER
+    while not (value := condition()):
+        assert time.monotonic() < end, f"never: {what}"
+        time.sleep(0.05)
+    return value
+
+
+@contextmanager
+def process(command: list[str], folder: Path, name: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs one of Flower's commands, its output in `folder`."""
+    home = folder / f"{name}-home"
+    program = Path(sys.prefix) / "bin" / command[0]
+    module = {"flower-superlink": "superlink", "flower-supernode": "supernode"}[command[0]]
+    start = f"from flwr.{module}.cli import {command[0].replace('-', '_')} as m; m()"
+    words = [str(program)] if program.exists() else [sys.executable, "-c", start]
+    with (folder / f"{name}.log").open("wb") as log:
+        running = subprocess.Popen(
+            [*words, *command[1:]],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **ENVIRONMENT, "FLWR_HOME": str(home)},
+        )
+    try:
+        yield running
+    finally:
+        running.terminate()
+        try:
+            running.wait(10)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+@dataclass
+class SuperLink:
+    """A SuperLink, and what a client of it needs; without an authority it speaks plaintext."""
+
+    address: str
+    authority: Authority | None = None
+    secret: Path | None = None
+
+    @property
+    def roots(self) -> bytes | None:
+        return self.authority.certificate.read_bytes() if self.authority else None
+
+    def connect(self, client: Any, *more: Any, address: str = "") -> Any:
+        return client.from_server_address(
+            server_address=address or self.address,
+            insecure=self.authority is None,
+            root_certificates=self.roots,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="flwr-cli"), *more],
+        )
+
+    def register(self, public: Path) -> int:
+        with self.connect(ControlHttpClient) as control:
+            key = try_load_public_key(public)
+            return int(control.RegisterNode(RegisterNodeRequest(public_key=key)).node_id)
+
+    def fleet(self, key: Path, address: str = "", *more: Any) -> Any:
+        """A client of the Fleet API that signs with `key`."""
+        private = node_key(key)
+        signer = NodeAuthHttpInterceptor(private, private.public_key())
+        return self.connect(FleetHttpClient, signer, *more, address=address)
+
+    @contextmanager
+    def run(self) -> Iterator[HttpGrid]:
+        """Starts a run and plays its ServerApp."""
+        fab, _ = build_fab_from_files(FILES)
+        secret = []
+        if self.secret:
+            secret.append(
+                SuperExecAuthHttpInterceptor(
+                    master_secret=self.secret.read_bytes(),
+                    protected_methods={"/flwr.proto.Runtime/AcquireTask"},
+                )
+            )
+        with (
+            self.connect(ControlHttpClient) as control,
+            self.connect(RuntimeHttpClient, *secret) as runtime,
+        ):
+            fab_proto = Fab(hash_str=hashlib.sha256(fab).hexdigest(), content=fab)
+            control.StartRun(StartRunRequest(fab=fab_proto))
+            request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+            task = until(lambda: (r := runtime.AcquireTask(request)).token and r, "a task")
+        grid = HttpGrid(
+            self.address, self.authority is None, root_certificates=self.roots, token=task.token
+        )
+        try:
+            given = grid._runtime_client.PullTaskInput(PullTaskInputRequest())
+            TaskIdentity.task_id, TaskIdentity.run_id = given.task_id, given.run.run_id
+            TaskIdentity.node_id = given.context.node_id
+            grid.set_run(run_from_proto(given.run))
+            yield grid
+            grid._runtime_client.PushTaskOutput(
+                PushTaskOutputRequest(sub_status=SubStatus.COMPLETED)
+            )
+        finally:
+            grid.close()
+
+    @contextmanager
+    def node(self, key: Path | None, address: str = "") -> Iterator[Node]:
+        """Plays a node, by what `flower-supernode` itself calls."""
+        keys = None
+        if key:
+            private = node_key(key)
+            keys = private, private.public_key()
+        with http_request_response(
+            address or self.address, self.authority is None, self.roots, keys
+        ) as calls:
+            yield Node(*calls)
+
+
+class Node:
+    """A node that pulls orders and pushes replies."""
+
+    def __init__(self, identifier: int, *calls: Any) -> None:
+        self.identifier = identifier
+        self._receive, self._send, _, _, self._pull, self._push, self._confirm = calls
+
+    def pull(self) -> Message:
+        """The next order."""
+        bare, tree = until(self._receive, "an order")
+        run = bare.metadata.run_id
+        contents = {
+            part.object_id: self._pull(run, part.object_id) for part in iterate_object_tree(tree)
+        }
+        self._confirm(run, tree.object_id)
+        message = inflate_object_from_contents(tree.object_id, contents)
+        assert isinstance(message, Message)
+        message.metadata.__dict__["_message_id"] = bare.metadata.message_id
+        return message
+
+    def push(self, message: Message) -> None:
+        """Pushes a reply and its objects, of which the SuperLink says which it has not."""
+        message.metadata.__dict__["_message_id"] = message.object_id
+        run = message.metadata.run_id
+        objects = get_all_nested_objects(message)
+        wanted, session = self._send(message, get_object_tree(message), 1.0)
+        for identifier, part in objects.items():
+            if identifier in wanted:
+                self._push(run, session, identifier, part.deflate())
+
+
+@contextmanager
+def superlink(
+    folder: Path, authority: Authority | None = None, secret: Path | None = None
+) -> Iterator[SuperLink]:
+    """A SuperLink that authenticates nodes if there is an authority for TLS."""
+    port = free_port()
+    command = ["flower-superlink", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--isolation", "process", "--disable-runtime-dependency-installation"]
+    command += ["--database", str(folder / "superlink.db")]
+    if authority:
+        command += ["--ssl-ca-certfile", str(authority.certificate)]
+        command += ["--ssl-certfile", str(authority.server_certificate)]
+        command += ["--ssl-keyfile", str(authority.server_key), "--enable-supernode-auth"]
+    else:
+        command += ["--insecure"]
+    if secret:
+        command += ["--superexec-auth-secret-file", str(secret)]
+    with ExitStack() as stack:
+        running = stack.enter_context(process(command, folder, "superlink"))
+        link = SuperLink(f"127.0.0.1:{port}", authority, secret)
+        scheme = "https" if authority else "http"
+        verify: Any = False
+
+        def answers() -> bool:
+            assert running.poll() is None, (folder / "superlink.log").read_text()
+            try:
+                return httpx.get(f"{scheme}://{link.address}/health", verify=verify).status_code > 0
+            except httpx.TransportError:
+                return False
+
+        until(answers, "the SuperLink answers")
+        yield link
+
+
+def node_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    key = load_ssh_private_key(path.read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key

@@ -1,0 +1,461 @@
+"""The gate in its own process, before a server that counts what it is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from base64 import b64encode
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+from network_support import NEVER, free_port, until
+
+from fedsim.federation.network import gate as gate_module
+from fedsim.federation.network import passage
+from fedsim.federation.network.certificates import Authority, make_authority
+from fedsim.federation.network.gate import Gate, Settings
+from fedsim.types import FedsimError
+
+KEY = ec.generate_private_key(ec.SECP384R1())
+PATH = "/v1/fleet/push-object"
+MEGABYTE = 2**20
+
+
+class Inside(BaseHTTPRequestHandler):
+    """Answers what it was sent; the path says how."""
+
+    protocol_version = "HTTP/1.1"
+    asked: list[str] = []  # noqa: RUF012 - of all requests
+
+    def do_POST(self) -> None:
+        self.asked.append(self.path)
+        left = int(self.headers["content-length"])
+        size = 0
+        while left and (data := self.rfile.read(min(left, MEGABYTE))):
+            left -= len(data)
+            size += len(data)
+        if self.path.endswith("/break"):
+            self.close_connection = True
+            return
+        headers = [list(pair) for pair in self.headers.items()]
+        answer = json.dumps({"path": self.path, "size": size, "headers": headers}).encode()
+        if self.path.endswith("/large"):
+            answer = bytes(64 * MEGABYTE)
+        self.send_response(401 if self.path.endswith("/stranger") else 200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(answer)))
+        self.send_header("set-cookie", "secret")
+        self.end_headers()
+        self.wfile.write(answer)
+
+    do_GET = do_POST  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("keys") / "keys", ["127.0.0.1"])
+
+
+@pytest.fixture(scope="module")
+def inside(authority: Authority) -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Inside)
+    server.daemon_threads = True
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(authority.server_certificate, authority.server_key)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def settings(authority: Authority, superlink: str, **more: Any) -> Settings:
+    return Settings(
+        superlink=superlink,
+        certificate=authority.server_certificate,
+        key=authority.server_key,
+        roots=authority.certificate,
+        **more,
+    )
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gate") / "gate.log"
+
+
+@pytest.fixture(scope="module")
+def gate(authority: Authority, inside: str, log: Path) -> Iterator[Gate]:
+    with Gate("127.0.0.1:0", settings(authority, inside), log=log) as running:
+        yield running
+
+
+@pytest.fixture
+def client(authority: Authority, gate: Gate) -> Iterator[httpx.Client]:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    address = f"https://{gate.address}"
+    with httpx.Client(verify=context, base_url=address, timeout=NEVER) as client:
+        yield client
+
+
+def sign() -> dict[str, str]:
+    timestamp = datetime.now(UTC).isoformat()
+    signature = KEY.sign(timestamp.encode(), ec.ECDSA(hashes.SHA256()))
+    return {
+        "flwr-public-key": b64encode(public_key_to_bytes(KEY.public_key())).decode(),
+        "flwr-timestamp": timestamp,
+        "flwr-signature": b64encode(signature).decode(),
+    }
+
+
+def raw(authority: Authority, address: str, *parts: bytes, pause: float = 0.0) -> bytes:
+    """What the gate answers to bytes that no library would send."""
+    context = ssl.create_default_context(cafile=authority.certificate)
+    host, _, port = address.rpartition(":")
+    with (
+        socket.create_connection((host, int(port)), NEVER) as plain,
+        context.wrap_socket(plain, server_hostname=host) as connection,
+    ):
+        for part in parts:
+            connection.sendall(part)
+            time.sleep(pause)
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+        return answer
+
+
+def head(*lines: str) -> bytes:
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+def memory(pid: int) -> int:
+    """The most memory that a process has had, in bytes."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+def test_a_signed_request_passes_with_few_of_its_headers(client: httpx.Client, inside: str) -> None:
+    answer = client.post(PATH, content=b"abc", headers=sign() | {"cookie": "a", "host": "evil/x?"})
+    assert answer.status_code == 200
+    assert "set-cookie" not in answer.headers
+    got = answer.json()
+    assert (got["path"], got["size"]) == (PATH, 3)
+    names = [name.lower() for name, _ in got["headers"]]
+    assert sorted(names) == sorted(["host", "content-length", "accept", *sign()])
+    assert dict(got["headers"])["Host" if "Host" in dict(got["headers"]) else "host"] == inside
+
+
+def test_one_connection_serves_many_requests(client: httpx.Client) -> None:
+    for _ in range(20):
+        assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
+    assert len(client._transport._pool.connections) == 1  # type: ignore[attr-defined]
+
+
+def test_a_request_passes_once(client: httpx.Client, log: Path) -> None:
+    headers = sign()
+    assert client.post(PATH, content=b"abc", headers=headers).status_code == 200
+    for path in (PATH, "/v1/fleet/pull-messages"):
+        answer = client.post(path, content=b"abc", headers=headers)
+        assert (answer.status_code, answer.text) == (401, "signature used before\n")
+    assert f" 401 signature used before: POST {PATH}\n" in log.read_text()
+
+
+def test_refusals_say_why_in_one_line_of_the_log(client: httpx.Client, log: Path) -> None:
+    before = len(log.read_text().splitlines())
+    asked = len(Inside.asked)
+    assert client.post("/v1/control/start-run", headers=sign()).status_code == 404
+    assert client.get(PATH).status_code == 405
+    assert client.post(PATH, headers={}).status_code == 401
+    lines = log.read_text().splitlines()[before:]
+    assert [line.split(maxsplit=2)[2] for line in lines] == [
+        "404 not the Fleet API: POST /v1/control/start-run",
+        f"405 not POST: GET {PATH}",
+        f"401 no flwr-public-key: POST {PATH}",
+    ]
+    assert len(Inside.asked) == asked
+
+
+@pytest.mark.parametrize(
+    ("request_head", "status"),
+    [
+        (head("POST /v1/fleet/../control/start-run HTTP/1.1", "Host: a"), 404),
+        (head("CONNECT 127.0.0.1:8000 HTTP/1.1", "Host: a"), 404),
+        (head("TRACE /v1/fleet/x HTTP/1.1", "Host: a"), 405),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", "Host: b", "Content-Length: 0"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Content-Length: 0"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 3", "Content-Length: 4"), 400),
+        (
+            head(
+                f"POST {PATH} HTTP/1.1",
+                "Host: a",
+                "Content-Length: 5",
+                "Transfer-Encoding: chunked",
+            ),
+            411,
+        ),
+        (
+            head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", "Transfer-Encoding: x"),
+            501,
+        ),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", f"Content-Length: {'9' * 5000}"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length : 5"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: +5"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", " folded: x"), 400),
+        (head(f"POST {PATH} HTTP/1.1", "Host: a", f"X: {'y' * 40_000}"), 431),
+        (head(f"POST /v1/fleet/{'y' * 40_000} HTTP/1.1", "Host: a"), 431),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 404),
+        (head(f"POST {PATH}\n HTTP/1.1", "Host: a"), 400),
+    ],
+)
+def test_what_no_library_sends_does_not_pass(
+    authority: Authority, gate: Gate, request_head: bytes, status: int
+) -> None:
+    asked = len(Inside.asked)
+    answer = raw(authority, gate.address, request_head)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert b"connection: close" in answer.lower()
+    assert len(Inside.asked) == asked
+
+
+def test_what_follows_a_refused_request_is_not_answered(authority: Authority, gate: Gate) -> None:
+    first = head(
+        f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 5", "Transfer-Encoding: chunked"
+    )
+    lines = [f"{name}: {value}" for name, value in sign().items()]
+    hidden = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 0", *lines)
+    assert raw(authority, gate.address, first + b"0\r\n\r\n" + hidden).count(b"HTTP/1.1 ") == 1
+
+
+def test_a_line_of_the_log_cannot_be_forged(authority: Authority, gate: Gate, log: Path) -> None:
+    raw(authority, gate.address, b"POST /\xe2\x80\xa8\x1b[2K HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert log.read_text().isascii()
+    assert "\x1b" not in log.read_text()
+
+
+def test_plaintext_does_not_pass(gate: Gate, log: Path) -> None:
+    with pytest.raises(httpx.TransportError):
+        httpx.post(f"http://{gate.address}{PATH}", headers=sign())
+    until(lambda: " 400 no TLS: " in log.read_text(), "a line")
+
+
+def test_large_bodies_stream_both_ways(client: httpx.Client, gate: Gate) -> None:
+    assert client.post(PATH, content=b"abc", headers=sign()).status_code == 200
+    before = memory(gate.pid)
+    size = 300 * MEGABYTE
+    body = (bytes(MEGABYTE) for _ in range(300))
+    headers = sign() | {"content-length": str(size)}
+    assert client.post(PATH, content=body, headers=headers).json()["size"] == size
+    large = client.post("/v1/fleet/large", content=b"", headers=sign())
+    assert large.content == bytes(64 * MEGABYTE)
+    assert memory(gate.pid) - before < 20 * MEGABYTE
+
+
+def test_a_body_over_the_limit_is_refused_before_it_is_sent(
+    authority: Authority, inside: str, tmp_path: Path
+) -> None:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    limited = settings(authority, inside, body_limit=1000)
+    with (
+        Gate("127.0.0.1:0", limited, log=tmp_path / "log") as gate,
+        httpx.Client(verify=context, base_url=f"https://{gate.address}") as client,
+    ):
+        assert client.post(PATH, content=bytes(1000), headers=sign()).status_code == 200
+        assert client.post(PATH, content=bytes(1001), headers=sign()).status_code == 413
+
+
+def test_more_connections_than_allowed_are_closed(
+    authority: Authority, inside: str, tmp_path: Path
+) -> None:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    log = tmp_path / "log"
+    with Gate("127.0.0.1:0", settings(authority, inside, connections=2), log=log) as gate:
+        host, port = gate.address.split(":")
+        held = [
+            context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host)
+            for _ in range(2)
+        ]
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"https://{gate.address}/", verify=context)
+        until(lambda: " 503 too many connections: -" in log.read_text(), "a line")
+        for connection in held:
+            connection.close()
+
+        def free() -> bool:
+            try:
+                return httpx.get(f"https://{gate.address}/", verify=context).status_code == 404
+            except httpx.TransportError:
+                return False
+
+        until(free, "a free connection")
+
+
+def test_a_superlink_that_is_gone_is_worth_another_try(authority: Authority) -> None:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    nobody = f"127.0.0.1:{free_port()}"
+    with Gate("127.0.0.1:0", settings(authority, nobody)) as gate:
+        address = f"https://{gate.address}{PATH}"
+        assert httpx.post(address, headers=sign(), verify=context).status_code == 502
+
+
+def test_a_superlink_of_another_authority_gets_nothing(
+    authority: Authority, inside: str, tmp_path: Path
+) -> None:
+    other = make_authority(tmp_path / "other", ["127.0.0.1"])
+    context = ssl.create_default_context(cafile=authority.certificate)
+    asked = len(Inside.asked)
+    trusting = Settings(
+        superlink=inside,
+        certificate=authority.server_certificate,
+        key=authority.server_key,
+        roots=other.certificate,
+    )
+    with Gate("127.0.0.1:0", trusting) as gate:
+        address = f"https://{gate.address}{PATH}"
+        assert httpx.post(address, headers=sign(), verify=context).status_code == 502
+    assert len(Inside.asked) == asked
+
+
+def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: Gate) -> None:
+    context = ssl.create_default_context(cafile=authority.certificate)
+    assert client.post(PATH, content=b"", headers=sign()).status_code == 200
+
+    def push(number: int) -> int:
+        with httpx.Client(verify=context, base_url=f"https://{gate.address}") as own:
+            bodies = [bytes(number * 10_000 + i) for i in range(5)]
+            return sum(
+                own.post(PATH, content=body, headers=sign()).json()["size"] == len(body)
+                for body in bodies
+            )
+
+    with ThreadPoolExecutor(16) as threads:
+        assert list(threads.map(push, range(16))) == [5] * 16
+
+
+def test_the_process_ends_with_the_block(authority: Authority, inside: str) -> None:
+    with Gate("127.0.0.1:0", settings(authority, inside)) as gate:
+        assert gate.is_running
+        pid = gate.pid
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_the_process_ends_with_its_parent(authority: Authority, inside: str) -> None:
+    script = f"""\
+from pathlib import PosixPath
+from fedsim.federation.network.gate import Gate, Settings
+with Gate("127.0.0.1:0", {settings(authority, inside)!r}) as gate:
+    print(gate.pid, flush=True)
+    input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stdin=subprocess.PIPE
+    ) as parent:
+        assert parent.stdout
+        pid = int(parent.stdout.readline())
+        parent.send_signal(signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{pid}").exists() or zombie(pid), "the end of the gate")
+
+
+def zombie(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_what_cannot_start_says_why(authority: Authority, inside: str, tmp_path: Path) -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(FedsimError, match=r"cannot start: .*in use"),
+        Gate(f"127.0.0.1:{taken.getsockname()[1]}", settings(authority, inside)),
+    ):
+        pass
+    other = make_authority(tmp_path / "other", ["127.0.0.1"])
+    mismatched = Settings(
+        superlink=inside,
+        certificate=authority.server_certificate,
+        key=other.server_key,
+        roots=other.certificate,
+    )
+    with pytest.raises(FedsimError, match="mismatch"), Gate("127.0.0.1:0", mismatched):
+        pass
+
+
+def test_the_command(authority: Authority, inside: str) -> None:
+    port = free_port()
+    command = [sys.executable, "-m", "fedsim.federation.network.gate"]
+    command += ["--listen", f"127.0.0.1:{port}", "--superlink", inside]
+    command += ["--certificate", str(authority.server_certificate)]
+    command += ["--key", str(authority.server_key), "--roots", str(authority.certificate)]
+    context = ssl.create_default_context(cafile=authority.certificate)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ) as running:
+
+        def answers() -> bool:
+            try:
+                return httpx.get(f"https://127.0.0.1:{port}/", verify=context).status_code == 404
+            except httpx.TransportError:
+                return False
+
+        until(answers, "the gate answers")
+        running.terminate()
+        assert running.wait(NEVER) == 0
+        assert running.stderr
+        assert b" 404 not the Fleet API: GET /\n" in running.stderr.read()
+
+
+@pytest.mark.parametrize(
+    ("limit", "sent", "reason"),
+    [
+        ("_HEAD_SECONDS", head(f"POST {PATH} HTTP/1.1", "Host: a")[:-2], "408 headers too slow"),
+        ("_GRACE_SECONDS", None, "408 too slow"),
+    ],
+)
+def test_slow_clients_are_cut_off(
+    authority: Authority,
+    inside: str,
+    monkeypatch: pytest.MonkeyPatch,
+    limit: str,
+    sent: bytes | None,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(passage, limit, 0.3)
+    lines = [f"{name}: {value}" for name, value in sign().items()]
+    unfinished = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 99", *lines) + b"x"
+    log = io.StringIO()
+
+    async def talk() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = gate_module._Server(settings(authority, inside), 0, log)
+        task = asyncio.create_task(server.run(listener))
+        context = ssl.create_default_context(cafile=authority.certificate)
+        port = listener.getsockname()[1]
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        writer.write(sent or unfinished)
+        answer = await asyncio.wait_for(reader.read(), NEVER)
+        assert answer.startswith(b"HTTP/1.1 408")
+        writer.close()
+        task.cancel()
+        listener.close()
+
+    asyncio.run(talk())
+    assert f" {reason}: " in log.getvalue()

@@ -1,0 +1,261 @@
+"""A real SuperLink behind the gate: nodes work, and others get nowhere."""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app.message import remove_content_from_message
+from flwr.cli.supernode.register import try_load_public_key
+from flwr.common.serde import message_to_proto
+from flwr.proto.control_pb2 import ListNodesRequest, ListRunsRequest, StartRunRequest
+from flwr.proto.control_pb2 import RegisterNodeRequest as RegisterKeyRequest
+from flwr.proto.fleet_pb2 import (
+    ActivateNodeRequest,
+    PullMessagesRequest,
+    PushMessagesRequest,
+    RegisterNodeFleetRequest,
+)
+from flwr.proto.message_pb2 import PullObjectRequest
+from flwr.proto.node_pb2 import Node as NodeIdentity
+from flwr.proto.runtime_pb2 import AcquireTaskRequest, PullAppMessagesRequest
+from flwr.supercore.constant import TaskType
+from flwr.supercore.control.control_http_client import ControlHttpClient
+from flwr.supercore.inflatable.inflatable_object import get_object_tree
+from flwr.supercore.primitives.asymmetric import sign_message
+from flwr.supercore.runtime import RuntimeHttpClient
+from network_support import SuperLink, free_port, node_key, process, superlink, until
+
+from fedsim.federation.network.certificates import make_authority, make_node_key
+from fedsim.federation.network.gate import Gate, Settings
+
+
+@dataclass
+class Federation:
+    """A SuperLink with registered nodes, the gate before it, and a key that nobody registered."""
+
+    folder: Path
+    link: SuperLink
+    gate: str
+    log: Path
+    nodes: dict[Path, int]
+    stranger: Path
+
+
+@pytest.fixture(scope="module")
+def federation(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
+    folder = tmp_path_factory.mktemp("federation")
+    authority = make_authority(folder / "keys", ["127.0.0.1"])
+    keys = [folder / "keys" / f"node{number}" for number in range(3)]
+    stranger = folder / "keys" / "stranger"
+    publics = [make_node_key(path) for path in keys]
+    make_node_key(stranger)
+    secret = folder / "keys" / "secret"
+    secret.write_text("s" * 64)
+    with superlink(folder, authority, secret) as link:
+        nodes = {key: link.register(public) for key, public in zip(keys, publics, strict=True)}
+        settings = Settings(
+            superlink=link.address,
+            certificate=authority.server_certificate,
+            key=authority.server_key,
+            roots=authority.certificate,
+        )
+        log = folder / "gate.log"
+        with Gate("127.0.0.1:0", settings, log=log) as gate:
+            yield Federation(folder, link, gate.address, log, nodes, stranger)
+
+
+class Catcher:
+    """Keeps the requests of a client, as somebody who could read them would."""
+
+    def __init__(self) -> None:
+        self.caught: list[httpx.Request] = []
+
+    def intercept(self, context: Any, call_next: Any) -> httpx.Response:
+        self.caught.append(context.request)
+        return call_next(context)
+
+
+def status(call: Callable[[], Any]) -> int:
+    try:
+        call()
+    except httpx.HTTPStatusError as error:
+        return error.response.status_code
+    return 200
+
+
+def order(to: int) -> Message:
+    return Message(RecordDict({"a": ArrayRecord([np.arange(5.0)])}), to, "train", group_id="1")
+
+
+def reply(to: Message, value: float) -> Message:
+    message = Message(RecordDict({"a": ArrayRecord([np.full(3, value)])}), reply_to=to)
+    message.metadata.__dict__["_message_id"] = message.object_id
+    return message
+
+
+def announce(node: int, message: Message) -> PushMessagesRequest:
+    return PushMessagesRequest(
+        node=NodeIdentity(node_id=node),
+        messages_list=[message_to_proto(remove_content_from_message(message))],
+        message_object_trees=[get_object_tree(message)],
+        clientapp_runtime_list=[1.0],
+    )
+
+
+def test_a_supernode_registers_heartbeats_and_pulls(federation: Federation) -> None:
+    link, key = federation.link, next(iter(federation.nodes))
+    assert link.authority
+    command = ["flower-supernode", "--superlink", federation.gate, "--isolation", "process"]
+    command += ["--root-certificates", str(link.authority.certificate)]
+    command += ["--auth-supernode-private-key", str(key), "--port", str(free_port())]
+    served = federation.folder / "superlink.log"
+
+    def calls(name: str) -> bool:
+        return bool(re.search(rf'"POST /v1/fleet/{name} HTTP/1.1" 200', served.read_text()))
+
+    with process(command, federation.folder, "supernode"):
+        for name in ("activate-node", "send-node-heartbeat", "pull-messages"):
+            until(lambda name=name: calls(name), name)
+        with link.connect(ControlHttpClient) as control:
+            nodes = control.ListNodes(ListNodesRequest()).nodes_info
+        assert {n.node_id for n in nodes if n.status == "online"} == {federation.nodes[key]}
+    until(lambda: calls("deactivate-node"), "the end")
+    assert not federation.log.read_text()
+
+
+def test_a_supernode_with_another_key_is_refused(federation: Federation) -> None:
+    assert federation.link.authority
+    command = ["flower-supernode", "--superlink", federation.gate, "--isolation", "process"]
+    command += ["--root-certificates", str(federation.link.authority.certificate)]
+    command += ["--auth-supernode-private-key", str(federation.stranger)]
+    command += ["--port", str(free_port())]
+    with process(command, federation.folder, "stranger") as running:
+        until(lambda: running.poll() is not None, "its end")
+    assert "305" in (federation.folder / "stranger.log").read_text()
+
+
+def test_an_order_and_its_reply_pass(federation: Federation) -> None:
+    key, identifier = list(federation.nodes.items())[1]
+    with federation.link.run() as grid, federation.link.node(key, federation.gate) as node:
+        (sent,) = grid.push_messages([order(identifier)])
+        pulled = node.pull()
+        assert np.array_equal(pulled.content["a"].to_numpy_ndarrays()[0], np.arange(5.0))
+        node.push(reply(pulled, 7.0))
+        (answer,) = until(lambda: list(grid.pull_messages([sent])), "a reply")
+    assert np.array_equal(answer.content["a"].to_numpy_ndarrays()[0], np.full(3, 7.0))
+    assert answer.metadata.src_node_id == identifier
+
+
+def test_a_stranger_reaches_no_other_api(federation: Federation) -> None:
+    link, gate = federation.link, federation.gate
+    with (
+        link.connect(ControlHttpClient, address=gate) as control,
+        link.connect(RuntimeHttpClient, address=gate) as runtime,
+    ):
+        task = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
+        key = RegisterKeyRequest(public_key=b"key")
+        assert status(lambda: control.StartRun(StartRunRequest())) == 404
+        assert status(lambda: control.ListRuns(ListRunsRequest())) == 404
+        assert status(lambda: control.RegisterNode(key)) == 404
+        assert status(lambda: runtime.AcquireTask(task)) == 404
+        assert status(lambda: runtime.PullMessages(PullAppMessagesRequest())) == 404
+    verify = link.connect(ControlHttpClient)._client._transport  # its own TLS, by the authority
+    with httpx.Client(transport=verify) as client:
+        for path in ("health", "docs", "openapi.json"):
+            assert client.get(f"https://{gate}/{path}").status_code == 404
+
+
+def test_a_stranger_is_no_node(federation: Federation) -> None:
+    """Neither with a key of its own nor under a node's identifier or public key."""
+    key, identifier = next(iter(federation.nodes.items()))
+    own = try_load_public_key(federation.stranger.with_suffix(".pub"))
+    theirs = try_load_public_key(key.with_suffix(".pub"))
+    pull = PullMessagesRequest(node=NodeIdentity(node_id=identifier))
+    read = PullObjectRequest(node=NodeIdentity(node_id=identifier), run_id=1, object_id="0" * 64)
+    with federation.link.fleet(federation.stranger, federation.gate) as fleet:
+        assert status(lambda: fleet.RegisterNode(RegisterNodeFleetRequest(public_key=own))) >= 400
+        for public in (own, theirs):
+            activation = ActivateNodeRequest(public_key=public, heartbeat_interval=30)
+            assert status(lambda a=activation: fleet.ActivateNode(a)) >= 400
+        assert status(lambda: fleet.PullMessages(pull)) == 401
+        assert status(lambda: fleet.PullObject(read)) == 401
+        assert status(lambda: fleet.PushMessages(announce(identifier, order(1)))) >= 400
+
+
+@pytest.mark.parametrize("way", ["superlink", "gate"])
+def test_what_somebody_read_cannot_be_sent_again(federation: Federation, way: str) -> None:
+    """The SuperLink takes it again, and the signature for other requests, too; the gate refuses."""
+    key, identifier = list(federation.nodes.items())[2]
+    address = federation.gate if way == "gate" else federation.link.address
+    catcher = Catcher()
+    with federation.link.fleet(key, address, catcher) as fleet:
+        fleet.PullMessages(PullMessagesRequest(node=NodeIdentity(node_id=identifier)))
+        (caught,) = catcher.caught
+        other = {n: v for n, v in caught.headers.items() if n != "content-length"}
+        activation = ActivateNodeRequest(
+            public_key=try_load_public_key(key.with_suffix(".pub")), heartbeat_interval=30
+        )
+        address = f"https://{address}/v1/fleet"
+        again = fleet._client.post(
+            f"{address}/pull-messages", content=caught.content, headers=caught.headers
+        )
+        forged = fleet._client.post(
+            f"{address}/activate-node", content=activation.SerializeToString(), headers=other
+        )
+        stale = (datetime.now(UTC) - timedelta(seconds=306)).isoformat()
+        signature = b64encode(sign_message(node_key(key), stale.encode())).decode()
+        late = fleet._client.post(
+            f"{address}/pull-messages",
+            content=caught.content,
+            headers={**caught.headers, "flwr-timestamp": stale, "flwr-signature": signature},
+        )
+    expected = 200 if way == "superlink" else 401
+    assert (again.status_code, forged.status_code) == (expected, expected)
+    assert late.status_code == 401
+
+
+@pytest.mark.parametrize("way", ["superlink", "gate"])
+def test_a_node_cannot_speak_for_another_or_for_the_server(
+    federation: Federation, way: str
+) -> None:
+    """The SuperLink believes it; the gate does not."""
+    (victim_key, victim), (key, insider) = list(federation.nodes.items())[:2]
+    link = federation.link
+    address = federation.gate if way == "gate" else link.address
+    expected = 400 if way == "gate" else 200
+    with link.run() as grid:
+        (sent,) = grid.push_messages([order(victim)])
+        with link.fleet(victim_key) as fleet:
+            request = PullMessagesRequest(node=NodeIdentity(node_id=victim))
+            (asked,) = fleet.PullMessages(request).messages_list
+        with link.fleet(key, address) as fleet:
+            assert status(lambda: fleet.PullMessages(pull_of(insider))) == 200
+            forged_order = Message(RecordDict({"c": ConfigRecord({"a": 1})}), victim, "train")
+            forged_order.metadata.__dict__.update(
+                _run_id=asked.metadata.run_id,
+                _src_node_id=1,
+                _message_id=forged_order.object_id,
+            )
+            assert status(lambda: fleet.PushMessages(announce(insider, forged_order))) == expected
+            bare = announce(insider, order(1))
+            metadata = bare.messages_list[0].metadata
+            metadata.CopyFrom(asked.metadata)
+            metadata.message_id = bare.message_object_trees[0].object_id
+            metadata.reply_to_message_id = sent
+            metadata.src_node_id, metadata.dst_node_id = victim, 1
+            metadata.ttl = 10
+            assert status(lambda: fleet.PushMessages(bare)) == expected
+
+
+def pull_of(node: int) -> PullMessagesRequest:
+    return PullMessagesRequest(node=NodeIdentity(node_id=node))
