@@ -63,6 +63,8 @@ _MOST_DELAY = 5
 _PASSING = (502, 503, 504)
 """Statuses of HTTP after which a request is tried again."""
 _REASON = 500
+_IN_USE = "Public key already in use"
+"""What a SuperLink says of a key that is registered."""
 
 _BUNDLE = """\
 [build-system]
@@ -110,8 +112,10 @@ def check_version() -> None:
         )
 
 
-def register(link: Link, public_key: bytes) -> None:
+def register(link: Link, public_key: bytes) -> bool:
     """Tell the SuperLink that the owner of `public_key`, in OpenSSH's format, is a node.
+
+    Returns whether it did not know so before.
 
     Raises:
         FedsimError: it refuses, or there is no such key.
@@ -130,9 +134,13 @@ def register(link: Link, public_key: bytes) -> None:
     try:
         client.RegisterNode(RegisterNodeRequest(public_key=pem))
     except httpx.HTTPError as error:
-        raise FedsimError(f"the SuperLink registers no node: {_said(error)}") from error
+        said = _said(error)
+        if _IN_USE not in said:
+            raise FedsimError(f"the SuperLink registers no node: {said}") from error
+        return False
     finally:
         client.close()
+    return True
 
 
 @contextmanager

@@ -24,6 +24,7 @@ import yaml
 from fedsim.federation.network import flower
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.keys import SECRET_BYTES
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.superlink import Child, free_port, superlink
 from fedsim.recording.files import write_bytes
@@ -70,7 +71,7 @@ def federation(
         folder = Path(until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-up-")))
         authority = make_authority(folder / "keys", [_HOST, "localhost"])
         keys = authority.certificate.parent
-        write_bytes(keys / "superexec.secret", secrets.token_bytes(32))
+        write_bytes(keys / "superexec.secret", secrets.token_bytes(SECRET_BYTES))
         port = free_port()
         watched = until_the_end.enter_context(_Watched.running())
         link = watched.add(lambda: superlink(keys, port, logs / "superlink.log"))
