@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fedsim.types import FedsimError
@@ -48,6 +49,7 @@ class Child:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         """Start it. On Linux the kernel ends it when this thread ends, however that happens."""
         self.command, self._log = list(command), log
+        parent = os.getpid()
         with log.open("ab") as file:
             self._process = subprocess.Popen(  # noqa: S603 - programs installed beside Python
                 self.command,
@@ -56,7 +58,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, "FLWR_LOG_LEVEL": "INFO"},
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(_end_with, parent) if sys.platform == "linux" else None,
             )
 
     @property
@@ -69,9 +71,13 @@ class Child:
         """What it ended with; None while it runs."""
         return self._process.poll()
 
+    def words(self) -> str:
+        """Return what it has said, and those that had this file before."""
+        return self._log.read_bytes().decode(errors="replace")
+
     def last_words(self) -> str:
         """Return the end of what it has said."""
-        return self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip() or "nothing"
+        return self.words()[-_TAIL:].strip() or "nothing"
 
     def await_port(self, port: int) -> None:
         """Wait until it listens on `port` of loopback.
@@ -120,5 +126,8 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
     )
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
+    """Make this process end with its parent, which may be gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
