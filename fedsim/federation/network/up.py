@@ -43,6 +43,8 @@ class Federation:
     link: Link
     gate: str
     """HOST:PORT at which nodes are let in."""
+    gate_process: Callable[[], int]
+    """The number of the gate's process as it is now."""
     superlink: Callable[[], Child]
     """The SuperLink's process as it is now."""
     nodes: Callable[[], list[Child]]
@@ -90,7 +92,7 @@ def federation(
             roots=authority.certificate,
         )
         gate = f"{_HOST}:{free_port()}"
-        watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
+        keeper = watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
         policy = folder / "policy.yaml"
         policy.write_text(yaml.safe_dump({"paths": paths}))
         found = []
@@ -110,6 +112,7 @@ def federation(
         yield Federation(
             link=reached,
             gate=gate,
+            gate_process=lambda: keeper().pid,
             superlink=link,
             nodes=lambda: [node() for node in found],
         )
@@ -134,6 +137,10 @@ class _Gate:
 
     def __init__(self, listen: str, settings: Settings, log: Path) -> None:
         self._gate = Gate(listen, settings, log=log).__enter__()
+
+    @property
+    def pid(self) -> int:
+        return self._gate.pid
 
     @property
     def status(self) -> int | None:
