@@ -97,30 +97,31 @@ def roll_call(
         count: How many nodes there have to be.
         content: Of each query.
         action: Of each query.
-        patience: Seconds after which no more nodes and answers are waited for.
+        patience: Seconds in which as many nodes have to come. The first answer may take longer:
+            nodes load their data for it.
 
     Raises:
         FedsimError: fewer come or answer in time, or one refuses, with its reason.
     """
-    end = time.monotonic() + patience
+    begun = time.monotonic()
     answered: set[int] = set()
     while True:
         there = set(grid.get_node_ids())
         asked = sorted(there - answered)
         if not asked and len(answered) >= count:
             return
-        left = end - time.monotonic()
-        if left <= 0:
+        waited = time.monotonic() - begun
+        if waited > (patience if len(there) < count else START_SECONDS):
             raise FedsimError(
-                f"{number_of(len(answered), 'node')} of {count} answered within {patience:g} s; "
-                "start one node per client, each with a key that the SuperLink knows: one that "
+                f"{number_of(len(there), 'node')} of {count} came in {waited:.0f} s, and "
+                f"{len(answered)} answered; start one node per client, each with a key that the SuperLink knows: one that "
                 "was started anew without its database knows none"
             )
         if len(there) < count:
             time.sleep(_POLL_SECONDS)
             continue
         messages = [Message(content, node, f"query.{action}") for node in asked]
-        for position, reply in exchange(grid, messages, left, expire_after=left):
+        for position, reply in exchange(grid, messages, START_SECONDS, expire_after=START_SECONDS):
             if reply is None:
                 continue
             if reply.has_error():

@@ -32,8 +32,10 @@ _LET_IN_SECONDS = 30.0
 _JOIN_SECONDS = 90.0
 """After so long without being let in, the node gives up. A SuperLink refuses a node that lost its
 folder, and so cannot say that it left, for a minute."""
-_JOINED = re.compile(r"SuperNode ID: (\d+)\s")
+_LET_IN = re.compile(r"SuperNode ID: (\d+)\s")
 """What a SuperNode writes once the SuperLink has let it in."""
+JOINED = "joined"
+"""What this process says then, before the SuperLink's address."""
 _NODE = "node.id"
 """Of the node's folder: the number that the SuperLink knows it by."""
 
@@ -110,7 +112,7 @@ def _session(
         if node is not None:
             with suppress(OSError):  # it is only to come back sooner
                 (member.home / _NODE).write_text(str(node))
-            _tell(say, f"joined {member.superlink}")
+            _tell(say, f"{JOINED} {member.superlink}")
             _serve(child, runtime, secret, app, stop)
             return True, "the link broke"
         if flower.REFUSED in child.words():
@@ -182,7 +184,7 @@ def _let_in(child: Child, stop: threading.Event) -> int | None:
     """Wait until the SuperLink has let the SuperNode in; the number that it has there."""
     end = time.monotonic() + _LET_IN_SECONDS
     while child.status is None and not stop.is_set() and time.monotonic() < end:
-        if found := _JOINED.search(child.words()):
+        if found := _LET_IN.search(child.words()):
             return int(found[1])
         stop.wait(0.1)
     return None

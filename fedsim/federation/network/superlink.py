@@ -51,6 +51,7 @@ class Child:
         self.command, self._log = list(command), log
         parent = os.getpid()
         with log.open("ab") as file:
+            self._begin = file.tell()
             self._process = subprocess.Popen(  # noqa: S603 - programs installed beside Python
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -72,8 +73,8 @@ class Child:
         return self._process.poll()
 
     def words(self) -> str:
-        """Return what it has said, and those that had this file before."""
-        return self._log.read_bytes().decode(errors="replace")
+        """Return all that it has said."""
+        return self._log.read_bytes()[self._begin :].decode(errors="replace")
 
     def last_words(self) -> str:
         """Return the end of what it has said."""
@@ -92,6 +93,18 @@ class Child:
             time.sleep(_POLL_SECONDS)
         name = Path(self.command[0]).name
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
+
+    def await_words(self, words: str, who: str) -> None:
+        """Wait until it has said `words`.
+
+        Raises:
+            FedsimError: it ends, or takes longer than two minutes; the message starts with `who`.
+        """
+        end = time.monotonic() + 2 * _START_SECONDS
+        while words not in self.words():
+            if self.status is not None or time.monotonic() > end:
+                raise FedsimError(f"{who} does not start; its last words: {self.last_words()}")
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
         """End it and all that it has started: in order, or after a few seconds at once."""

@@ -25,6 +25,7 @@ from fedsim.federation.network import flower
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
 from fedsim.federation.network.link import Link
+from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink
 from fedsim.recording.files import write_bytes
 from fedsim.system.scratch import scratch
@@ -34,6 +35,8 @@ _HOST = "127.0.0.1"
 _WATCH_SECONDS = 0.5
 _NODE_REST = 1.0
 """Seconds before a node that has ended is started again."""
+_REFUSED = 2
+"""The status of a program whose input was refused; it would be again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,8 @@ def federation(
                 *(["--shared-seed"] if shared_seed else []),
             ]
             found.append(watched.add(partial(Child, command, home / "node.log")))
+        for client, node in enumerate(found):
+            node().await_words(JOINED, f"node {client}")
         yield Federation(
             link=reached,
             gate=gate,
@@ -188,7 +193,7 @@ class _Watched:
     def _watch(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
             for number, start in enumerate(list(self._starts)):
-                if self._children[number].status is not None:
+                if self._children[number].status not in (None, _REFUSED):
                     self._children[number].stop()  # and whatever it left behind
                     if self._stop.wait(_NODE_REST):
                         return
