@@ -114,8 +114,8 @@ def roll_call(
         if waited > (patience if len(there) < count else START_SECONDS):
             raise FedsimError(
                 f"{number_of(len(there), 'node')} of {count} came in {waited:.0f} s, and "
-                f"{len(answered)} answered; start one node per client, each with a key that the SuperLink knows: one that "
-                "was started anew without its database knows none"
+                f"{len(answered)} answered; start one node per client, each with a key that the "
+                "SuperLink knows: one that was started anew without its database knows none"
             )
         if len(there) < count:
             time.sleep(_POLL_SECONDS)
