@@ -20,8 +20,8 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,23 +176,45 @@ def soak(
     out.mkdir(parents=True, exist_ok=True)
     path = out / "soak.yaml"
     path.write_text(yaml.safe_dump(dict(written)))
-    before = _temporary()
     started = time.monotonic()
     nodes = written["data"]["clients"]
     over = threading.Event()
-    with federation(out, nodes, data=SCENARIO, paths=[], shared_seed=shared_seed) as there:
-        thread = threading.Thread(target=_follow, args=(there, out, faults, report, started, over))
-        thread.start()
-        try:
-            pipeline.run(path, out=out, link=there.link, workers=1)
-        finally:
-            over.set()
-            thread.join()
-    report.seconds = time.monotonic() - started
-    report.rounds = _lines(out / "rounds.jsonl")
-    report.processes = marked(mark)
-    report.temporary = sorted(_temporary() - before)
+    with _own_temporary_folder() as temporary:
+        with federation(out, nodes, data=SCENARIO, paths=[], shared_seed=shared_seed) as there:
+            given = (there, out, faults, report, started, over)
+            thread = threading.Thread(target=_follow, args=given)
+            thread.start()
+            try:
+                pipeline.run(path, out=out, link=there.link, workers=1)
+            finally:
+                over.set()
+                thread.join()
+        report.seconds = time.monotonic() - started
+        report.rounds = _lines(out / "rounds.jsonl")
+        report.processes = marked(mark)
+        report.temporary = left_in(temporary)
     return report
+
+
+@contextmanager
+def _own_temporary_folder() -> Iterator[Path]:
+    """Let this process and those that it starts use a temporary folder that nobody else uses."""
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory(prefix="soak-") as folder:
+        os.environ["TMPDIR"] = tempfile.tempdir = folder
+        try:
+            yield Path(folder)
+        finally:
+            tempfile.tempdir = None
+            del os.environ["TMPDIR"]
+            if before is not None:
+                os.environ["TMPDIR"] = before
+
+
+def left_in(temporary: Path) -> list[str]:
+    """What is left in a temporary folder, without the cache that torch keeps for its next start."""
+    names = sorted(path.name for path in temporary.iterdir())
+    return [name for name in names if not name.startswith("torchinductor")]
 
 
 def _follow(
@@ -214,10 +236,6 @@ def _follow(
             if strike := faults.get(number):
                 report.struck.append((time.monotonic() - started, number, strike.__name__))
                 threading.Thread(target=strike, args=(there,)).start()
-
-
-def _temporary() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("fedsim*")}
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -243,10 +261,12 @@ def marked(mark: str, variable: str = _MARK) -> list[str]:
             if folder.name == str(os.getpid()):
                 continue
             with suppress(OSError):
-                if wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if command:  # a zombie has none
-                        found.append(f"{folder.name} {command}")
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if "resource_tracker" in command and int(folder.name) in children(os.getpid()):
+                    continue  # of Python's own: it ends with this process
+                # A zombie has no command.
+                if command and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                    found.append(f"{folder.name} {command}")
         if not found or time.monotonic() > end:
             return found
         time.sleep(0.2)
