@@ -30,13 +30,16 @@ import yaml
 
 from fedsim import pipeline
 from fedsim.federation.network.link import SCENARIO
+from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.up import Federation, federation
 
 _MARK = "FEDSIM_SOAK"
 """Variable by which processes that a soak has started are told from others."""
 _POLL_SECONDS = 0.05
+_NEVER_SECONDS = 300.0
 
-Fault = Callable[[Federation], None]
+Fault = Callable[[Federation], float | None]
+"""Strikes, and returns after how many seconds the SuperLink had let the nodes in again, if any."""
 
 
 def scenario(rounds: int, nodes: int, timeout: float) -> dict[str, Any]:
@@ -61,9 +64,19 @@ def scenario(rounds: int, nodes: int, timeout: float) -> dict[str, Any]:
 def kill_node(*clients: int) -> Fault:
     """Kill the nodes of these clients, with all that they have started."""
 
-    def strike(there: Federation) -> None:
-        for client in clients:
-            os.kill(there.nodes()[client].pid, signal.SIGKILL)
+    def strike(there: Federation) -> float:
+        killed = [there.nodes()[client] for client in clients]
+        begun = time.monotonic()
+        for node in killed:
+            os.kill(node.pid, signal.SIGKILL)
+        while any(
+            there.nodes()[client] is node or JOINED not in there.nodes()[client].words()
+            for client, node in zip(clients, killed, strict=True)
+        ):
+            if time.monotonic() - begun > _NEVER_SECONDS:
+                return float("inf")
+            time.sleep(_POLL_SECONDS)
+        return time.monotonic() - begun
 
     strike.__name__ = f"kill {'node' if len(clients) == 1 else 'two nodes'}"
     return strike
@@ -132,6 +145,8 @@ class Report:
     """When each round was over (seconds since the start)."""
     struck: list[tuple[float, int, str]] = field(default_factory=list)
     """When, after which round, and what."""
+    back: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds until killed nodes were let in again, by the name of the fault."""
     samples: list[Sample] = field(default_factory=list)
     seconds: float = 0.0
     processes: list[str] = field(default_factory=list)
@@ -235,7 +250,13 @@ def _follow(
                     report.samples.append(Sample.of(there))
             if strike := faults.get(number):
                 report.struck.append((time.monotonic() - started, number, strike.__name__))
-                threading.Thread(target=strike, args=(there,)).start()
+                threading.Thread(target=_strike, args=(strike, there, report), daemon=True).start()
+
+
+def _strike(fault: Fault, there: Federation, report: Report) -> None:
+    seconds = fault(there)
+    if seconds is not None:
+        report.back.setdefault(fault.__name__, []).append(round(seconds, 1))
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
@@ -324,6 +345,7 @@ def main() -> None:
         "asked": sum(len(row["participants"]) for row in report.rounds),
         "failures": failures,
         "unaccounted rounds": report.unaccounted,
+        "seconds until let in again": report.back,
         "seconds to the next full round": recoveries,
         "megabytes, first": first.megabytes,
         "megabytes, last": last.megabytes,

@@ -90,7 +90,8 @@ def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
     assert len(report.rounds) == 18 and not report.unaccounted
     assert report.rounds[-1]["aggregated"] == 3
     assert any(row["failures"]["late"] for row in report.rounds[10:12])
-    assert all(report.recovery(number) < 90 for number in faults)
+    assert sorted(report.back) == ["kill node", "kill two nodes"]
+    assert all(seconds < 90 for times in report.back.values() for seconds in times)
     assert not report.processes and not report.temporary
 
 
