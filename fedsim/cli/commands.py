@@ -227,10 +227,11 @@ def leaderboard(
     DIR is the folder of a run, or one that holds folders of runs, as of a sweep.
     """
     with exits():
-        from fedsim.report import load_runs, unfinished
+        from fedsim.report import load_runs, unfinished, unseen
 
         typer.echo(_leaderboard(folders, format), nl=False)
-        for line in unfinished(load_runs(folders)):
+        runs = load_runs(folders)
+        for line in unfinished(runs) + unseen(runs):
             typer.echo(line, err=True)
 
 
@@ -359,10 +360,11 @@ def _leaderboard(folders: list[Path], format: TableFormat) -> str:
 
 def show(finished: Run) -> None:
     """Prints the leaderboard, what it lacks, and where the report is."""
-    from fedsim.report import load_runs, unfinished
+    from fedsim.report import load_runs, unfinished, unseen
 
     typer.echo(_outcome(finished.out))
-    for line in unfinished(load_runs([finished.out])):
+    runs = load_runs([finished.out])
+    for line in unfinished(runs) + unseen(runs):
         typer.echo(line, err=True)
     typer.echo(f"report: {finished.report}")
 
