@@ -721,8 +721,8 @@ MUTATIONS = (
         name="planted heads ranked among honest ones",
         item=9,
         file="fedsim/report/row.py",
-        old="        return (self.scenario, self.variant, self.dataset, self.model, self.server)\n",
-        new='        return (self.scenario, self.variant, self.dataset, self.model, "honest")\n',
+        old="self.dataset, self.model, self.server, watcher)\n",
+        new='self.dataset, self.model, "honest", watcher)\n',
         tests=(BOARD,),
     ),
     Mutation(
