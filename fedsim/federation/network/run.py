@@ -145,11 +145,5 @@ def join(out: Path, homes: Sequence[Path]) -> int:
             target = out / path.relative_to(kept)
             # What the server recorded stays; the global model is the same for all who saw it.
             if path.name.startswith("participant-") or not target.exists():
-                _copy(path, target)
+                files.copy_file(path, kept, out)
     return copied
-
-
-def _copy(path: Path, target: Path) -> None:
-    if path.is_symlink():
-        raise FedsimError(f"{path}: a link; a node's folder holds its files themselves")
-    files.write_bytes(target, path.read_bytes())
