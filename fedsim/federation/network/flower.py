@@ -254,6 +254,10 @@ def serving(
     """Answer what the SuperNode whose `runtime` API is on loopback receives, until `stop` is set.
 
     Returns also when the SuperNode is gone. What `answer` raises becomes an error message.
+
+    Raises:
+        FedsimError: a message or an answer did not get through. The SuperNode waits for that answer
+            for ever: start another one.
     """
     interceptors: list[ProtobufClientInterceptor] = [
         RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
@@ -273,6 +277,10 @@ def serving(
                     continue
             except (httpx.HTTPStatusError, httpx.TransportError):
                 return
+            except Exception as error:  # of Flower, which has several for objects that are missing
+                raise FedsimError(
+                    f"an answer did not get to the SuperNode: {type(error).__name__}: {error}"
+                ) from error
             stop.wait(_POLL_SECONDS)
     finally:
         client.close()

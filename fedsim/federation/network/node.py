@@ -113,7 +113,10 @@ def _session(
             with suppress(OSError):  # it is only to come back sooner
                 (member.home / _NODE).write_text(str(node))
             _tell(say, f"{JOINED} {member.superlink}")
-            _serve(child, runtime, secret, app, stop)
+            try:
+                _serve(child, runtime, secret, app, stop)
+            except FedsimError as error:
+                return True, str(error)
             return True, "the link broke"
         if flower.REFUSED in child.words():
             return False, (

@@ -69,12 +69,12 @@ def without_network(written: Mapping[str, Any], out: Path) -> str:
     return checkpoint(out)
 
 
-def test_a_killed_node_is_counted_and_back_as_the_same_client(tmp_path: Path) -> None:
-    written = soak.scenario(rounds=5, nodes=2, timeout=60)
-    report = soak.soak(written, tmp_path / "out", {1: soak.kill_node(1)})
-    assert len(report.rounds) == 5 and not report.unaccounted
-    assert [row["aggregated"] for row in report.rounds][-1] == 2
-    assert (tmp_path / "out/nodes/node-1/node.log").read_text().count("joined") == 2
+def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
+    """The database has all that the SuperLink knew; the model is that of a run without a fault."""
+    written = soak.scenario(rounds=3, nodes=2, timeout=120)
+    report = soak.soak(written, tmp_path / "out", {1: soak.kill_superlink})
+    assert [row["aggregated"] for row in report.rounds] == [2] * 3
+    assert checkpoint(tmp_path / "out") == without_network(written, tmp_path / "local")
     assert not report.processes and not report.temporary
 
 
@@ -90,18 +90,10 @@ def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
     assert len(report.rounds) == 18 and not report.unaccounted
     assert report.rounds[-1]["aggregated"] == 3
     assert any(row["failures"]["late"] for row in report.rounds[10:12])
+    logs = [tmp_path / f"out/nodes/node-{client}/node.log" for client in range(3)]
+    assert all(log.read_text().count("joined") > 1 for log in logs)
     assert sorted(report.back) == ["kill node", "kill two nodes"]
     assert all(seconds < 90 for times in report.back.values() for seconds in times)
-    assert not report.processes and not report.temporary
-
-
-@slow
-def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
-    written = soak.scenario(rounds=6, nodes=3, timeout=120)
-    faults = {1: soak.kill_superlink, 3: soak.kill_superlink}
-    report = soak.soak(written, tmp_path / "out", faults)
-    assert [row["aggregated"] for row in report.rounds] == [3] * 6
-    assert checkpoint(tmp_path / "out") == without_network(written, tmp_path / "local")
     assert not report.processes and not report.temporary
 
 
