@@ -272,16 +272,17 @@ def serving(
                 given = client.AcquireTask(
                     AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                 )
-                if given.HasField("task") and given.token:
-                    _execute(runtime, given.token, answer)
-                    continue
             except (httpx.HTTPStatusError, httpx.TransportError):
                 return
-            except Exception as error:  # of Flower, which has several for objects that are missing
+            if not (given.HasField("task") and given.token):
+                stop.wait(_POLL_SECONDS)
+                continue
+            try:
+                _execute(runtime, given.token, answer)
+            except Exception as error:  # Flower has several, for objects that did not get through
                 raise FedsimError(
                     f"an answer did not get to the SuperNode: {type(error).__name__}: {error}"
                 ) from error
-            stop.wait(_POLL_SECONDS)
     finally:
         client.close()
 
