@@ -16,8 +16,8 @@ from fedsim import audit, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
 from fedsim.contracts.attack import Progress
 from fedsim.data.images import public_images
-from fedsim.deployed import Deployed, join
 from fedsim.federation.network.link import SCENARIO, Link
+from fedsim.federation.network.run import Deployed, join
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report

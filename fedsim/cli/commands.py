@@ -18,11 +18,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fedsim.cli import network
 from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
+from fedsim.cli.outcome import TableFormat, show
+from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
 
 if TYPE_CHECKING:
-    from fedsim.results.record import Run
     from fedsim.types import Reconstruction
 
 app = typer.Typer(
@@ -50,36 +53,6 @@ class ListFormat(StrEnum):
 
     table = "table"
     json = "json"
-
-
-class TableFormat(StrEnum):
-    """How a leaderboard is written."""
-
-    table = "table"
-    json = "json"
-    csv = "csv"
-
-
-ScenarioFile = Annotated[Path, typer.Argument(metavar="SCENARIO")]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key; may be repeated."),
-]
-
-
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print only errors.")]
-RootCertificates = Annotated[
-    Path | None,
-    typer.Option("--root-certificates", help="Of who vouches for the SuperLink; none: no TLS."),
-]
-SharedSeed = Annotated[
-    bool,
-    typer.Option(
-        "--shared-seed",
-        help="Draw batches and noise from the scenario's seed, for the same bytes as on other "
-        "engines; such noise protects nobody.",
-    ),
-]
 
 
 @app.command()
@@ -229,7 +202,7 @@ def leaderboard(
     with exits():
         from fedsim.report import load_runs, unfinished, unseen
 
-        typer.echo(_leaderboard(folders, format), nl=False)
+        typer.echo(written_leaderboard(folders, format), nl=False)
         runs = load_runs(folders)
         for line in unfinished(runs) + unseen(runs):
             typer.echo(line, err=True)
@@ -335,40 +308,6 @@ def make_printable() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def _outcome(folder: Path) -> str:
-    """Returns the leaderboard of a run, or what its defenses cost if nothing is attacked."""
-    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
-
-    runs = load_runs([folder])
-    shown = (
-        describe(utility(runs))
-        if attacks_nothing(runs)
-        else _leaderboard([folder], TableFormat.table)
-    )
-    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
-
-
-def _leaderboard(folders: list[Path], format: TableFormat) -> str:
-    from shutil import get_terminal_size
-
-    from fedsim.report import leaderboard_rows, render
-
-    width = get_terminal_size((120, 24)).columns
-    rows = leaderboard_rows(folders)
-    return render(rows, format.value, width=width, color=sys.stdout.isatty())
-
-
-def show(finished: Run) -> None:
-    """Prints the leaderboard, what it lacks, and where the report is."""
-    from fedsim.report import load_runs, unfinished, unseen
-
-    typer.echo(_outcome(finished.out))
-    runs = load_runs([finished.out])
-    for line in unfinished(runs) + unseen(runs):
-        typer.echo(line, err=True)
-    typer.echo(f"report: {finished.report}")
-
-
 def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> None:
     from fedsim.recording.files import write_json, write_tensors
 
@@ -382,3 +321,6 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)
     write_json(out / "result.json", row)
+
+
+network.add_to(app)

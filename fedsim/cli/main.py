@@ -8,9 +8,7 @@ from fedsim.system import interrupts
 def main() -> None:
     """Runs the `fedsim` command."""
     with interrupts.command():
-        from fedsim.cli import network
         from fedsim.cli.commands import app, make_printable
 
-        network.add_to(app)
         make_printable()
         app()

@@ -1,4 +1,4 @@
-"""Commands of a federation over a network: `fedsim up`, `fedsim node` and `fedsim collect`."""
+"""Commands of a federation over a network: `fedsim up`, `keys`, `register`, `node`, `collect`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from fedsim.cli.commands import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed, show
 from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
+from fedsim.cli.outcome import show
 
 
 def up(
@@ -45,6 +46,50 @@ def up(
         )
         if not quiet:
             show(finished)
+
+
+def keys(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    nodes: Annotated[int, typer.Option("-n", "--nodes", min=1, help="Clients, a node each.")],
+    hosts: Annotated[
+        list[str],
+        typer.Option(
+            "--host",
+            help="Name or address of the SuperLink, and of its gate, as they are reached; may be "
+            "repeated.",
+        ),
+    ],
+    days: Annotated[int, typer.Option(min=1, help="After which the certificates end.")] = 30,
+) -> None:
+    """Make certificates, node keys and the SuperLink's secret: a folder for each party.
+
+    DIR gets superlink/, gate/, runner/, node-0/, and so on; hand each to its owner alone. The
+    authority's key is forgotten: for another node, make all keys anew.
+    """
+    with exits():
+        from fedsim.federation.network.keys import make_keys
+
+        make_keys(folder, nodes, hosts, days=days)
+
+
+def register(
+    public: Annotated[list[Path], typer.Argument(metavar="KEY...")],
+    superlink: Annotated[str, typer.Option(metavar="HOST:PORT", help="Of the SuperLink itself.")],
+    roots: RootCertificates = None,
+) -> None:
+    """Tell a SuperLink which nodes it may let in.
+
+    KEY is a node's public key, as `fedsim keys` makes it: runner/node-0.pub, say.
+    """
+    with exits():
+        from fedsim.federation.network import flower, link
+
+        flower.check_version()
+        link.check(superlink, roots)
+        reached = link.Link(superlink=superlink, roots=roots)
+        for path in public:
+            is_new = flower.register(reached, path.read_bytes())
+            typer.echo(f"{path.name}: {'registered' if is_new else 'was registered already'}")
 
 
 def node(
@@ -108,5 +153,5 @@ def collect(
 
 def add_to(app: typer.Typer) -> None:
     """Adds the commands to `app`."""
-    for command in (up, node, collect):
+    for command in (up, keys, register, node, collect):
         app.command()(command)

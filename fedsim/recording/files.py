@@ -256,6 +256,18 @@ def write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
+def copy_file(path: Path, source: Path, target: Path) -> None:
+    """Copy `path` from below the folder `source` to the same place below `target`.
+
+    Raises:
+        FedsimError: it is not below `source` but by a link.
+    """
+    place = path.relative_to(source)
+    if path.resolve() != source.resolve() / place:
+        raise FedsimError(f"{path}: a link; only files that lie in {source} themselves are copied")
+    write_bytes(target / place, path.read_bytes())
+
+
 def write_bytes(path: Path, content: bytes) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one."""
     with naming(path):

@@ -14,9 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedsim.recording.files import checked_id, read_tensors, remove_torn, write_tensors
+from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
 from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
+
+_FOLDER = "truth"
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
@@ -25,7 +27,7 @@ class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
 
 def home(root: Path, stack: str) -> Path:
     """Where the ground truth of all that was seen behind `stack` lies."""
-    return root / "truth" / stack
+    return root / _FOLDER / stack
 
 
 def _folder(root: Path, id: str) -> Path:
@@ -58,6 +60,19 @@ def save_truth(truth: Truth, root: Path, id: str, client: int) -> None:
 def forget_truth(root: Path, id: str, client: int) -> None:
     """Remove what `client` wrote for the observation `id`, of which its answer is no part."""
     _path(root, id, client).unlink(missing_ok=True)
+
+
+def copy(source: Path, target: Path) -> int:
+    """Copy all truth below `source` to below `target`; returns how many files.
+
+    Raises:
+        FedsimError: one of them is a link to elsewhere.
+    """
+    kept = source / _FOLDER
+    paths = sorted(kept.glob("*/round-*/*/client-*.safetensors"))
+    for path in paths:
+        copy_file(path, kept, target / _FOLDER)
+    return len(paths)
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:

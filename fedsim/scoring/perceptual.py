@@ -79,10 +79,6 @@ def load_lpips(
     `weights_path` is a state dict of torchvision's AlexNet, VGG-16 or SqueezeNet 1.1, as
     `.safetensors` or as the `.pth` file that torchvision publishes (read as plain tensors).
     """
-    try:
-        import lpips
-    except ImportError:
-        return Unavailable("LPIPS needs the lpips package, which is not installed")
     cached = Path(torch.hub.get_dir()) / "checkpoints" / _PUBLISHED[backbone]
     path = Path(weights_path) if weights_path else cached
     if not path.is_file():
@@ -97,6 +93,10 @@ def load_lpips(
         return Unavailable(
             f"LPIPS: {path} does not match the checksum in its name; remove it and fetch it again"
         )
+    try:
+        import lpips
+    except ImportError:
+        return Unavailable("LPIPS needs the lpips package, which is not installed")
     with warnings.catch_warnings(), rng.global_stream(0):
         warnings.simplefilter("ignore")  # lpips calls torchvision in a deprecated way
         model = lpips.LPIPS(net=backbone, pnet_rand=True, verbose=False)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -31,6 +32,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
+from fedsim.federation.network.policy import Policy
 from fedsim.scenario import Scenario, expand, open_document
 
 SCHEMATIC = {
@@ -196,6 +198,9 @@ def check_toml(block: Block, place: Workplace) -> None:
 def check_scenario(block: Block, place: Workplace) -> None:
     """A scenario resolves; a fragment does in the place of its sections in the page's scenario."""
     document = _mapping(block)
+    if document.keys() <= Policy.model_fields.keys():
+        Policy.model_validate(document)
+        return
     if "name" not in document:
         base = (ROOT / BASES.get(block.page, "scenarios/quickstart.yaml")).read_text("utf-8")
         document = {**yaml.safe_load(base), **document}
@@ -345,11 +350,27 @@ def check_pip(words: list[str]) -> None:
 
 def check_benchmark(words: list[str]) -> None:
     """Run a benchmark up to where its arguments are parsed; files that it names are there."""
+    if words[0] == "-m":
+        check_module(words[1:])
+        return
     path = ROOT / words[0]
     assert words[0].startswith("benchmarks/") and path.is_file(), f"no such script: {words[0]}"
     for word in words[1:]:
         assert not word.startswith("scenarios/") or (ROOT / word).is_file(), word
 
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(path.parent)
+        parse_alone(words, lambda: runpy.run_path(str(path), run_name="__main__"))
+
+
+def check_module(words: list[str]) -> None:
+    """Run a module up to where its arguments are parsed."""
+    main = importlib.import_module(words[0]).main
+    parse_alone(words, main)
+
+
+def parse_alone(words: list[str], main: Callable[[], object]) -> None:
+    """Run `main` with these words after `python`, up to where its arguments are parsed."""
     parse = argparse.ArgumentParser.parse_args
 
     def parsed(parser: argparse.ArgumentParser, *given: Any, **named: Any) -> None:
@@ -358,10 +379,9 @@ def check_benchmark(words: list[str]) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parsed)
-        patch.setattr(sys, "argv", [str(path), *words[1:]])
-        patch.syspath_prepend(path.parent)
+        patch.setattr(sys, "argv", words)
         try:
-            runpy.run_path(str(path), run_name="__main__")
+            main()
         except Parsed:
             return
         except SystemExit as error:
@@ -377,6 +397,13 @@ def stages_replaced(place: Workplace) -> Any:
         expand(open_document(scenario, overrides))
         raise typer.Exit
 
+    def collect(folder: Path, **_: Any) -> None:
+        place.scenario(folder.name)
+        raise typer.Exit
+
+    def serve(*_: Any) -> None:
+        raise typer.Exit
+
     def attack(observation: Path, *_: Any, **__: Any) -> None:
         check_recording(observation, place)
         raise typer.Exit
@@ -388,6 +415,9 @@ def stages_replaced(place: Workplace) -> Any:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsim.pipeline.run", run)
+        patch.setattr("fedsim.pipeline.up", run)
+        patch.setattr("fedsim.pipeline.collect", collect)
+        patch.setattr("fedsim.federation.network.node.serve", serve)
         patch.setattr("fedsim.attacking.replay.attack", attack)
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)

@@ -159,9 +159,11 @@ def test_unusable_weights_are_a_reason(tmp_path: Path) -> None:
     assert "plain tensors" in refused.reason
 
 
-def test_without_the_package_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_there_is_a_reason(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(__import__("sys").modules, "lpips", None)
-    result = load_lpips("alex")
+    result = load_lpips("squeeze", weights)
     assert isinstance(result, Unavailable)
     assert "not installed" in result.reason
 

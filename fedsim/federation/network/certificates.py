@@ -51,7 +51,7 @@ def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Auth
         server_certificate=folder / "server.crt",
         server_key=folder / "server.key",
     )
-    _prepare(folder, list(vars(authority).values()))
+    prepare(folder, list(vars(authority).values()))
     ca_key, server_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(2))
     ca_name, server_name = _name("fedsim throw-away authority"), _name(hosts[0])
     ca = (
@@ -68,10 +68,10 @@ def make_authority(folder: Path, hosts: Sequence[str], *, days: int = 2) -> Auth
         .add_extension(x509.SubjectAlternativeName([_host(h) for h in hosts]), critical=False)
         .sign(ca_key, hashes.SHA256())
     )
-    _write(authority.certificate, ca.public_bytes(Encoding.PEM))
-    _write(authority.key, _private(ca_key, PrivateFormat.PKCS8))
-    _write(authority.server_certificate, server.public_bytes(Encoding.PEM))
-    _write(authority.server_key, _private(server_key, PrivateFormat.PKCS8))
+    write_private(authority.certificate, ca.public_bytes(Encoding.PEM))
+    write_private(authority.key, _private(ca_key, PrivateFormat.PKCS8))
+    write_private(authority.server_certificate, server.public_bytes(Encoding.PEM))
+    write_private(authority.server_key, _private(server_key, PrivateFormat.PKCS8))
     return authority
 
 
@@ -85,11 +85,11 @@ def make_node_key(path: Path) -> Path:
         FedsimError: one of the files exists, or others may write into the folder.
     """
     public = path.with_name(path.name + ".pub")
-    _prepare(path.parent, [path, public])
+    prepare(path.parent, [path, public])
     key = ec.generate_private_key(ec.SECP384R1())
-    _write(path, _private(key, PrivateFormat.OpenSSH))
+    write_private(path, _private(key, PrivateFormat.OpenSSH))
     line = key.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    _write(public, line + b"\n")
+    write_private(public, line + b"\n")
     return public
 
 
@@ -145,8 +145,12 @@ def _private(key: ec.EllipticCurvePrivateKey, form: PrivateFormat) -> bytes:
     return key.private_bytes(Encoding.PEM, form, NoEncryption())
 
 
-def _prepare(folder: Path, files: Sequence[Path]) -> None:
-    """Makes the folder (for its owner alone) and refuses to replace any of `files`."""
+def prepare(folder: Path, files: Sequence[Path]) -> None:
+    """Makes the folder (for its owner alone) and refuses to replace any of `files`.
+
+    Raises:
+        FedsimError: one of the files exists, or others may write into the folder.
+    """
     for missing in reversed([folder, *folder.parents]):
         missing.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_mode & 0o022:
@@ -158,7 +162,7 @@ def _prepare(folder: Path, files: Sequence[Path]) -> None:
             raise FedsimError(f"{file} exists: remove it, or name another folder")
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_private(path: Path, content: bytes) -> None:
     """Writes a new file that only its owner may read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

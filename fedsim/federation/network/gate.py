@@ -147,7 +147,7 @@ class _Server:
                 ssl_handshake_timeout=_HANDSHAKE_SECONDS,
             )
         except OSError as error:  # of TLS, too; a probe that only connects is no request
-            self._refused(who, Refusal(400, f"no TLS: {error}"), "")
+            self._refused(who, Refusal(400, f"no TLS: {str(error) or type(error).__name__}"), "")
             connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)

@@ -85,8 +85,12 @@ def check(address: str, roots: Path | None, option: str = "--superlink") -> None
 
 
 def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
-    plain.sendall(_HELLO)
-    if not plain.recv(5).startswith(b"HTTP"):
+    try:
+        plain.sendall(_HELLO)
+        answered = plain.recv(5)
+    except ConnectionError:  # what it takes for the beginning of TLS is none
+        answered = b""
+    if not answered.startswith(b"HTTP"):
         raise FedsimError(
             f"{option}: {address} speaks TLS; give the certificate of its authority with "
             "--root-certificates"

@@ -74,11 +74,13 @@ class Side:
             await self.event()
 
     async def close(self) -> None:
-        with suppress(OSError, TimeoutError):
-            self._writer.close()
-            async with asyncio.timeout(_CLOSE_SECONDS):
+        self._writer.close()
+        limit = asyncio.timeout(_CLOSE_SECONDS)
+        with suppress(OSError):  # the other end has gone, or does not say goodbye in time
+            async with limit:
                 await self._writer.wait_closed()
-        self._writer.transport.abort()
+        if limit.expired():  # only then: Python 3.11.2 cannot abort what is closed
+            self._writer.transport.abort()
 
 
 @dataclass(frozen=True)

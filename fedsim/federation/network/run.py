@@ -22,7 +22,7 @@ from fedsim.federation.deployment import run_name, take_census
 from fedsim.federation.network import link as links
 from fedsim.federation.network.home import run_folder
 from fedsim.federation.network.link import Link
-from fedsim.recording import files
+from fedsim.recording import files, truth
 from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.training.census import Census
@@ -140,18 +140,10 @@ def join(out: Path, homes: Sequence[Path]) -> int:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
         kept = run_folder(home, run_name(out))
-        for path in sorted(kept.glob("truth/**/client-*.safetensors")):
-            _copy(path, out / path.relative_to(kept))
-            copied += 1
+        copied += truth.copy(kept, out)
         for path in sorted(kept.glob("observations/**/*.*")):
             target = out / path.relative_to(kept)
             # What the server recorded stays; the global model is the same for all who saw it.
             if path.name.startswith("participant-") or not target.exists():
-                _copy(path, target)
+                files.copy_file(path, kept, out)
     return copied
-
-
-def _copy(path: Path, target: Path) -> None:
-    if path.is_symlink():
-        raise FedsimError(f"{path}: a link; a node's folder holds its files themselves")
-    files.write_bytes(target, path.read_bytes())

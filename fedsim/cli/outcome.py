@@ -1,0 +1,56 @@
+"""Prints what came of a run."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from fedsim.results.record import Run
+
+
+class TableFormat(StrEnum):
+    """How a leaderboard is written."""
+
+    table = "table"
+    json = "json"
+    csv = "csv"
+
+
+def show(finished: Run) -> None:
+    """Prints the leaderboard, what it lacks, and where the report is."""
+    from fedsim.report import load_runs, unfinished, unseen
+
+    typer.echo(outcome(finished.out))
+    runs = load_runs([finished.out])
+    for line in unfinished(runs) + unseen(runs):
+        typer.echo(line, err=True)
+    typer.echo(f"report: {finished.report}")
+
+
+def outcome(folder: Path) -> str:
+    """Returns the leaderboard of a run, or what its defenses cost if nothing is attacked."""
+    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
+
+    runs = load_runs([folder])
+    shown = (
+        describe(utility(runs))
+        if attacks_nothing(runs)
+        else leaderboard([folder], TableFormat.table)
+    )
+    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
+
+
+def leaderboard(folders: list[Path], format: TableFormat) -> str:
+    """Returns the leaderboard over several runs, as wide as the terminal."""
+    from shutil import get_terminal_size
+
+    from fedsim.report import leaderboard_rows, render
+
+    width = get_terminal_size((120, 24)).columns
+    rows = leaderboard_rows(folders)
+    return render(rows, format.value, width=width, color=sys.stdout.isatty())

@@ -1,0 +1,67 @@
+"""Makes the keys of a whole federation: a folder for each party, with no more than it needs.
+
+    DIR/superlink/   ca.crt, server.crt, server.key, superexec.secret
+    DIR/gate/        ca.crt, server.crt, server.key
+    DIR/node-0/      ca.crt, key
+    DIR/runner/      ca.crt, superexec.secret, and each node's public key, node-0.pub
+
+The authority's own key is never among them and is forgotten, so that it vouches for nobody else.
+"""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedsim.federation.network.certificates import (
+    make_authority,
+    make_node_key,
+    prepare,
+    write_private,
+)
+from fedsim.types import FedsimError
+
+SECRET_BYTES = 32
+"""Of the secret by which a SuperLink knows who may execute its tasks."""
+_SECRET = "superexec.secret"  # noqa: S105 - the name of a file
+
+
+def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> None:
+    """Writes the folders of a SuperLink, its gate, a runner and `nodes` nodes.
+
+    Args:
+        folder: What they are made in; the folders may be there, as mounted volumes are.
+        nodes: How many clients there are, numbered from 0.
+        hosts: Names and addresses at which the SuperLink and the gate are reached.
+        days: After so many, the certificates end.
+
+    Raises:
+        FedsimError: one of the files exists, or others may write into a folder. Nothing is written.
+    """
+    if not hosts:
+        raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")
+    with tempfile.TemporaryDirectory(prefix="fedsim-keys-") as made:
+        authority = make_authority(Path(made) / "authority", hosts, days=days)
+        root = authority.certificate.read_bytes()
+        server = {
+            "server.crt": authority.server_certificate.read_bytes(),
+            "server.key": authority.server_key.read_bytes(),
+        }
+        secret = {_SECRET: secrets.token_bytes(SECRET_BYTES)}
+        parties: dict[str, dict[str, bytes]] = {
+            "superlink": {**server, **secret},
+            "gate": server,
+        }
+        public: dict[str, bytes] = {}
+        for client in range(nodes):
+            key = Path(made) / f"node-{client}"
+            public[f"{key.name}.pub"] = make_node_key(key).read_bytes()
+            parties[key.name] = {"key": key.read_bytes()}
+    parties["runner"] = {**secret, **public}  # the last, so that its ca.crt says that all are there
+    for party, files in parties.items():
+        prepare(folder / party, [folder / party / name for name in (*files, "ca.crt")])
+    for party, files in parties.items():
+        for name, content in {**files, "ca.crt": root}.items():
+            write_private(folder / party / name, content)

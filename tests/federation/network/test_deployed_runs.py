@@ -1,0 +1,221 @@
+"""Runs over nodes with own folders: the same bytes with a shared seed, truth that stays away."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedsim import pipeline, rng
+from fedsim.federation.network.link import Link
+from fedsim.federation.network.policy import Policy
+from fedsim.recording.files import load_observation
+from fedsim.recording.truth import load_truth
+from fedsim.scenario import expand
+from fedsim.training.workload import Workload
+from fedsim.types import FedsimError
+from tests.federation.network.nodes_support import LINK, TINY, connect, nodes
+
+SHARED = replace(LINK, shared_seed=True)
+
+
+def rows(folder: Path, name: str = "results.jsonl") -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in (folder / name).read_text().splitlines()]
+    for row in found:
+        for key in ("cost", "seconds"):
+            row.pop(key, None)
+    return found
+
+
+def contents(folder: Path, *parts: str) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for part in parts
+        for path in sorted((folder / part).rglob("*"))
+        if path.is_file()
+    }
+
+
+def deployed(plain: dict[str, Any] = TINY) -> dict[str, Any]:
+    return {**plain, "federation": {"engine": "deployment"}}
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    pipeline.run(TINY, out=tmp_path / "local", workers=1)
+    return tmp_path / "local"
+
+
+def test_with_a_shared_seed_all_bytes_are_those_of_the_local_engine(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    connect(monkeypatch, nodes(tmp_path / "homes", shared_seed=True))
+    pipeline.run(deployed(), out=out, workers=1, link=SHARED)
+
+    same = ("checkpoints", "observations")
+    assert contents(out, *same) == contents(local, *same)
+    assert not (out / "truth").exists()
+    unscored = rows(out)
+    assert [row["status"] for row in unscored] == ["unscored"] * len(rows(local))
+    assert all(row["metrics"]["psnr"] is None and row["reason"] for row in unscored)
+
+    pipeline.collect(out, homes=sorted((tmp_path / "homes").iterdir()), workers=1)
+    assert rows(out) == rows(local)
+    assert rows(out, "rounds.jsonl") == rows(local, "rounds.jsonl")
+    assert contents(out, "truth") == contents(local, "truth")
+    assert {row["privacy"]["noise_key"] for row in rows(out)} == {"scenario"}
+
+
+def test_what_is_unscored_counts_in_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedsim.report import leaderboard_rows, load_runs, unfinished
+
+    connect(monkeypatch, nodes(tmp_path / "homes"))
+    out = tmp_path / "out"
+    pipeline.run(deployed(), out=out, workers=1, link=LINK)
+    assert leaderboard_rows([out]) == []
+    (line,) = unfinished(load_runs([out]))
+    assert "UNSCORED" in line and "fedsim collect" in line
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_only_with_a_shared_seed_can_its_knower_take_the_noise_off(
+    shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, homes = tmp_path / "out", tmp_path / "homes"
+    plain = {**TINY, "defenses": {"noise": TINY["defenses"]["noise"]}}
+    connect(monkeypatch, nodes(homes, shared_seed=shared))
+    pipeline.run(deployed(plain), out=out, workers=1, link=SHARED if shared else LINK)
+    pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
+    assert {row["privacy"]["noise_key"] for row in rows(out)} == {"scenario" if shared else "node"}
+
+    # The attacker has all that server and wire hold, which is all but the nodes' secrets.
+    (variant,) = expand(TINY)
+    seen = load_observation(out / "observations/noise/round-0002/client-0000-b1-t0.json")
+    workloads = {name: Workload(variant.scenario, name) for name in ("none", "noise")}
+    probe = workloads["none"].schedule.probes(2)[0]
+    replayed = {
+        name: each.client_update(0, 2, seen.parameters, seen.buffers, {}, probe=probe)
+        for name, each in workloads.items()
+    }
+    noise = _flat(replayed["noise"].update.tensors) - _flat(
+        _clipped(replayed["none"].update.tensors)
+    )
+    wanted = _flat(_gradient(load_truth(out, seen.id), seen))
+    distance = float((_flat(seen.update) - noise - wanted).norm() / wanted.norm())
+    assert distance < 1e-3 if shared else distance > 0.9
+
+
+def _clipped(update: Any) -> dict[str, torch.Tensor]:
+    norm = torch.cat([value.flatten() for value in update.values()]).norm()
+    return {name: value / max(1.0, float(norm)) for name, value in update.items()}
+
+
+def _gradient(truth: Any, seen: Any) -> dict[str, torch.Tensor]:
+    from fedsim.models.base import normalize
+    from fedsim.models.victim import rebuild
+
+    model = rebuild(seen)
+    named = dict(model.named_parameters())
+    loss = torch.nn.functional.cross_entropy(
+        model(normalize(truth.images, seen.model)), truth.labels
+    )
+    found = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    return _clipped({name: found[name] for name in seen.update})
+
+
+def _flat(tensors: Any) -> torch.Tensor:
+    return torch.cat([tensors[name].flatten() for name in sorted(tensors)])
+
+
+def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(monkeypatch, nodes(tmp_path / "homes"))
+    found = []
+    for name in ("first", "second"):
+        pipeline.run(deployed(), out=tmp_path / name, workers=1, link=LINK)
+        found.append(contents(tmp_path / name, "observations/noise"))
+    assert not set(found[0].values()) & set(found[1].values())
+    (tmp_path / "first" / "results.jsonl").unlink()
+    for path in (tmp_path / "first" / "checkpoints").iterdir():
+        path.unlink()
+    connect(monkeypatch, nodes(tmp_path / "homes"))  # they have been restarted
+    pipeline.run(deployed(), out=tmp_path / "first", resume=True, workers=1, link=LINK)
+    assert contents(tmp_path / "first", "observations/noise") == found[0]
+
+
+def test_a_second_run_leaves_the_truth_of_the_first_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes = tmp_path / "homes"
+    connect(monkeypatch, nodes(homes))
+    pipeline.run(deployed(), out=tmp_path / "first", workers=1, link=LINK)
+    kept = contents(homes, *(path.name for path in homes.iterdir()))
+    pipeline.run(deployed(), out=tmp_path / "second", workers=1, link=LINK)
+    after = contents(homes, *(path.name for path in homes.iterdir()))
+    truth = {name for name in kept if "truth" in name}
+    assert truth and {name: kept[name] for name in truth} == {name: after[name] for name in truth}
+
+
+def test_a_node_that_refuses_ends_the_run_before_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy(stacks=[[{"name": "clip"}, {"name": "gaussian_noise", "multiplier": 1.0}]])
+    connect(monkeypatch, nodes(tmp_path / "homes", policy=policy))
+    with pytest.raises(FedsimError, match=r"a node refuses: .*defenses\.none: this node's policy"):
+        pipeline.run(deployed(), out=tmp_path / "out", workers=1, link=LINK)
+    assert not (tmp_path / "out" / "scenario.yaml").exists()
+
+
+def test_a_deployment_without_superlink_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="--superlink"):
+        pipeline.run(deployed(), out=tmp_path / "out")
+    with pytest.raises(FedsimError, match="no deployed run"):
+        (tmp_path / "other").mkdir()
+        (tmp_path / "other" / "scenario.yaml").write_text(json.dumps(TINY))
+        pipeline.collect(tmp_path / "other")
+
+
+def test_an_audit_is_for_other_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connect(monkeypatch, nodes(tmp_path / "homes"))
+    with pytest.raises(FedsimError, match="audit: canaries"):
+        pipeline.run(deployed({**TINY, "audit": {}}), out=tmp_path / "out", link=LINK)
+
+
+def test_the_noise_of_the_server_is_its_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = {**TINY, "defenses": {"central": [{"name": "clip", "norm": 1.0}, "aggregate"]}}
+    connect(monkeypatch, nodes(tmp_path / "homes"))
+    out = tmp_path / "out"
+    pipeline.run(deployed(plain), out=out, workers=1, link=LINK)
+    secret = out / "server.secret"
+    assert len(secret.read_bytes()) == 32 and secret.stat().st_mode & 0o077 == 0
+
+
+def test_links_are_compared_by_what_they_say() -> None:
+    assert Link(superlink="a:1") != Link(superlink="a:1", shared_seed=True)
+    assert rng.derive(2**255, "noise") != rng.derive(2**255 + 1, "noise")
+
+
+def test_a_link_in_a_nodes_folder_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    homes, out = tmp_path / "homes", tmp_path / "out"
+    plain = {**TINY, "defenses": {"none": []}}
+    connect(monkeypatch, nodes(homes))
+    pipeline.run(deployed(plain), out=out, workers=1, link=LINK)
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"somebody else's")
+    (kept,) = homes.glob("node-0/runs/*/truth/none/round-0002/client-0000-b1-t0/*.safetensors")
+    kept.unlink()
+    kept.symlink_to(secret)
+    with pytest.raises(FedsimError, match="a link"):
+        pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)

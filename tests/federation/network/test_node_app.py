@@ -1,0 +1,279 @@
+"""What a node answers and refuses, its folder, its policy, and how a SuperLink is looked at."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from flwr.app import Context, Message, RecordDict
+
+from fedsim.federation import wire
+from fedsim.federation.local import identity
+from fedsim.federation.network import certificates, link
+from fedsim.federation.network.certificates import make_authority
+from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.node_app import NodeApp
+from fedsim.federation.network.policy import Policy, Releases
+from fedsim.scenario import Scenario, expand
+from fedsim.types import FedsimError
+from tests.federation.network.nodes_support import TINY, nodes
+
+RUN = "0123456789abcdef"
+
+
+def resolved(**changes: Any) -> Scenario:
+    (variant,) = expand({**TINY, **changes})
+    return variant.scenario
+
+
+def settings(scenario: Scenario, stack: str = "none", **changes: str) -> dict[str, str]:
+    held = str([599] * scenario.data.clients)
+    return {
+        "scenario": scenario.model_dump_json(),
+        "stack": stack,
+        "run": RUN,
+        "held": held,
+        **changes,
+    }
+
+
+def ask(app: NodeApp, kind: str, config: dict[str, str], content: RecordDict) -> Message:
+    context = Context(1, 2, {}, RecordDict(), dict(config))
+    with identity():
+        return app(Message(content, 2, kind), context)
+
+
+def counted(app: NodeApp, scenario: Scenario) -> int:
+    reply = ask(app, "query.census", settings(scenario, "", run="", held=""), RecordDict())
+    return int(reply.content[wire.CONFIG]["held"])  # type: ignore[index, call-overload, arg-type]
+
+
+def test_a_node_counts_its_share_and_greets_with_its_number(tmp_path: Path) -> None:
+    scenario = resolved()
+    apps = nodes(tmp_path)
+    counts = [counted(app, scenario) for app in apps]
+    assert sum(counts) == 1438 and min(counts) > 400
+    config = settings(scenario, held=str(counts))
+    reply = ask(apps[1], "query.identify", config, wire.greeting(0))
+    assert wire.read_client(reply.content) == 1
+
+
+def test_a_node_has_its_own_folder_in_place_of_the_source(tmp_path: Path) -> None:
+    import torch
+    from torchvision.utils import save_image
+
+    for split, count in (("train", 6), ("test", 2)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "mine" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                save_image(torch.rand(3, 8, 8), folder / f"{number}.png")
+    source = {
+        "name": "image_folder",
+        "path": str(tmp_path / "elsewhere"),
+        "mean": [0.5] * 3,
+        "std": [0.25] * 3,
+    }
+    scenario = resolved(data={"source": source, "clients": 3})
+    (own, *_) = nodes(tmp_path / "homes", data=str(tmp_path / "mine"))
+    assert counted(own, scenario) == 12
+    (shared, *_) = nodes(tmp_path / "homes")
+    with pytest.raises(FedsimError, match=r"elsewhere: this node's policy lets no scenario name"):
+        counted(shared, scenario)
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes", "said"),
+    [
+        ({"stacks": []}, {}, r"defenses\.none: .*\(stacks\)"),
+        ({"plugins": ["sgd"]}, {}, r"mlp: .*\(plugins\)"),
+        (
+            {},
+            {"weights": "/etc/passwd"},
+            r"/etc/passwd: .*\(paths\)",
+        ),
+        ({"minimum_clients": 4}, {}, r"data\.clients: .*4 clients or more, got 3"),
+    ],
+)
+def test_a_policy_refuses_by_its_key(
+    policy: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    plain = resolved().model_dump()
+    scenario = Scenario.model_validate({**plain, "training": plain["training"] | changes})
+    (app, *_) = nodes(tmp_path, policy=Policy.model_validate(policy))
+    for kind, config in (
+        ("query.census", settings(scenario, "", run="", held="")),
+        ("train", settings(scenario)),
+    ):
+        with pytest.raises(FedsimError, match=said):
+            ask(app, kind, config, RecordDict())
+
+
+def test_a_stack_of_a_policy_has_to_agree_in_all_that_it_states() -> None:
+    scenario = resolved()
+    clip = {"name": "clip", "norm": 1.0}
+    noise = {"name": "gaussian_noise", "multiplier": 1.0}
+    Policy(stacks=[[clip, noise]]).check(scenario, "noise")
+    for other in ([clip], [clip, {**noise, "multiplier": 2.0}], [noise, clip]):
+        with pytest.raises(FedsimError, match="stacks"):
+            Policy(stacks=[other]).check(scenario, "noise")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [("stack: []", "stack"), ("releases: 0", "releases"), ("[", "no YAML"), ("- 1", "the file")],
+)
+def test_a_policy_that_is_none_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text(text)
+    with pytest.raises(FedsimError, match=f"--policy: .*{said}"):
+        Policy.read(tmp_path / "policy.yaml")
+
+
+def test_releases_are_counted_over_restarts(tmp_path: Path) -> None:
+    path = tmp_path / "releases.json"
+    Releases(path, 2).count()
+    Releases(path, 2).count()
+    with pytest.raises(FedsimError, match="answered 2 times"):
+        Releases(path, 2).count()
+    path.write_text("{}")
+    with pytest.raises(FedsimError, match="damaged"):
+        Releases(path, None)
+
+
+def test_the_last_release_that_is_allowed_is_the_last(tmp_path: Path) -> None:
+    scenario = resolved()
+    (app, *_) = nodes(tmp_path, policy=Policy(releases=1))
+    config = settings(scenario, held=json.dumps([counted(app, scenario), 0, 0]))
+    order = wire.order(1, *[wire.encode(part) for part in _start(scenario)], None)
+    assert ask(app, "train", config, order).has_content()
+    with pytest.raises(FedsimError, match="which is all that its policy allows"):
+        ask(app, "train", config, order)
+
+
+def _start(scenario: Scenario) -> Any:
+    from fedsim.training.workload import Workload
+
+    parameters, buffers = Workload(scenario, "none").initial()
+    return parameters, wire.floating(buffers)
+
+
+@pytest.mark.parametrize("run", ["", "..", "../../etc", "ABC", "0" * 65, "0123456789abcde/"])
+def test_a_run_is_no_path(run: str, tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="hexadecimal"):
+        run_folder(tmp_path, run)
+    scenario = resolved()
+    (app, *_) = nodes(tmp_path)
+    with pytest.raises(FedsimError, match="hexadecimal"):
+        ask(app, "train", settings(scenario, run=run), RecordDict())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        ("scenario", "{}", "the run's scenario is none"),
+        ("scenario", "[", "the run's scenario is none"),
+        ("stack", "other", "no stack 'other'"),
+        ("held", "[1, 2]", "count no examples"),
+        ("held", "{", "count no examples"),
+        ("held", "[1, 1, 1]", r"client 0 holds \d+ examples, and the server counts 1"),
+    ],
+)
+def test_settings_of_a_run_that_are_none(key: str, value: str, said: str, tmp_path: Path) -> None:
+    (app, *_) = nodes(tmp_path)
+    with pytest.raises(FedsimError, match=said):
+        ask(app, "train", {**settings(resolved()), key: value}, RecordDict())
+
+
+def test_a_secret_is_made_once_and_is_for_its_owner_alone(tmp_path: Path) -> None:
+    first = secret_seed(tmp_path / "home", RUN)
+    assert first == secret_seed(tmp_path / "home", RUN) > 2**128
+    assert first != secret_seed(tmp_path / "home", RUN[::-1])
+    assert first != secret_seed(tmp_path / "other", RUN)
+    path = tmp_path / "home" / "secret"
+    assert path.stat().st_mode & 0o077 == 0
+    path.chmod(0o644)
+    with pytest.raises(FedsimError, match="chmod 600"):
+        secret_seed(tmp_path / "home", RUN)
+    path.write_bytes(b"short")
+    with pytest.raises(FedsimError, match="expected 32 bytes"):
+        secret_seed(tmp_path / "home", RUN)
+
+
+@contextmanager
+def listening(context: ssl.SSLContext | None) -> Iterator[str]:
+    """A server that answers HTTP, over TLS with `context`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                try:
+                    if context:
+                        connection = context.wrap_socket(connection, server_side=True)
+                    connection.recv(100)
+                    connection.sendall(b"HTTP/1.0 404 Not Found\r\n\r\n")
+                except OSError:
+                    pass
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_superlink_is_refused_with_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = make_authority(tmp_path / "own", ["127.0.0.1"])
+    foreign = make_authority(tmp_path / "foreign", ["127.0.0.1"])
+    elsewhere = make_authority(tmp_path / "elsewhere", ["10.0.0.1"])
+    monkeypatch.setattr(certificates, "_CLOCK_SKEW", timedelta(days=3))
+    expired = make_authority(tmp_path / "expired", ["127.0.0.1"], days=-1)
+    with listening(None) as plain:
+        link.check(plain, None)
+        with pytest.raises(FedsimError, match="does not speak TLS"):
+            link.check(plain, own.certificate)
+    for authority, said in (
+        (own, None),
+        (foreign, "not accepted"),
+        (elsewhere, "not accepted"),
+        (expired, "expired"),
+    ):
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(authority.server_certificate, authority.server_key)
+        roots = own.certificate if authority is foreign else authority.certificate
+        with listening(context) as address:
+            with pytest.raises(FedsimError, match="speaks TLS; give"):
+                link.check(address, None)
+            if said is None:
+                link.check(address, roots)
+                continue
+            with pytest.raises(FedsimError, match=said):
+                link.check(address, roots)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("example.org:8000", "another machine, and without TLS"),
+        ("192.168.1.7:8000", "another machine, and without TLS"),
+        ("127.0.0.1", "expected HOST:PORT"),
+        ("127.0.0.1:0", "expected HOST:PORT"),
+        ("127.0.0.1:70000", "expected HOST:PORT"),
+        ("127.0.0.1:1", "nobody answers"),
+        ("[::1]:1", "nobody answers"),
+    ],
+)
+def test_an_address_that_will_not_do(address: str, said: str) -> None:
+    with pytest.raises(FedsimError, match=f"--superlink: .*{said}"):
+        link.check(address, None)
