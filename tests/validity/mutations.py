@@ -245,8 +245,7 @@ MUTATIONS = (
         old="                plan.refuse_other_run()\n",
         new="                pass\n",
         tests=(
-        new="scoring.Guesser(self._here()['none'].dataset.train_images, "
-        "self._here()['none'].dataset.train_labels)",
+            "tests/system/test_processes.py::test_a_folder_that_filled_up_in_the_meantime_is_refused",
         ),
     ),
     Mutation(
@@ -646,7 +645,8 @@ MUTATIONS = (
         item=8,
         file="fedsim/pipeline.py",
         old="scoring.Guesser(self.described.test_images, self.described.test_labels)",
-        new="scoring.Guesser(*(getattr(self.servers[next(iter(self.servers))].dataset, 'train_' + w) for w in ('images', 'labels')))",
+        new="scoring.Guesser(self._here()['none'].dataset.train_images, "
+        "self._here()['none'].dataset.train_labels)",
         tests=(ROAD,),
     ),
     Mutation(
