@@ -70,8 +70,12 @@ clean() {
     [ -z "${making:-}" ] || kill "$making" 2>/dev/null || true
     [ -z "${inside:-}" ] || kill -KILL "$inside" 2>/dev/null || true
     wait 2>/dev/null || true
-    # Of a killed engine: empty, and the deepest first.
-    find /sys/fs/cgroup -depth -type d -path "*/$(basename "$work")*" -exec rmdir {} + 2>/dev/null || true
+    # What a killed engine leaves, once the kernel has ended its processes; the deepest first.
+    for _ in $(seq 40); do
+        find /sys/fs/cgroup -depth -type d -path "*/$(basename "$work")*" -exec rmdir {} + 2>/dev/null \
+            && break
+        sleep 0.25
+    done
     release_services
     if [ -n "${before:-}" ] && [ "$before" != "$(machine)" ]; then
         echo "docker/check.sh: FAILED: the machine is not as it was:" >&2
