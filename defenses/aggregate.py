@@ -23,6 +23,8 @@ class Aggregate(AggregationDefense):
     tensors are averaged and rounded. A non-finite entry of one client is non-finite in the mean.
     """
 
+    averages: ClassVar[bool] = True
+
     paper: ClassVar[str] = (
         "Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, "
         "CCS 2017; the weights: McMahan et al., AISTATS 2017, Algorithm 1"

@@ -34,6 +34,8 @@ class DPFTRL(NoisyAggregation):
     reach the farthest. At λ = 0 it is DP-FedAvg.
     """
 
+    averages: ClassVar[bool] = True
+
     paper: ClassVar[str] = (
         "Denisov et al., Improved Differential Privacy for SGD via Optimal Private Linear "
         "Operators on Adaptive Streams, NeurIPS 2022; Kairouz et al., Practical and Private (Deep) "

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from fedsim import audit, federation, progress, scoring
-from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored
+from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
 from fedsim.contracts.attack import Progress
 from fedsim.data.images import public_images
 from fedsim.federation.network.link import SCENARIO, Link
@@ -395,7 +395,13 @@ class _Plan:
             display.advance(_summary(job, result))
 
         for job, seen in pending:
-            if not job.observation.exists():
+            if job.observation.exists():
+                continue
+            if seen.vantage == "eavesdropper" and self.scenario.federation.tls:
+                on_result(job, unseen(seen))
+            elif seen.vantage == "client" and self.deployed:
+                on_result(job, unscored(seen))  # the node that looked keeps what it saw
+            else:
                 lost = "the server received no usable update (see failures in rounds.jsonl)"
                 on_result(job, nothing_recorded(seen, lost))
         jobs = [job for job, _ in pending if job.observation.exists()]

@@ -21,7 +21,12 @@ Algorithm = Literal["fedsgd", "fedavg"]
 Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]
 Sampling = Literal["without_replacement", "poisson", "balls_in_bins"]
-Vantage = Literal["server", "aggregate"]
+Watcher = Literal["server", "client", "eavesdropper"]
+"""Who looks. `server`: at what it decodes. `client`: a participant, at the global models that it
+receives. `eavesdropper`: at what crosses the wire."""
+Vantage = Literal["server", "aggregate", "client", "eavesdropper"]
+"""What a watcher sees: the watcher itself, but that a server whose stack combines updates sees
+their `aggregate` only."""
 Server = Literal["honest", "planted", "modified"]
 """What the server has done to the model. `honest`: nothing. `planted`: it chose weights of a
 two-layer head, to read features from (`head.planted`). `modified`: it put a module in front, to
@@ -122,6 +127,11 @@ class ModelSpec:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """Per-channel normalization, public knowledge."""
+
+
+def watcher_of(vantage: str) -> str:
+    """Returns who looks from a `vantage`: the `aggregate` is what a server sees, too."""
+    return "server" if vantage == "aggregate" else vantage
 
 
 def server_of(parameters: Mapping[str, Any]) -> Server:
@@ -274,9 +284,11 @@ class Observation:
     vantage: Vantage
     round: int
     client: int
-    """Client (partition) id; -1 at the aggregate vantage."""
+    """Client (partition) id; -1 at the aggregate vantage. At the client vantage it is the one who
+    looks: `update` is the mean of the others."""
     num_clients: int
-    """How many clients' updates are summed in `update` (1 at the server vantage)."""
+    """How many clients' updates `update` is the mean of (1 at the server's and the eavesdropper's
+    vantage)."""
     trial: int
     seed: int
     """Seed of attacks: the scenario's `attack_seed`, from which no stream of clients follows."""

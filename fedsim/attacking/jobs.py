@@ -125,6 +125,8 @@ class Result:
     cost: dict[str, float | int | None]
     unscored: bool = False
     """Whether the truth is elsewhere, so that nobody has attacked yet."""
+    unseen: bool = False
+    """Whether the vantage shows no update, so that there is nothing to attack."""
     local_losses: tuple[float, float] | None
     """Mean loss on the images of the truth before local training and after it; None of a single
     gradient, and of rows."""
@@ -134,6 +136,8 @@ class Result:
         """What the row says came of it."""
         if self.unscored:
             return "unscored"
+        if self.unseen:
+            return "unseen"
         return "failed" if self.reason else "ok"
 
 
@@ -484,6 +488,15 @@ def unscored(observation: Observation) -> Result:
     """The result of every attack on a recording whose truth is where the clients are."""
     reason = "the truth is with the clients: join it with fedsim collect"
     return replace(nothing_recorded(observation, reason), unscored=True)
+
+
+def unseen(observation: Observation) -> Result:
+    """The result of every attack of an eavesdropper on an encrypted wire: nothing to attack.
+
+    It is no guess either: nothing is scored.
+    """
+    reason = "the wire is encrypted (federation.tls): it shows sizes and times, and no update"
+    return replace(nothing_recorded(observation, reason), unseen=True)
 
 
 def _failed_cost(seconds: float) -> dict[str, float | int | None]:

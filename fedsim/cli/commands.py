@@ -200,10 +200,11 @@ def leaderboard(
     DIR is the folder of a run, or one that holds folders of runs, as of a sweep.
     """
     with exits():
-        from fedsim.report import load_runs, unfinished
+        from fedsim.report import load_runs, unfinished, unseen
 
         typer.echo(written_leaderboard(folders, format), nl=False)
-        for line in unfinished(load_runs(folders)):
+        runs = load_runs(folders)
+        for line in unfinished(runs) + unseen(runs):
             typer.echo(line, err=True)
 
 

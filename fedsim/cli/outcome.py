@@ -23,10 +23,11 @@ class TableFormat(StrEnum):
 
 def show(finished: Run) -> None:
     """Prints the leaderboard, what it lacks, and where the report is."""
-    from fedsim.report import load_runs, unfinished
+    from fedsim.report import load_runs, unfinished, unseen
 
     typer.echo(outcome(finished.out))
-    for line in unfinished(load_runs([finished.out])):
+    runs = load_runs([finished.out])
+    for line in unfinished(runs) + unseen(runs):
         typer.echo(line, err=True)
     typer.echo(f"report: {finished.report}")
 

@@ -216,6 +216,11 @@ class StatefulTrainingDefense(TrainingDefense):
 class AggregationDefense(Plugin):
     """Changes what the server sees of a round: one combined update instead of each client's."""
 
+    averages: ClassVar[bool] = False
+    """Whether the combination, with the server's noise if any, is a mean to which clients that
+    report the same number of examples contribute the same: one who knows its own update can then
+    take it off."""
+
     @abstractmethod
     def combine(self, updates: Iterable[Update]) -> Update:
         """Returns the only update the server gets to see. Consumes `updates` one by one."""

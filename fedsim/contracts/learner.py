@@ -19,6 +19,7 @@ from fedsim.contracts.plugins import Named, Plugin
 from fedsim.contracts.stack import Stack
 from fedsim.types import (
     Dataset,
+    FedsimError,
     GroundTruth,
     LocalTraining,
     ModelSpec,
@@ -141,6 +142,20 @@ class Computation(ABC):
     @abstractmethod
     def apply_update(self, before: Tensor, update: Tensor, training: LocalTraining) -> Tensor:
         """Returns one parameter of the global model after a client's `update` is applied to it."""
+
+    def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
+        """Returns the clients' mean update, float64, as one parameter of two global models tells.
+
+        It undoes `apply_update` and `finalize` of a mean to which every client contributes the same
+        weight. Only a learner of which that is so overrides it.
+
+        Raises:
+            FedsimError: the models do not tell it.
+        """
+        raise FedsimError(
+            "two global models do not tell the mean update of this learner's clients; remove "
+            "client from observe.vantages, or use learner sgd"
+        )
 
     @abstractmethod
     def finalize(self, mean: Tensors, clients: int) -> Tensors:

@@ -16,9 +16,11 @@ from flwr.clientapp import ClientApp
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import asked
+from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.scenario import Scenario
 from fedsim.system import threads
+from fedsim.training import participant
 from fedsim.training.client import ClientResult
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
@@ -79,8 +81,11 @@ class Client:
     def left_out(self, message: Message, context: Context) -> Message:
         """Remove the truth of an answer that is no part of what was recorded."""
         order = wire.read_order(message.content)
-        client = self._client(context)
-        forget_truth(Path(self._job.out), self._recorded_as(client, order), client)
+        client, out = self._client(context), Path(self._job.out)
+        for observation in self._workload.recorded_as(order.round, client, order.probe):
+            forget_truth(out, observation, client)
+        if order.probe is None:
+            ClientState(out, self._workload.stack_name, client).forget_sent(order.round)
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
@@ -104,6 +109,8 @@ class Client:
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
         memory = ClientState(Path(self._job.out), workload.stack_name, client)
+        if order.probe is None:
+            self._look(client, order, memory)
         if workload.claims:
             memory.answer(asked(round, order.probe), order.parameters)
         result = workload.client_update(
@@ -120,20 +127,33 @@ class Client:
         update = result.update
         if not workload.releases_statistics:
             update = replace(update, buffers={})
+        if order.probe is None and client in workload.schedule.lookers(round):
+            memory.save_sent(round, participant.sent(update, order.parameters, order.buffers))
         loss = result.loss if workload.reports_loss else None
         return Message(wire.answer(update, loss), reply_to=message)
 
     def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
-        schedule = self._workload.schedule
-        recorded = order.probe is not None or not schedule.probes(order.round)
-        if recorded and result.truth and client in schedule.observed(order.round):
-            observation = self._recorded_as(client, order)
-            save_truth(result.truth, Path(self._job.out), observation, client)
+        if result.truth:
+            for observation in self._workload.recorded_as(order.round, client, order.probe):
+                save_truth(result.truth, Path(self._job.out), observation, client)
 
-    def _recorded_as(self, client: int, order: wire.Order) -> str:
-        """The id of the observation that the answer to `order` is, or is a part of."""
-        seen_as = -1 if self._workload.stack.aggregation else client
-        return self._workload.observation_id(order.round, seen_as, order.probe)
+    def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
+        """Record what the new global model tells `client` of the others' round before, if it looks.
+
+        Whoever was told that its own answer is no part of that round has nothing to take off.
+        """
+        if order.round > 1 and client in self._workload.schedule.lookers(order.round - 1):
+            sent = memory.sent(order.round - 1)
+            if sent:
+                seen = participant.look(
+                    self._workload,
+                    client,
+                    order.round - 1,
+                    sent,
+                    order.parameters,
+                    {**self._constants, **order.buffers},
+                )
+                save_observation(seen, Path(self._job.out))
 
     def _client(self, context: Context) -> int:
         """The client's id, as its own node was configured.

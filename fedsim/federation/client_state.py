@@ -2,6 +2,8 @@
 remember between rounds (error feedback, noise).
 
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
+    OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
+                                                                    looks at the next global model
     OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
@@ -15,7 +17,12 @@ from pathlib import Path
 
 from fedsim.federation.noise_use import notes, use_once
 from fedsim.recording import truth
-from fedsim.recording.files import read_tensors, remove_torn, write_tensors
+from fedsim.recording.files import (
+    read_tensors,
+    remove_rounds,
+    remove_torn,
+    write_tensors,
+)
 from fedsim.types import Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
@@ -56,6 +63,19 @@ class ClientState:
         for past in covered[:-1]:
             self._path(past).unlink(missing_ok=True)
 
+    def save_sent(self, round: int, sent: Tensors) -> None:
+        """Keep what the client `sent` in `round`, and at which weights."""
+        write_tensors(self._sent(round), sent)
+
+    def sent(self, round: int) -> Tensors:
+        """What `save_sent` kept; empty if nothing was, or it was forgotten."""
+        path = self._sent(round)
+        return read_tensors(path) if path.exists() else {}
+
+    def forget_sent(self, round: int) -> None:
+        """Forget what was sent in `round`: it did not count."""
+        self._sent(round).unlink(missing_ok=True)
+
     def rewind(self, done: int) -> None:
         """Make what the client keeps what it was after round `done`: later rounds come again.
 
@@ -65,6 +85,11 @@ class ClientState:
         for past in self._rounds():
             if past > done:
                 self._path(past).unlink(missing_ok=True)
+        for path in self._path(0).parent.glob("sent-*.safetensors"):
+            if int(path.stem.removeprefix("sent-")) > done:
+                path.unlink(missing_ok=True)
+        # A node has a folder of its own; in a shared one the server has done it.
+        remove_rounds(self.out / "observations" / self.stack, done)
         remove_torn(self._path(0).parent)
 
     def answer(self, asked: tuple[int, ...], weights: Tensors) -> None:
@@ -80,6 +105,9 @@ class ClientState:
         home = self._path(0).parent
         found = (_FILE.fullmatch(path.name) for path in home.glob("round-*.safetensors"))
         return [int(match[1]) for match in found if match]
+
+    def _sent(self, round: int) -> Path:
+        return self._path(0).with_name(f"sent-{round:04d}.safetensors")
 
     def _path(self, round: int) -> Path:
         name = f"round-{round:04d}.safetensors"

@@ -6,15 +6,21 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 _POLL_SECONDS = 0.05
-_EXPIRED = (ErrorCode.MESSAGE_UNAVAILABLE, ErrorCode.REPLY_MESSAGE_UNAVAILABLE)
+_REASON = 500
+_GONE = (
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+)
 START_SECONDS = 600.0
 """How long the first answer may take: an engine's workers import torch and load the data first."""
 _RETURN_SECONDS = 30.0
@@ -67,7 +73,7 @@ def exchange(
         for sent_as in list(pending):
             for reply in grid.pull_messages([sent_as]):
                 position = pending.pop(sent_as)
-                if reply.has_error() and reply.error.code in _EXPIRED:
+                if reply.has_error() and reply.error.code in _GONE:
                     late.append(position)
                 else:
                     yield position, reply
@@ -79,13 +85,59 @@ def exchange(
         yield position, None
 
 
+def roll_call(
+    grid: Grid, count: int, content: RecordDict, action: str, patience: float
+) -> Iterator[tuple[int, RecordDict]]:
+    """Query all nodes once there are `count`; yield (node, answer) of each.
+
+    A node that is gone before it has answered is asked again when it is back.
+
+    Args:
+        grid: Of any engine.
+        count: How many nodes there have to be.
+        content: Of each query.
+        action: Of each query.
+        patience: Seconds in which as many nodes have to come. The first answer may take longer:
+            nodes load their data for it.
+
+    Raises:
+        FedsimError: fewer come or answer in time, or one refuses, with its reason.
+    """
+    begun = time.monotonic()
+    answered: set[int] = set()
+    while True:
+        there = set(grid.get_node_ids())
+        asked = sorted(there - answered)
+        if not asked and len(answered) >= count:
+            return
+        waited = time.monotonic() - begun
+        if waited > (patience if len(there) < count else START_SECONDS):
+            raise FedsimError(
+                f"{number_of(len(there), 'node')} of {count} came in {waited:.0f} s, and "
+                f"{len(answered)} answered; start one node per client, each with a key that the "
+                "SuperLink knows: one that was started anew without its database knows none"
+            )
+        if len(there) < count:
+            time.sleep(_POLL_SECONDS)
+            continue
+        messages = [Message(content, node, f"query.{action}") for node in asked]
+        for position, reply in exchange(grid, messages, START_SECONDS, expire_after=START_SECONDS):
+            if reply is None:
+                continue
+            if reply.has_error():
+                raise FedsimError(f"a node refuses: {str(reply.error.reason)[:_REASON]}")
+            answered.add(asked[position])
+            yield asked[position], reply.content
+
+
 class Nodes:
     """Which node is which client, for a federation whose nodes may come back as others."""
 
-    def __init__(self, grid: Grid, clients: int) -> None:
-        """None is known before `gather`."""
+    def __init__(self, grid: Grid, clients: int, patience: float = START_SECONDS) -> None:
+        """None is known before `gather`, which waits for them for `patience` seconds."""
         self._grid = grid
         self._count = clients
+        self._patience = patience
         self._of: dict[int, int] = {}
         self._known: set[int] = set()
 
@@ -95,24 +147,16 @@ class Nodes:
         Raises:
             FedsimError: a client has no node, or two, or a node failed to answer.
         """
-        begun = time.monotonic()
-        while len(nodes := list(self._grid.get_node_ids())) < self._count:
-            if time.monotonic() - begun > START_SECONDS:
-                raise FedsimError(
-                    f"{len(nodes)} of {self._count} nodes came; start one node per client"
-                )
-            time.sleep(_POLL_SECONDS)
-        for node, reply in self._greet(nodes, done, START_SECONDS):
-            if reply is None or reply.has_error():
-                reason = "did not answer" if reply is None else str(reply.error.reason)[:500]
-                raise FedsimError(f"a node of the federation failed at the start: {reason}")
-            client = wire.read_client(reply.content)
+        greeting = wire.greeting(done)
+        calls = roll_call(self._grid, self._count, greeting, wire.IDENTIFY, self._patience)
+        for node, content in calls:
+            client = wire.read_client(content)
             if client in self._of:
                 raise FedsimError(
                     f"two nodes say that they are client {client}; give each its own id"
                 )
             self._of[client] = node
-        self._known = set(nodes)
+        self._known = set(self._of.values())
         missing = set(range(self._count)) - set(self._of)
         if missing:
             raise FedsimError(
@@ -140,7 +184,7 @@ class Nodes:
                 continue
             if client not in self._of:
                 refused.append(f"node {node}: client {client} is none of this federation")
-            elif self._of[client] in there and self._answers(self._of[client], done):
+            elif self._of[client] in there - {node} and self._answers(self._of[client], done):
                 refused.append(f"node {node}: client {client} has a node already")
             else:
                 self._of[client] = node

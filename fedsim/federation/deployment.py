@@ -70,7 +70,7 @@ def take_census(scenario: Scenario, link: Link) -> Census:
 
     settings = {"scenario": scenario.model_dump_json(), "stack": "", "run": "", "held": ""}
     with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
-        return census.take(grid, scenario.data.clients)
+        return census.take(grid, scenario.data.clients, scenario.federation.timeout)
 
 
 def run_name(out: Path) -> str:

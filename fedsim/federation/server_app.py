@@ -19,7 +19,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedsim import rng
 from fedsim.federation import strategies, strategy_state, wire
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints
-from fedsim.federation.delivery import Delivery, Nodes
+from fedsim.federation.delivery import START_SECONDS, Delivery, Nodes
 from fedsim.federation.records import RoundRecord
 from fedsim.federation.tap import TapGrid
 from fedsim.training.server import Server
@@ -42,7 +42,8 @@ def build(
 
     @app.main()
     def main(grid: Grid, context: Context) -> None:
-        nodes = Nodes(grid, server.scenario.data.clients)
+        patience = server.scenario.federation.timeout if delivery.own_machines else START_SECONDS
+        nodes = Nodes(grid, server.scenario.data.clients, patience)
         tap = TapGrid(grid, server, nodes.by_client, out, delivery)
         _Training(server, tap, nodes, out).run(on_round)
 

@@ -137,6 +137,8 @@ class TapGrid(Grid):
         spools: dict[Probe | None, Spool] = {None: self._spool}
         accepted = self._collect(orders, observed if record else [], seconds, spools)
         replies = self._replies(accepted[None], record=record)
+        if self._server.schedule.lookers(self._round):
+            self._tell_left_out(None, set(self._participants) - set(self.tally.accepted))
         if probes:
             self._probe(probes, observed, seconds)
         return replies
@@ -303,7 +305,8 @@ class TapGrid(Grid):
             )
         if record:
             self._record(-1, combined, probe, num_clients=len(clients))
-            self._tell_left_out(probe, clients)
+            asked_too = self._server.schedule.observed(self._round)
+            self._tell_left_out(probe, set(asked_too) - set(clients))
         return combined
 
     def _record(
@@ -316,24 +319,25 @@ class TapGrid(Grid):
             self._save(probe, seen)
 
     def _save(self, probe: Probe | None, seen: Mean) -> None:
-        observation = self._server.observation(
-            self._round,
-            seen.client,
-            seen.update,
-            self._parameters,
-            {**self._constants, **self._buffers},
-            probe=probe,
-            num_clients=seen.num_clients,
-            releases=seen.releases,
-        )
-        save_observation(observation, self._out)
+        for watcher in self._server.schedule.watchers:
+            observation = self._server.observation(
+                self._round,
+                seen.client,
+                seen.update,
+                self._parameters,
+                {**self._constants, **self._buffers},
+                probe=probe,
+                num_clients=seen.num_clients,
+                releases=seen.releases,
+                watcher=watcher,
+            )
+            save_observation(observation, self._out)
 
-    def _tell_left_out(self, probe: Probe | None, kept: Collection[int]) -> None:
-        """Tell all who were asked and are not `kept` that what is recorded has no part of theirs.
+    def _tell_left_out(self, probe: Probe | None, left_out: Collection[int]) -> None:
+        """Tell clients who were asked that what is recorded has no part of theirs.
 
         A client keeps its truth before it answers, and only it can remove that again.
         """
-        left_out = set(self._server.schedule.observed(self._round)) - set(kept)
         content = wire.order(self._round, ArrayRecord(), ArrayRecord(), probe)
         kind = f"query.{wire.LEFT_OUT}"
         told = [Message(content, self._nodes[client], kind) for client in sorted(left_out)]

@@ -29,7 +29,7 @@ from fedsim.models.local import features_of, gradient, local_update, loss_functi
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
 from fedsim.system.paths import from_home
-from fedsim.types import Dataset, GroundTruth, LocalTraining, ModelSpec, Tensors
+from fedsim.types import Dataset, FedsimError, GroundTruth, LocalTraining, ModelSpec, Tensors
 
 _EVALUATION_BATCH = 256
 
@@ -111,6 +111,21 @@ class _Training(Computation):
         if training.algorithm == "fedsgd":
             return before - training.lr * update
         return before + update
+
+    def told_update(self, before: Tensor, after: Tensor, training: LocalTraining) -> Tensor:
+        """Returns the difference of the weights, in the units of the algorithm.
+
+        Raises:
+            FedsimError: the server projects the weights, which is not undone.
+        """
+        if self._problem.projection_radius is not None:
+            raise FedsimError(
+                "the server projects the weights (training.projection_radius), so that two global "
+                "models do not tell the mean update; remove the radius, or client from "
+                "observe.vantages"
+            )
+        moved = after.double() - before.double()
+        return -moved / training.lr if training.algorithm == "fedsgd" else moved
 
     def finalize(self, mean: Tensors, clients: int) -> Tensors:
         """Returns the strategy's weights, projected onto the ball that they are held in."""

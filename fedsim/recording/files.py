@@ -40,11 +40,18 @@ from fedsim.types import (
     Observation,
     ReleaseSpec,
     Tensors,
+    Watcher,
 )
 
 _ID = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/(client-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
+    r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}/round-\d{4,6}/((client|participant|wire)-\d{4,6}|aggregate)(-training|-b\d+-t\d+)"
 )
+_KIND: Mapping[Watcher, str] = {
+    "server": "client",
+    "client": "participant",
+    "eavesdropper": "wire",
+}
+"""What the number in an id is of."""
 _GLOBAL = "global.safetensors"
 _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
@@ -91,13 +98,18 @@ _FACTS = tuple(
 """Fields of an observation that its JSON holds under the same name."""
 
 
-def observation_id(stack: str, round: int, client: int, suffix: str) -> str:
+def observation_id(
+    stack: str, round: int, client: int, suffix: str, watcher: Watcher = "server"
+) -> str:
     """`<stack>/round-0001/client-0000-b4-t0`; client -1 is the aggregate.
+
+    What `watcher` saw is told apart: `participant-0000-training` is what client 0 saw of others,
+    `wire-0000-b4-t0` what crossed the wire from it.
 
     Raises:
         FedsimError: a part is not what a recording may be called (it would be a path).
     """
-    who = "aggregate" if client < 0 else f"client-{client:04d}"
+    who = "aggregate" if client < 0 else f"{_KIND[watcher]}-{client:04d}"
     return checked_id(f"{stack}/round-{round:04d}/{who}-{suffix}")
 
 
@@ -242,6 +254,18 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Write `value` as JSON (no NaN, no Infinity), atomically."""
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def copy_file(path: Path, source: Path, target: Path) -> None:
+    """Copy `path` from below the folder `source` to the same place below `target`.
+
+    Raises:
+        FedsimError: it is not below `source` but by a link.
+    """
+    place = path.relative_to(source)
+    if path.resolve() != source.resolve() / place:
+        raise FedsimError(f"{path}: a link; only files that lie in {source} themselves are copied")
+    write_bytes(target / place, path.read_bytes())
 
 
 def write_bytes(path: Path, content: bytes) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fedsim.recording.files import checked_id, read_tensors, remove_torn, write_bytes, write_tensors
+from fedsim.recording.files import checked_id, copy_file, read_tensors, remove_torn, write_tensors
 from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
 
@@ -71,9 +71,7 @@ def copy(source: Path, target: Path) -> int:
     kept = source / _FOLDER
     paths = sorted(kept.glob("*/round-*/*/client-*.safetensors"))
     for path in paths:
-        if path.resolve() != kept.resolve() / path.relative_to(kept):
-            raise FedsimError(f"{path}: a link; truth is collected from files themselves")
-        write_bytes(target / _FOLDER / path.relative_to(kept), path.read_bytes())
+        copy_file(path, kept, target / _FOLDER)
     return len(paths)
 
 

@@ -91,13 +91,17 @@ def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """Words a comparison, and what a malicious server has done to its model.
+    """Words a comparison, what a malicious server has done to its model, and who else looks.
 
     For instance `quickstart (training.mode=eval), faces, convnet`.
     """
-    scenario, variant, dataset, model, server = comparison
+    scenario, variant, dataset, model, server, watcher = comparison
     done = "" if server == "honest" else f", {server} by a malicious server"
+    done += "" if watcher == "server" else f", seen by {_WATCHERS.get(watcher, watcher)}"
     return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
+
+
+_WATCHERS = {"client": "a participant", "eavesdropper": "an eavesdropper"}
 
 
 def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:

@@ -82,7 +82,17 @@ def client_failures(runs: Sequence[Run]) -> list[str]:
 def notes(runs: Sequence[Run]) -> list[str]:
     """Returns the notes of all runs, each text once."""
     texts = [str(text) for run in runs for text in (nested(run.record, "notes") or {}).values()]
-    return list(dict.fromkeys(texts))
+    return list(dict.fromkeys([*texts, *unseen(runs)]))
+
+
+def unseen(runs: Sequence[Run]) -> list[str]:
+    """Returns a line for each run on whose encrypted wire an eavesdropper saw no update."""
+    return [
+        f"ENCRYPTED: an eavesdropper on the wire of {run.folder} saw sizes and times, and no "
+        f"update; {number_of(run.unseen, 'attack run')} had nothing to attack and is in no table"
+        for run in runs
+        if run.unseen
+    ]
 
 
 def undeclared(runs: Sequence[Run]) -> list[str]:

@@ -56,10 +56,12 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
 def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Sorts undefended rows first, then the leakiest defense first, and its strongest attack first.
 
-    Comparisons with an honest server come first, and else keep the order in which they were read.
+    Comparisons with an honest server come first, of these what the server sees, and else they keep
+    the order in which they were read.
     """
     read = dict.fromkeys(line.comparison for line in lines)
-    order = {key: i for i, key in enumerate(sorted(read, key=lambda key: key[-1] != "honest"))}
+    usual = sorted(read, key=lambda key: (key[-2] != "honest", key[-1] != "server"))
+    order = {key: i for i, key in enumerate(usual)}
     leak: dict[tuple[object, ...], tuple[float, ...]] = {}  # standing of the strongest attack
     for line in lines:
         key = (*line.comparison, line.defense)

@@ -19,6 +19,7 @@ from fedsim.report.pictures import reconstruction_file
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, load_runs
 from fedsim.scoring import psnr, summarize
+from fedsim.types import watcher_of
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ def save_overview(folder: Path) -> Path | None:
     round are shown or, of more than three, the worst, the median and the best by PSNR of the
     strongest attack on the first stack. Each row shows these images as its stack's strongest attack
     recovered them: that with the highest mean PSNR, of those that do better than on another update.
-    The pixels are the scored ones.
+    They show what the server saw or, if it saw nothing, one other watcher. The pixels are the
+    scored ones.
 
     Returns:
         The picture's path; None if no attack recovered an image.
@@ -67,6 +69,10 @@ def save_overview(folder: Path) -> Path | None:
     rows = [row for row in run.rows if _has_image(run, row)]
     if variants or not rows:
         return None
+    # No stack is compared with another as somebody else sees it.
+    watchers = {watcher_of(row.vantage) for row in rows}
+    watcher = "server" if "server" in watchers else min(watchers)
+    rows = [row for row in rows if watcher_of(row.vantage) == watcher]
     size = min(row.batch_size for row in rows)
     rounds = sorted({row.round for row in rows})
     rounds = sorted({rounds[0], rounds[-1]})

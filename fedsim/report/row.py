@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fedsim.contracts.grant import Grant
 from fedsim.results.lines import Subject
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
-from fedsim.types import Server
+from fedsim.types import Server, watcher_of
 
-Comparison = tuple[str, str, str, str, Server]
-"""(scenario, variant, data source, model, server): rows of one may be ranked, of two never."""
+Comparison = tuple[str, str, str, str, Server, str]
+"""(scenario, variant, data source, model, server, who looks): rows of one may be ranked, of two
+never."""
 
 REQUIRED_GAIN = 3.0
 """A trial leaks if it gains at least so many dB over the zero-information guess and over another
@@ -125,7 +126,8 @@ class LeaderboardRow:
     @property
     def comparison(self) -> Comparison:
         """Identifies the comparison; only rows of one comparison are ranked together."""
-        return (self.scenario, self.variant, self.dataset, self.model, self.server)
+        watcher = watcher_of(self.vantage)
+        return (self.scenario, self.variant, self.dataset, self.model, self.server, watcher)
 
     @property
     def standing(self) -> tuple[float, ...]:

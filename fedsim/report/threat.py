@@ -15,6 +15,10 @@ _VANTAGE = {
     "server, or whoever reads its traffic",
     "aggregate": "only the combined update of a round, never one client’s: the attacker is the "
     "server behind secure aggregation",
+    "client": "two consecutive global models, from whose difference it takes its own update off: "
+    "what is left is the mean update of the others; the attacker is a participant",
+    "eavesdropper": "each client’s update on its own, as it crosses the wire in plaintext, after "
+    "that client’s defenses: the attacker is on the wire",
 }
 _TRAINING = {
     "fedsgd": "an update is the gradient of one batch (FedSGD)",

@@ -170,7 +170,7 @@ class ResultRow(RowPart):
     seed: int
     observation: str | None = None
     """Id of the attacked recording."""
-    status: Literal["ok", "failed", "unscored"]
+    status: Literal["ok", "failed", "unscored", "unseen"]
     reason: str | None = None
     metrics: Metrics | None = None
     victims: list[str] | None = None

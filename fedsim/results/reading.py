@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,6 +33,8 @@ class Run:
     rows: list[ResultRow]
     unscored: int
     """How many rows wait for the truth, which is elsewhere; they are none of `rows`."""
+    unseen: int
+    """How many rows are of a vantage that shows no update; they are none of `rows`."""
     rounds: list[RoundRow]
     audits: list[AuditRow]
     record: dict[str, Any]
@@ -93,11 +96,13 @@ def measurements(runs: Iterable[Run]) -> list[ResultRow]:
 def _load_run(folder: Path) -> Run:
     text, parsed = _scenario(folder / "scenario.yaml")
     rows = _read(folder / RESULTS, ResultRow)
-    scored = [row for row in rows if row.status != "unscored"]
+    counts = Counter(row.status for row in rows)
+    scored = [row for row in rows if row.status in ("ok", "failed")]
     return Run(
         folder=folder,
         rows=[row.model_copy(update={"folder": folder}) for row in scored],
-        unscored=len(rows) - len(scored),
+        unscored=counts["unscored"],
+        unseen=counts["unseen"],
         rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
         audits=_read(folder / "audit.jsonl", AuditRow, optional=True),
         record=_record(folder / "record.json"),

@@ -34,6 +34,7 @@ from fedsim.types import (
     PrivacyClaim,
     Reconstruction,
     RowTruth,
+    watcher_of,
 )
 from fedsim.words import number_of
 
@@ -91,7 +92,10 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     declared = server.declared
     if probing:
         declared = server.declared_of(seen.training.batch_size)
-    own = server.schedule.participants(seen.round) if seen.client < 0 else [seen.client]
+    own = [seen.client]
+    if seen.vantage in ("aggregate", "client"):
+        taking_part = server.schedule.participants(seen.round)
+        own = [client for client in taking_part if client != seen.client]
     only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
     shared = isinstance(server.stack.aggregation, NoisyAggregation)
     again = seen.releases > 1
@@ -325,14 +329,16 @@ def key(row: Row) -> Key:
 
 
 def order(scenario: Scenario) -> Callable[[Row], tuple[Any, ...]]:
-    """Sorting key of the canonical order: as the scenario lists defenses and attacks."""
+    """Sorting key of the canonical order: as the scenario lists defenses, attacks, vantages."""
     stacks = list(scenario.defenses)
     labels = [entry.label or entry.name for entry in scenario.attacks]
+    watchers: list[str] = list(scenario.observe.vantages)
 
     def position(row: Row) -> tuple[Any, ...]:
         return (
             stacks.index(row["defense"]["name"]),
             labels.index(row["attack"]["label"]),
+            watchers.index(watcher_of(row["vantage"])),
             row["batch_size"],
             row["round"],
             row["client"],
@@ -352,7 +358,8 @@ def add_controls(rows: Sequence[Row], root: Path) -> None:
     cells: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row["status"] == "ok":
-            cell = (row["defense"]["name"], row["attack"]["label"], row["batch_size"], row["round"])
+            stack, attack = row["defense"]["name"], row["attack"]["label"]
+            cell = (stack, attack, row["vantage"], row["batch_size"], row["round"])
             cells.setdefault(cell, []).append(row)
     for members in cells.values():
         for place, row in enumerate(members):

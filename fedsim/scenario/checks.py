@@ -10,6 +10,7 @@ from fedsim.contracts.attack import Attack, unreadable
 from fedsim.contracts.grant import Grant
 from fedsim.contracts.learner import Learner
 from fedsim.contracts.plugins import installed
+from fedsim.scenario import vantages
 from fedsim.scenario.build import algorithm, build_learner, build_stack, declared, plugin_class
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import (
@@ -53,6 +54,11 @@ def check(sections: Mapping[str, Any], sound: Callable[[KeyPath], bool]) -> Iter
         yield from _observed(observe, training, data)
     if training and observe:
         yield from _sampling(training, observe)
+    if observe:
+        stacks = {n: r for n, r in sections.get("defenses", {}).items() if sound(("defenses", n))}
+        yield from vantages.check(
+            observe, training, sections.get("federation"), stacks, trains=trains
+        )
     yield from _results(sections)
     usable = [(i, entry) for i, entry in enumerate(attacks or []) if sound(("attacks", i))]
     yield from _labels(usable)
@@ -229,7 +235,7 @@ def _observed(observe: Observe, training: Training | None, data: Data | None) ->
                 f"client {client} does not exist: data.clients is {data.clients}, numbered from 0; "
                 f"use 0 to {data.clients - 1}",
             )
-    for key in ("rounds", "clients", "batch_sizes"):
+    for key in ("rounds", "vantages", "clients", "batch_sizes"):
         values = getattr(observe, key)
         for index in _repeated(values if isinstance(values, list) else []):
             yield ("observe", key, index), f"{values[index]} is listed twice; remove one"
@@ -253,7 +259,8 @@ def _results(sections: Mapping[str, Any]) -> Iterator[Finding]:
     if not observe or not data:
         return
     clients = data.clients if observe.clients == "all" else len(observe.clients)
-    recordings = len(observe.rounds) * clients * observe.trials * len(observe.batch_sizes or [0])
+    recordings = len(observe.rounds) * len(observe.vantages) * clients
+    recordings *= observe.trials * len(observe.batch_sizes or [0])
     count = recordings * len(sections.get("attacks") or []) * len(sections.get("defenses", {}))
     if count > _MAX_RESULTS:
         yield (

@@ -25,6 +25,7 @@ from fedsim.types import (
     Batches,
     Mode,
     Sampling,
+    Watcher,
 )
 
 SLUG_PATTERN = r"^[A-Za-z0-9](\.?[A-Za-z0-9_+-])*$"
@@ -121,6 +122,9 @@ class Federation(Section):
     """Seconds after which a client's answer is late: it is left out and counted."""
     checkpoint_every: Count = 1
     """Rounds between checkpoints."""
+    tls: bool = True
+    """Whether the wire is encrypted, on which an eavesdropper listens (`observe.vantages`). Engines
+    within one machine have no wire: it is as if there were one."""
 
 
 class AttackEntry(Section):
@@ -140,10 +144,13 @@ class Observe(Section):
         "last"
     ]
     """Counted from 1."""
+    vantages: Annotated[list[Watcher], Field(min_length=1)] = ["server"]
+    """Who looks. `server`: at what it decodes. `client`: each of `clients`, at the global models
+    that it receives, from which it takes its own update off. `eavesdropper`: at the wire."""
     clients: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | Literal["all"] = [
         0
     ]
-    """Counted from 0."""
+    """Whose updates server and eavesdropper see, and who looks as client; counted from 0."""
     batch_sizes: Annotated[list[Count], Field(min_length=1)] | None = None
     """Probe each observed client once per size and trial, besides its training update, so that
     leakage can be compared across batch sizes. None: record the training update itself. Of a table,

@@ -56,7 +56,7 @@ def how_to_go_on() -> str:
     """Words the command that does the rest of the work of this process."""
     words = sys.argv[1:]
     text = shlex.join(["fedsim", *(word for word in words if word != "--resume")])
-    if words[:1] == ["run"]:
+    if words[:1] in (["run"], ["up"]):
         return f"continue with: {text} --resume"
     return f"run it again: {text}"
 

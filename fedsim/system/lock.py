@@ -24,15 +24,17 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
     """Locks `folder` against other runs, also of this process; makes it if need be.
+
+    `option` is what names another folder.
 
     Raises:
         FedsimError: another run is in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / NAME
-    handle = _lock(path)
+    handle = _lock(path, option)
     try:
         yield
     finally:
@@ -40,7 +42,7 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _lock(path: Path) -> int:
+def _lock(path: Path, option: str) -> int:
     """Locks the file at `path`, and returns its handle."""
     while True:
         try:
@@ -50,7 +52,7 @@ def _lock(path: Path) -> int:
                 raise FedsimError(f"{path}: is a link or a folder; remove it") from error
             raise
         try:
-            _acquire(handle, path)
+            _acquire(handle, path, option)
             if _is_at(handle, path):
                 os.ftruncate(handle, 0)
                 os.write(handle, f"process {os.getpid()} on {platform.node()}\n".encode())
@@ -61,7 +63,7 @@ def _lock(path: Path) -> int:
         os.close(handle)  # its holder has removed it in the meantime
 
 
-def _acquire(handle: int, path: Path) -> None:
+def _acquire(handle: int, path: Path, option: str) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -69,7 +71,7 @@ def _acquire(handle: int, path: Path) -> None:
             holder = os.pread(handle, 200, 0).decode(errors="replace").strip()
             raise FedsimError(
                 f"{path.parent} is in use by another run ({holder or 'unknown'}): wait for its "
-                "end, or name another folder with --out (in Python, out=...)"
+                f"end, or name another folder with {option}"
             ) from error
         if error.errno not in _IMPOSSIBLE:
             raise

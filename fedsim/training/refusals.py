@@ -25,6 +25,7 @@ def check(workload: Workload) -> None:
     """
     _planted(workload)
     _observed(workload)
+    _looked(workload)
     _batches(workload)
     _enough(workload)
     _assumed(workload)
@@ -103,6 +104,8 @@ def _observed(workload: Workload) -> None:
     scenario = workload.scenario
     if not workload.trains and not scenario.observe.batch_sizes:
         return
+    if scenario.observe.vantages == ["client"]:
+        return
     for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
         if not workload.schedule.observed(round):
             raise FedsimError(
@@ -110,6 +113,30 @@ def _observed(workload: Workload) -> None:
                 f"(participation {scenario.federation.participation}, seed "
                 f"{scenario.seed}); observe 'all' or set observe.batch_sizes"
             )
+
+
+def _looked(workload: Workload) -> None:
+    """Somebody has to look, at others, and the global models have to tell."""
+    scenario = workload.scenario
+    if "client" not in scenario.observe.vantages:
+        return
+    for round in sorted({r for r in scenario.observe.rounds if isinstance(r, int)}):
+        if len(workload.schedule.participants(round)) < 2:
+            raise FedsimError(
+                "observe.vantages: one client takes part in a round, and client sees the others; "
+                "raise data.clients or federation.participation"
+            )
+        if not workload.schedule.lookers(round):
+            raise FedsimError(
+                f"observe.clients: to look at round {round} (observe.vantages: client), a client "
+                f"has to take part in rounds {round} and {round + 1}, and none of them does "
+                f"(participation {scenario.federation.participation}, seed {scenario.seed}); "
+                "observe 'all', or raise federation.participation"
+            )
+    parameters, _ = workload.initial()
+    with blaming("observe.vantages"):
+        for value in parameters.values():
+            workload.computation.told_update(value, value, workload.training)
 
 
 def _batches(workload: Workload) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from fedsim import rng
 from fedsim.scenario import Scenario
+from fedsim.types import Watcher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +68,36 @@ class Schedule:
         if wanted == "all":
             return list(range(self.scenario.data.clients)) if probing else taking_part
         return sorted(wanted) if probing else [c for c in taking_part if c in wanted]
+
+    def lookers(self, round: int) -> list[int]:
+        """Participants of `round` who learn the others' mean update from the next global model.
+
+        They are those that take part in the next round, too, and look (`observe.vantages`).
+        """
+        asked = self.scenario.observe
+        if "client" not in asked.vantages or not self.is_observed(round):
+            return []
+        taking_part = self.participants(round)
+        if round == self.scenario.training.rounds or len(taking_part) == 1:
+            return []
+        after = self.participants(round + 1)
+        return [
+            client
+            for client in taking_part
+            if client in after and (asked.clients == "all" or client in asked.clients)
+        ]
+
+    @property
+    def watchers(self) -> list[Watcher]:
+        """Who sees the clients' answers, or their combination: the server and, in plaintext, an
+        eavesdropper."""
+        wanted = self.scenario.observe.vantages
+        encrypted = self.scenario.federation.tls
+        return [
+            watcher
+            for watcher in wanted
+            if watcher == "server" or (watcher == "eavesdropper" and not encrypted)
+        ]
 
     def probes(self, round: int) -> list[Probe]:
         """What `observed(round)` is asked besides training, `observe.releases` times each.

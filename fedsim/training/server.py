@@ -42,6 +42,7 @@ from fedsim.types import (
     Table,
     Tensors,
     Update,
+    Watcher,
 )
 
 
@@ -183,22 +184,39 @@ class Server:
         """What a run without failures records, without tensors, in canonical order."""
         for round in range(1, self.scenario.training.rounds + 1):
             clients = self.schedule.observed(round)
-            if not clients:
-                continue
-            seen = [-1] if self.stack.aggregation else clients
             asked: list[Probe | None] = list(self.schedule.probes(round)) or [None]
-            for probe in asked:
-                for client in seen:
-                    yield self.observation(
-                        round,
-                        client,
-                        Update(tensors={}, num_examples=0),
-                        {},
-                        {},
-                        probe=probe,
-                        num_clients=len(clients) if client < 0 else 1,
-                        releases=self.scenario.observe.releases,
-                    )
+            for watcher in self.scenario.observe.vantages:
+                if watcher == "client":
+                    others = len(self.schedule.participants(round)) - 1
+                    for client in self.schedule.lookers(round):
+                        yield self._recording(round, client, watcher, num_clients=others)
+                    continue
+                combined = watcher == "server" and self.stack.aggregation and clients
+                for probe in asked:
+                    for client in [-1] if combined else clients:
+                        count = len(clients) if client < 0 else 1
+                        yield self._recording(round, client, watcher, probe, num_clients=count)
+
+    def _recording(
+        self,
+        round: int,
+        client: int,
+        watcher: Watcher,
+        probe: Probe | None = None,
+        *,
+        num_clients: int,
+    ) -> Observation:
+        return self.observation(
+            round,
+            client,
+            Update(tensors={}, num_examples=0),
+            {},
+            {},
+            probe=probe,
+            num_clients=num_clients,
+            releases=self.scenario.observe.releases,
+            watcher=watcher,
+        )
 
     def combined(
         self,
@@ -251,8 +269,9 @@ class Server:
         probe: Probe | None = None,
         num_clients: int = 1,
         releases: int = 1,
+        watcher: Watcher = "server",
     ) -> Observation:
-        """What the attacker saw of `update`, decoded from the wire; client -1: the aggregate.
+        """What `watcher` saw of `update`; client -1: the aggregate.
 
         Of several `releases` it is their mean.
         """
@@ -260,7 +279,7 @@ class Server:
         assert spec is not None
         refs = self.scenario.defenses[self.stack_name]
         return Observation(
-            id=self.observation_id(round, client, probe),
+            id=self.observation_id(round, client, probe, watcher),
             update=update.tensors,
             buffers_update=update.buffers,
             parameters=parameters,
@@ -269,7 +288,7 @@ class Server:
             training=self.stack.training(self.declared_for(probe)),
             defense=announced(self.stack, refs, self.declared_for(probe), self.release),
             effect=self.effect(probe),
-            vantage=self.stack.vantage,
+            vantage=self.stack.vantage if watcher == "server" else watcher,
             round=round,
             client=client,
             num_clients=num_clients,
@@ -282,10 +301,29 @@ class Server:
         """What the stack does to an update."""
         return self.stack.effect(self.declared_for(probe), self.release)
 
-    def observation_id(self, round: int, client: int, probe: Probe | None) -> str:
+    def observation_id(
+        self, round: int, client: int, probe: Probe | None, watcher: Watcher = "server"
+    ) -> str:
         """The id under which an update is recorded; client -1 is the aggregate."""
         suffix = f"b{probe.batch_size}-t{probe.trial}" if probe else "training"
-        return observation_id(self.stack_name, round, client, suffix)
+        return observation_id(self.stack_name, round, client, suffix, watcher)
+
+    def recorded_as(self, round: int, client: int, probe: Probe | None) -> list[str]:
+        """The ids of all that is recorded of which `client`'s answer is a part."""
+        ids = []
+        if client in self.schedule.observed(round) and (probe or not self.schedule.probes(round)):
+            seen_as = -1 if self.stack.aggregation else client
+            ids += [
+                self.observation_id(round, seen_as, probe, watcher)
+                for watcher in self.schedule.watchers
+            ]
+        if probe is None and client in self.schedule.participants(round):
+            ids += [
+                self.observation_id(round, looker, None, "client")
+                for looker in self.schedule.lookers(round)
+                if looker != client
+            ]
+        return ids
 
     def test_set(self) -> tuple[int, float | None]:
         """(number of test examples, share of the most frequent class; None of no classes)."""

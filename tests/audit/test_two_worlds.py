@@ -76,7 +76,8 @@ def test_a_clients_claim_is_approached_and_not_exceeded(stack: str, found: float
 
 def test_an_examples_claim_is_approached_and_not_exceeded() -> None:
     """Of one batch of everything: two gradients of one image differ by about 1.5 of the 2 C."""
-    audited = workload("example", training={"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}})
+    once = {"rounds": 1, "local": {"batch_size": 35, "lr": 0.2}}
+    audited = workload("example", training=once, audit={"canaries": 500, "confidence": 0.99})
     assert min(map(len, audited.parts)) == 35
     claim = rows.spent(audited, 1)
     bound = audited_epsilon(audited)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 from fedsim import __version__, pipeline, report
 from fedsim.cli.commands import app
 from fedsim.contracts.attack import AttackFailed
+from fedsim.federation.network.link import Link
 from fedsim.results.record import Run
 from fedsim.types import FedsimError, RunFailed
 
@@ -128,16 +129,37 @@ def test_options_reach_the_python_function(path: Path, monkeypatch: pytest.Monke
         "resume": True,
         "workers": 2,
         "quiet": True,
+        "link": None,
     }
     assert result.output == ""
+
+
+def test_a_superlink_reaches_the_python_function_as_a_link(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: dict[str, Any] = {}
+
+    def run(scenario: Path, **options: Any) -> Run:
+        got.update(options)
+        return Run(path.parent)
+
+    monkeypatch.setattr(pipeline, "run", run)
+    words = ["--superlink", "localhost:8000", "--root-certificates", "ca.crt", "--shared-seed"]
+    result = invoke("run", path, *words, "--superexec-secret", "secret", "--quiet")
+    assert result.exit_code == 0, result.output
+    assert got["link"] == Link(
+        superlink="localhost:8000", roots=Path("ca.crt"), secret=Path("secret"), shared_seed=True
+    )
+    assert got["overrides"] == ["federation.engine=deployment"]
 
 
 def test_every_option_has_its_python_counterpart() -> None:
     command = typer.main.get_command(app)
     shorthand = {"settings", "seed", "device"}  # of `overrides`
+    shorthand |= {"superlink", "roots", "secret", "shared_seed"}  # of `link`
     options = {parameter.name for parameter in command.commands["run"].params}  # type: ignore[attr-defined]
     python = set(inspect.signature(pipeline.run).parameters)
-    assert options - shorthand == python - {"overrides"}
+    assert options - shorthand == python - {"overrides", "link"}
 
 
 @pytest.mark.parametrize(

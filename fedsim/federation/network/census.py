@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 
-from flwr.app import ConfigRecord, Message, RecordDict
+from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
-from fedsim.federation.delivery import START_SECONDS, exchange
+from fedsim.federation.delivery import roll_call
 from fedsim.training.census import Census
 from fedsim.types import FedsimError, Unit
 
@@ -19,7 +18,6 @@ ACTION = "census"
 
 _HELD, _STATISTICS = "held", "statistics"
 _UNITS = ("client", "example")
-_POLL_SECONDS = 0.5
 
 
 def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -> RecordDict:
@@ -31,26 +29,16 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
     )
 
 
-def take(grid: Grid, clients: int) -> Census:
-    """Ask all nodes, waiting until there are as many as clients.
+def take(grid: Grid, clients: int, patience: float) -> Census:
+    """Ask all nodes, waiting up to `patience` seconds until as many as clients have answered.
 
     Raises:
         FedsimError: too few come, one refuses (with its reason), or two say they are one client.
     """
-    begun = time.monotonic()
-    while len(nodes := sorted(grid.get_node_ids())) < clients:
-        if time.monotonic() - begun > START_SECONDS:
-            raise FedsimError(f"{len(nodes)} of {clients} nodes came; start one node per client")
-        time.sleep(_POLL_SECONDS)
-    asked = [Message(RecordDict(), node, f"query.{ACTION}") for node in nodes]
     held: dict[int, int] = {}
     statistics: dict[str, list[str]] = {unit: [] for unit in _UNITS}
-    for _, reply in exchange(grid, asked, START_SECONDS, expire_after=START_SECONDS):
-        if reply is None:
-            raise FedsimError("a node does not answer")
-        if reply.has_error():
-            raise FedsimError(f"a node refuses: {str(reply.error.reason)[:500]}")
-        client, count, reasons = _read(reply.content)
+    for _, content in roll_call(grid, clients, RecordDict(), ACTION, patience):
+        client, count, reasons = _read(content)
         if client in held:
             raise FedsimError(f"two nodes say that they are client {client}; give each its own")
         held[client] = count

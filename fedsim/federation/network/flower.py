@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,26 +16,31 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     PublicFormat,
+    load_ssh_private_key,
     load_ssh_public_key,
 )
 from flwr.app import Context, Error, Message
-from flwr.cli.build import build_fab_from_disk
+from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import context_from_proto, run_from_proto, user_config_to_proto
 from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
+from flwr.proto.fleet_pb2 import DeactivateNodeRequest
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullTaskInputRequest,
     PushTaskOutputRequest,
+    SendTaskHeartbeatRequest,
 )
 from flwr.serverapp import Grid
 from flwr.supercore.constant import TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
-from flwr.supercore.heartbeat import HeartbeatSender, make_task_heartbeat_fn_http
+from flwr.supercore.error import ApiErrorCode
+from flwr.supercore.heartbeat import HeartbeatSender
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -47,6 +51,8 @@ from flwr.supercore.retry.retry_invoker import RetryInvoker, exponential
 from flwr.supercore.runtime import RuntimeHttpClient
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.superlink.grid.http_grid import HttpGrid
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedsim.federation.network.link import Link
@@ -55,8 +61,14 @@ from fedsim.types import FedsimError
 VERSIONS = ("1.41",)
 """Of Flower, on which these internals were tried."""
 
+REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
+"""What a SuperNode writes when the SuperLink does not let it in: its key is not registered, or
+another node has it. Flower does not say which."""
+
 _POLL_SECONDS = 0.05
-_CLAIM_SECONDS = 30.0
+_STARTS = 3
+"""How often a run is started whose task another executor takes."""
+_CLAIM_SECONDS = 15.0
 """How long a SuperLink may take to offer the task of a run that it has started."""
 _MOST_DELAY = 5
 """Seconds between two tries to reach a SuperLink that is away."""
@@ -143,6 +155,42 @@ def register(link: Link, public_key: bytes) -> bool:
     return True
 
 
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a node's key.
+
+    Raises:
+        FedsimError: it is none, or cannot be read.
+    """
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise FedsimError(f"--key: {path}: no private key in OpenSSH's format: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise FedsimError(f"--key: {path}: not ECDSA; make one with ssh-keygen -t ecdsa -b 384")
+    return key
+
+
+def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
+    """Tell the SuperLink that the `node` with this `key` is gone; what it says to it is ignored.
+
+    It would else count the node as there, and refuse to let it in again, for a minute.
+    """
+    client = FleetHttpClient.from_server_address(
+        link.superlink,
+        link.roots is None,
+        link.certificates(),
+        [
+            RuntimeVersionHttpInterceptor(component_name="SuperNode"),
+            NodeAuthHttpInterceptor(key, key.public_key()),
+        ],
+    )
+    try:
+        with suppress(httpx.HTTPError):
+            client.DeactivateNode(DeactivateNodeRequest(node_id=node))
+    finally:
+        client.close()
+
+
 @contextmanager
 def server_app(
     link: Link, config: Mapping[str, str], patience: float
@@ -178,7 +226,7 @@ def server_app(
     grid = None
     try:
         try:
-            token = _claim(runtime, _start(control, config))
+            token = _started(control, runtime, config)
             grid = HttpGrid(link.superlink, insecure, roots, token=token)
             grid._retry_invoker = _patient(patience)
             with _beating(grid._runtime_client), _reporting(grid) as context:
@@ -206,6 +254,10 @@ def serving(
     """Answer what the SuperNode whose `runtime` API is on loopback receives, until `stop` is set.
 
     Returns also when the SuperNode is gone. What `answer` raises becomes an error message.
+
+    Raises:
+        FedsimError: a message or an answer did not get through. The SuperNode waits for that answer
+            for ever: start another one.
     """
     interceptors: list[ProtobufClientInterceptor] = [
         RuntimeVersionHttpInterceptor(component_name="flwr-clientapp"),
@@ -220,12 +272,17 @@ def serving(
                 given = client.AcquireTask(
                     AcquireTaskRequest(supported_task_types=[TaskType.CLIENT_APP])
                 )
-                if given.HasField("task") and given.token:
-                    _execute(runtime, given.token, answer)
-                    continue
             except (httpx.HTTPStatusError, httpx.TransportError):
                 return
-            stop.wait(_POLL_SECONDS)
+            if not (given.HasField("task") and given.token):
+                stop.wait(_POLL_SECONDS)
+                continue
+            try:
+                _execute(runtime, given.token, answer)
+            except Exception as error:  # Flower has several, for objects that did not get through
+                raise FedsimError(
+                    f"an answer did not get to the SuperNode: {type(error).__name__}: {error}"
+                ) from error
     finally:
         client.close()
 
@@ -259,6 +316,23 @@ def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Mess
         client.close()
 
 
+def _started(
+    control: ControlHttpClient, runtime: RuntimeHttpClient, config: Mapping[str, str]
+) -> str:
+    """Start a run, and return the token of its ServerApp's task.
+
+    Raises:
+        FedsimError: the SuperLink refuses, or another executor takes the task.
+    """
+    for _ in range(_STARTS):
+        if token := _claim(runtime, _start(control, config)):
+            return token
+    raise FedsimError(
+        "the SuperLink gave the run to another executor; start the SuperLink with --isolation "
+        "process, and no other executor of ServerApps"
+    )
+
+
 def _start(control: ControlHttpClient, config: Mapping[str, str]) -> int:
     """Start a run, and return its number."""
     bundle = _bundle()
@@ -277,16 +351,17 @@ def _start(control: ControlHttpClient, config: Mapping[str, str]) -> int:
 
 
 def _bundle() -> bytes:
-    with tempfile.TemporaryDirectory(prefix="fedsim-") as folder:
-        (Path(folder) / "pyproject.toml").write_text(_BUNDLE)
-        package = Path(folder) / "fedsim_run"
-        package.mkdir()
-        (package / "__init__.py").write_text(_NO_CODE)
-        return build_fab_from_disk(Path(folder))
+    files = {"pyproject.toml": _BUNDLE.encode(), "fedsim_run/__init__.py": _NO_CODE.encode()}
+    content, _ = build_fab_from_files(files)
+    return content
 
 
-def _claim(runtime: RuntimeHttpClient, run: int) -> str:
-    """Return the token of the ServerApp's task of `run`."""
+def _claim(runtime: RuntimeHttpClient, run: int) -> str | None:
+    """Return the token of the ServerApp's task of `run`; None if nobody offers it.
+
+    A SuperLink offers each task once, to whoever asks first: another run that starts in the same
+    moment may have taken this one's.
+    """
     end = time.monotonic() + _CLAIM_SECONDS
     while time.monotonic() < end:
         try:
@@ -303,16 +378,27 @@ def _claim(runtime: RuntimeHttpClient, run: int) -> str:
         if given.HasField("task") and given.token and given.task.run_id == run:
             return str(given.token)
         time.sleep(_POLL_SECONDS)
-    raise FedsimError(
-        "the SuperLink gave the run to another executor; start it with --isolation process, and "
-        "one run at a time"
-    )
+    return None
 
 
 @contextmanager
 def _beating(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tell Flower inside the block that the task is alive."""
-    beat = HeartbeatSender(make_task_heartbeat_fn_http(client))
+    """Tell Flower inside the block that the task is alive.
+
+    Where Flower has ended the task, its own heartbeat would interrupt this process; here the next
+    request about the task is refused, and says why.
+    """
+
+    def tell() -> bool:
+        try:
+            client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
+        except httpx.TransportError:
+            return False
+        except httpx.HTTPStatusError as error:
+            return error.response.status_code not in _PASSING
+        return True
+
+    beat = HeartbeatSender(tell)
     beat.start()
     try:
         yield

@@ -6,28 +6,38 @@ and models from one message to the next, and asks it for work over loopback.
 
 from __future__ import annotations
 
+import re
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 from fedsim.federation.network import flower, link
+from fedsim.federation.network.link import Link
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.superlink import Child, free_port, program
 from fedsim.recording.files import remove_torn
-from fedsim.types import FedsimError
+from fedsim.system.lock import locked
+from fedsim.types import FedsimError, RunFailed
 
 _RETRY_SECONDS = 3.0
-"""Between two tries to join: the SuperLink refuses a node that came back while it still counts it
-as there, for about a minute."""
-_JOIN_SECONDS = 150.0
-"""After so long without being let in, the node gives up."""
-_JOINED = "SuperNode ID"
+"""Between two tries to join."""
+_LET_IN_SECONDS = 30.0
+"""How long one try may take: Flower's programs go on for ever while a SuperLink is away."""
+_JOIN_SECONDS = 90.0
+"""After so long without being let in, the node gives up. A SuperLink refuses a node that lost its
+folder, and so cannot say that it left, for a minute."""
+_LET_IN = re.compile(r"SuperNode ID: (\d+)\s")
 """What a SuperNode writes once the SuperLink has let it in."""
+JOINED = "joined"
+"""What this process says then, before the SuperLink's address."""
+_NODE = "node.id"
+"""Of the node's folder: the number that the SuperLink knows it by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,35 +60,91 @@ def serve(
     """Answer what the SuperLink asks until `stop` is set; join again whenever the link breaks.
 
     Raises:
-        FedsimError: the SuperLink is not reachable or not safe at the start, or lets this node not
-            in for minutes.
+        FedsimError: the SuperLink is not reachable or not safe at the start, the key is none, or
+            another node is at work in its folder.
+        RunFailed: the SuperLink has not let this node in for a minute and a half.
     """
     flower.check_version()
     link.check(member.superlink, member.roots)
-    if member.key is not None and member.roots is None:
-        raise FedsimError("--key: a node shows its key over TLS only; give --root-certificates")
-    member.home.mkdir(parents=True, exist_ok=True)
-    remove_torn(member.home)
-    joined = time.monotonic()
+    if member.key is not None:
+        flower.private_key(member.key)
+        if member.roots is None:
+            raise FedsimError("--key: a node shows its key over TLS only; give --root-certificates")
+    with locked(member.home, "--home"):
+        remove_torn(member.home)
+        _take_part(app, member, say, stop)
+
+
+def _take_part(
+    app: NodeApp, member: Membership, say: Callable[[str], None], stop: threading.Event
+) -> None:
+    """Be in, or try to get in, until `stop` is set."""
+    said = ""
+    out_since = time.monotonic()
     while not stop.is_set():
-        child, runtime, secret = _supernode(member)
-        try:
-            if _let_in(child, stop):
-                joined = time.monotonic()
-                say(f"joined {member.superlink}")
-                _serve(child, runtime, secret, app, stop)
-            words = child.last_words()
-        finally:
-            child.stop()
+        joined, why = _session(app, member, say, stop)
         if stop.is_set():
             return
-        if time.monotonic() - joined > _JOIN_SECONDS:
-            raise FedsimError(
-                f"{member.superlink} lets this node not in: its key is not registered, another "
-                f"node has it, or it is away; the SuperNode's last words: {words}"
+        if joined:
+            out_since = time.monotonic()
+        if time.monotonic() - out_since > _JOIN_SECONDS:
+            raise RunFailed(
+                f"{member.superlink} has not let this node in for {_JOIN_SECONDS:.0f} s: {why}"
             )
-        say("not joined; trying again")
+        if joined or why != said:
+            _tell(say, f"not joined: {why}; trying again")
+            said = why
         stop.wait(_RETRY_SECONDS)
+
+
+def _session(
+    app: NodeApp, member: Membership, say: Callable[[str], None], stop: threading.Event
+) -> tuple[bool, str]:
+    """Join and answer until the link breaks; whether it joined, and why it no longer is in."""
+    try:
+        link.check(member.superlink, member.roots)
+        _leave(member)
+    except FedsimError as error:
+        return False, str(error)
+    child, runtime, secret = _supernode(member)
+    try:
+        node = _let_in(child, stop)
+        if node is not None:
+            with suppress(OSError):  # it is only to come back sooner
+                (member.home / _NODE).write_text(str(node))
+            _tell(say, f"{JOINED} {member.superlink}")
+            try:
+                _serve(child, runtime, secret, app, stop)
+            except FedsimError as error:
+                return True, str(error)
+            return True, "the link broke"
+        if flower.REFUSED in child.words():
+            return False, (
+                "the SuperLink refuses its key: it is not registered, or another node that is "
+                "there has it"
+            )
+        return False, f"the SuperNode's last words: {child.last_words()}"
+    finally:
+        child.stop()
+
+
+def _leave(member: Membership) -> None:
+    """Tell the SuperLink that the last SuperNode of this folder is gone: it may have been killed.
+
+    Nobody else is at work in the folder, so that it cannot be another node's.
+    """
+    path = member.home / _NODE
+    if member.key is None or not path.exists():
+        return
+    number = path.read_text()
+    if number.isdecimal():
+        key = flower.private_key(member.key)
+        flower.deactivate(Link(superlink=member.superlink, roots=member.roots), key, int(number))
+
+
+def _tell(say: Callable[[str], None], line: str) -> None:
+    with suppress(OSError):  # a full disk behind it does not end the node
+        say(line)
 
 
 def until_told() -> threading.Event:
@@ -117,13 +183,14 @@ def _supernode(member: Membership) -> tuple[Child, str, bytes]:
     return child, f"127.0.0.1:{port}", secret
 
 
-def _let_in(child: Child, stop: threading.Event) -> bool:
-    """Wait until the SuperLink has let the SuperNode in; whether it has."""
-    while child.status is None and not stop.is_set():
-        if _JOINED in child.last_words():
-            return True
+def _let_in(child: Child, stop: threading.Event) -> int | None:
+    """Wait until the SuperLink has let the SuperNode in; the number that it has there."""
+    end = time.monotonic() + _LET_IN_SECONDS
+    while child.status is None and not stop.is_set() and time.monotonic() < end:
+        if found := _LET_IN.search(child.words()):
+            return int(found[1])
         stop.wait(0.1)
-    return False
+    return None
 
 
 def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: threading.Event) -> None:

@@ -49,6 +49,13 @@ class Deployed:
             FedsimError: the SuperLink is not reachable or not safe, or a node refuses.
         """
         links.check(link.superlink, link.roots)
+        eavesdropper = "eavesdropper" in scenario.observe.vantages
+        if eavesdropper and scenario.federation.tls != (link.roots is not None):
+            raise FedsimError(
+                f"federation.tls: {str(scenario.federation.tls).lower()}, and the link to "
+                f"{link.superlink} is {'plaintext' if link.roots is None else 'encrypted'}: say "
+                "what the wire is that an eavesdropper listens on"
+            )
         census = take_census(scenario, link)
         path = out / "server.secret"
         if link.shared_seed:
@@ -115,6 +122,8 @@ class Deployed:
 def join(out: Path, homes: Sequence[Path]) -> int:
     """Copy the truth that the nodes with these `homes` keep of the run in `out`; how many files.
 
+    With it goes what a participant has seen (`observe.vantages`).
+
     Raises:
         FedsimError: there is no deployed run, or no home, or a home is none.
     """
@@ -130,5 +139,11 @@ def join(out: Path, homes: Sequence[Path]) -> int:
     for home in chosen:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
-        copied += truth.copy(run_folder(home, run_name(out)), out)
+        kept = run_folder(home, run_name(out))
+        copied += truth.copy(kept, out)
+        for path in sorted(kept.glob("observations/**/*.*")):
+            target = out / path.relative_to(kept)
+            # What the server recorded stays; the global model is the same for all who saw it.
+            if path.name.startswith("participant-") or not target.exists():
+                files.copy_file(path, kept, out)
     return copied

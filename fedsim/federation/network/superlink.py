@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fedsim.types import FedsimError
@@ -48,7 +49,9 @@ class Child:
     def __init__(self, command: Sequence[str], log: Path) -> None:
         """Start it. On Linux the kernel ends it when this thread ends, however that happens."""
         self.command, self._log = list(command), log
+        parent = os.getpid()
         with log.open("ab") as file:
+            self._begin = file.tell()
             self._process = subprocess.Popen(  # noqa: S603 - programs installed beside Python
                 self.command,
                 stdin=subprocess.DEVNULL,
@@ -56,7 +59,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
                 env={**os.environ, "FLWR_LOG_LEVEL": "INFO"},
-                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
+                preexec_fn=partial(_end_with, parent) if sys.platform == "linux" else None,
             )
 
     @property
@@ -69,9 +72,13 @@ class Child:
         """What it ended with; None while it runs."""
         return self._process.poll()
 
+    def words(self) -> str:
+        """Return all that it has said."""
+        return self._log.read_bytes()[self._begin :].decode(errors="replace")
+
     def last_words(self) -> str:
         """Return the end of what it has said."""
-        return self._log.read_bytes()[-_TAIL:].decode(errors="replace").strip() or "nothing"
+        return self.words()[-_TAIL:].strip() or "nothing"
 
     def await_port(self, port: int) -> None:
         """Wait until it listens on `port` of loopback.
@@ -86,6 +93,18 @@ class Child:
             time.sleep(_POLL_SECONDS)
         name = Path(self.command[0]).name
         raise FedsimError(f"{name} does not start; its last words: {self.last_words()}")
+
+    def await_words(self, words: str, who: str) -> None:
+        """Wait until it has said `words`.
+
+        Raises:
+            FedsimError: it ends, or takes longer than two minutes; the message starts with `who`.
+        """
+        end = time.monotonic() + 2 * _START_SECONDS
+        while words not in self.words():
+            if self.status is not None or time.monotonic() > end:
+                raise FedsimError(f"{who} does not start; its last words: {self.last_words()}")
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
         """End it and all that it has started: in order, or after a few seconds at once."""
@@ -120,5 +139,8 @@ def superlink(folder: Path, port: int, log: Path) -> Child:
     )
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
+    """Make this process end with its parent, which may be gone already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -3,21 +3,21 @@
     OUT/nodes/node-0/   the folder of the node that is client 0: secret, truth, log
     OUT/network/        what the SuperLink and the gate say
 
-Keys and database live in a temporary folder that is gone when the block ends. A node or a SuperLink
-that dies is started again, with the same key and database.
+Keys and database live in a temporary folder that is gone when the block ends. A node, gate or
+SuperLink that dies is started again, at the same address, with the same key and database.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol, TypeVar, cast
 
 import yaml
 
@@ -26,13 +26,18 @@ from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
 from fedsim.federation.network.keys import SECRET_BYTES
 from fedsim.federation.network.link import Link
+from fedsim.federation.network.node import JOINED
 from fedsim.federation.network.superlink import Child, free_port, superlink
 from fedsim.recording.files import write_bytes
+from fedsim.system.scratch import scratch
+from fedsim.types import FedsimError
 
 _HOST = "127.0.0.1"
 _WATCH_SECONDS = 0.5
 _NODE_REST = 1.0
 """Seconds before a node that has ended is started again."""
+_REFUSED = 2
+"""The status of a program whose input was refused; it would be again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +47,8 @@ class Federation:
     link: Link
     gate: str
     """HOST:PORT at which nodes are let in."""
+    gate_process: Callable[[], int]
+    """The number of the gate's process as it is now."""
     superlink: Callable[[], Child]
     """The SuperLink's process as it is now."""
     nodes: Callable[[], list[Child]]
@@ -68,7 +75,7 @@ def federation(
     logs = out / "network"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as until_the_end:
-        folder = Path(until_the_end.enter_context(tempfile.TemporaryDirectory(prefix="fedsim-up-")))
+        folder = until_the_end.enter_context(scratch("fedsim-up-"))
         authority = make_authority(folder / "keys", [_HOST, "localhost"])
         keys = authority.certificate.parent
         write_bytes(keys / "superexec.secret", secrets.token_bytes(SECRET_BYTES))
@@ -89,7 +96,7 @@ def federation(
             roots=authority.certificate,
         )
         gate = f"{_HOST}:{free_port()}"
-        until_the_end.enter_context(Gate(gate, settings, log=logs / "gate.log"))
+        keeper = watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
         policy = folder / "policy.yaml"
         policy.write_text(yaml.safe_dump({"paths": paths}))
         found = []
@@ -106,20 +113,55 @@ def federation(
                 *(["--shared-seed"] if shared_seed else []),
             ]
             found.append(watched.add(partial(Child, command, home / "node.log")))
+        for client, node in enumerate(found):
+            node().await_words(JOINED, f"node {client}")
         yield Federation(
             link=reached,
             gate=gate,
+            gate_process=lambda: keeper().pid,
             superlink=link,
             nodes=lambda: [node() for node in found],
         )
+
+
+class _Program(Protocol):
+    """What can be watched."""
+
+    @property
+    def status(self) -> int | None:
+        """What it ended with; None while it runs."""
+
+    def stop(self) -> None:
+        """End it, if it has not ended."""
+
+
+P = TypeVar("P", bound=_Program)
+
+
+class _Gate:
+    """A gate, watched like a program."""
+
+    def __init__(self, listen: str, settings: Settings, log: Path) -> None:
+        self._gate = Gate(listen, settings, log=log).__enter__()
+
+    @property
+    def pid(self) -> int:
+        return self._gate.pid
+
+    @property
+    def status(self) -> int | None:
+        return None if self._gate.is_running else 1
+
+    def stop(self) -> None:
+        self._gate.__exit__()
 
 
 class _Watched:
     """Programs that are started again when they end."""
 
     def __init__(self) -> None:
-        self._starts: list[Callable[[], Child]] = []
-        self._children: list[Child] = []
+        self._starts: list[Callable[[], _Program]] = []
+        self._children: list[_Program] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="network", daemon=True)
 
@@ -142,18 +184,20 @@ class _Watched:
             for thread in stopping:
                 thread.join()
 
-    def add(self, start: Callable[[], Child]) -> Callable[[], Child]:
+    def add(self, start: Callable[[], P]) -> Callable[[], P]:
         """Start a program; returns what tells its process as it is now."""
         number = len(self._children)
         self._children.append(start())
         self._starts.append(start)
-        return lambda: self._children[number]
+        return lambda: cast(P, self._children[number])
 
     def _watch(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
             for number, start in enumerate(list(self._starts)):
-                if self._children[number].status is not None:
+                if self._children[number].status not in (None, _REFUSED):
                     self._children[number].stop()  # and whatever it left behind
                     if self._stop.wait(_NODE_REST):
                         return
-                    self._children[number] = start()
+                    # A disk may be full for a while: it is tried again.
+                    with suppress(OSError, FedsimError):
+                        self._children[number] = start()

@@ -1,0 +1,77 @@
+"""What a participant of a federation learns of the others from two global models.
+
+It knows the weights at which a round began, what it sent itself, and the weights at which the next
+round begins. All participants weigh the same, so that of n the others' mean is (n m - u) / (n - 1),
+with m the mean that the weights tell and u its own update. It is computed in float64; what is lost
+is what the weights lost when they were rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fedsim.training.server import Server
+from fedsim.types import Observation, Tensors, Update
+
+_PARTS = ("update", "own_buffer", "parameter", "buffer")
+
+
+def sent(update: Update, parameters: Tensors, buffers: Tensors) -> dict[str, Tensor]:
+    """What a participant keeps of a round: its `update`, and the global model that it is of."""
+    parts = zip(_PARTS, (update.tensors, update.buffers, parameters, buffers), strict=True)
+    return {f"{kind}.{name}": value for kind, part in parts for name, value in part.items()}
+
+
+def look(
+    server: Server,
+    client: int,
+    round: int,
+    kept: Tensors,
+    parameters: Tensors,
+    buffers: Tensors,
+) -> Observation:
+    """What `client` sees of the others in `round`, all of whom it takes to have answered.
+
+    Args:
+        server: What every participant knows of the federation.
+        client: Who looks.
+        round: Whose updates are in the new global model.
+        kept: What it kept of that round (`sent`).
+        parameters: Of the new global model.
+        buffers: Of the new global model.
+
+    Raises:
+        FedsimError: the learner's models do not tell the mean (`Computation.told_update`).
+    """
+    update, own_buffers, before, old_buffers = (_under(kind, kept) for kind in _PARTS)
+    others = len(server.schedule.participants(round)) - 1
+
+    def without_own(mean: Tensor, own: Tensor) -> Tensor:
+        rest = ((others + 1) * mean.double() - own.double()) / others
+        return rest.to(own.dtype)
+
+    told = {
+        name: server.computation.told_update(before[name], parameters[name], server.training)
+        for name in parameters
+    }
+    seen = Update(
+        tensors={name: without_own(told[name], update[name]) for name in parameters},
+        num_examples=0,
+        buffers={name: without_own(buffers[name], own) for name, own in own_buffers.items()},
+    )
+    return server.observation(
+        round,
+        client,
+        seen,
+        {name: before[name] for name in parameters},
+        {**buffers, **old_buffers},
+        num_clients=others,
+        watcher="client",
+    )
+
+
+def _under(kind: str, kept: Tensors) -> Mapping[str, Tensor]:
+    prefix = f"{kind}."
+    return {n.removeprefix(prefix): value for n, value in kept.items() if n.startswith(prefix)}

@@ -1,0 +1,520 @@
+"""What becomes of a federation of real processes when parts of it die, stop, lie or run full.
+
+In every round, the answers that are aggregated and the failures add up to the participants.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import soak
+import yaml
+from network_support import free_port
+
+from fedsim import pipeline
+from fedsim.federation.network import flower, link
+from fedsim.federation.network.certificates import make_authority, make_node_key
+from fedsim.federation.network.link import SCENARIO, Link
+from fedsim.federation.network.node import _JOIN_SECONDS
+from fedsim.federation.network.up import Federation, federation
+from fedsim.types import FedsimError, RunFailed
+
+slow = pytest.mark.slow
+FEDSIM = [sys.executable, "-m", "fedsim"]
+MARK = "FEDSIM_FAULTS"
+PATIENCE = 240.0
+"""Seconds for what takes ten on a machine that is not busy."""
+
+
+def rows(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def is_accounted(row: dict[str, Any]) -> bool:
+    return row["aggregated"] + sum(row["failures"].values()) == len(row["participants"])
+
+
+def checkpoint(out: Path) -> str:
+    return hashlib.sha256((out / "checkpoints" / "none.safetensors").read_bytes()).hexdigest()
+
+
+def without_network(written: Mapping[str, Any], out: Path) -> str:
+    """The checkpoint's hash of the same scenario on the local engine."""
+    plain = {**written, "federation": {**written["federation"], "engine": "local"}}
+    pipeline.run(plain, out=out, workers=1)
+    return checkpoint(out)
+
+
+def test_a_killed_superlink_costs_no_answer(tmp_path: Path) -> None:
+    """The database has all that the SuperLink knew; the model is that of a run without a fault."""
+    written = soak.scenario(rounds=3, nodes=2, timeout=120)
+    report = soak.soak(written, tmp_path / "out", {1: soak.kill_superlink})
+    assert [row["aggregated"] for row in report.rounds] == [2] * 3
+    assert checkpoint(tmp_path / "out") == without_network(written, tmp_path / "local")
+    assert not report.processes and not report.temporary
+
+
+@slow
+def test_kills_and_stops_of_nodes_and_gate(tmp_path: Path) -> None:
+    faults = {
+        2: soak.kill_node(0),
+        6: soak.kill_node(1, 2),
+        10: soak.stop_node(0, 25),
+        14: soak.kill_gate,
+    }
+    report = soak.soak(soak.scenario(rounds=18, nodes=3, timeout=20), tmp_path / "out", faults)
+    assert len(report.rounds) == 18 and not report.unaccounted
+    assert report.rounds[-1]["aggregated"] == 3
+    assert any(row["failures"]["late"] for row in report.rounds[10:12])
+    logs = [tmp_path / f"out/nodes/node-{client}/node.log" for client in range(3)]
+    assert all(log.read_text().count("joined") > 1 for log in logs)
+    assert sorted(report.back) == ["kill node", "kill two nodes"]
+    assert all(seconds < 90 for times in report.back.values() for seconds in times)
+    assert not report.processes and not report.temporary
+
+
+def forget(there: Federation) -> None:
+    """Kill the SuperLink and remove its database."""
+    assert there.link.roots
+    for path in there.link.roots.parent.glob("superlink.db*"):
+        path.unlink()
+    soak.kill_superlink(there)
+
+
+@slow
+def test_a_superlink_that_forgets_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
+    out, timeout = tmp_path / "out", 30.0
+    written = soak.scenario(rounds=6, nodes=2, timeout=timeout)
+    with pytest.raises(RunFailed, match=r"has forgotten this run.*continue with --resume"):
+        soak.soak(written, out, {2: forget})
+    done = len(rows(out))
+    assert 2 <= done < 6
+
+    began = time.monotonic()
+    with (
+        bare_federation(tmp_path) as there,
+        pytest.raises(FedsimError, match=r"0 nodes of 2 came in 3\d s.*its database"),
+    ):
+        began = time.monotonic()
+        pipeline.run(written, out=out, link=there.link, resume=True)
+    assert time.monotonic() - began < timeout + 20
+
+    finished = pipeline.up(out / "soak.yaml", out=out, shared_seed=True, resume=True, workers=1)
+    assert finished and [row["round"] for row in rows(out)] == list(range(1, 7))
+    assert checkpoint(out) == without_network(written, tmp_path / "local")
+
+
+LIAR = """
+    import sys, threading
+    from pathlib import Path
+
+    import numpy as np
+    from flwr.app import Array, ArrayRecord, Message
+
+    from fedsim.federation import wire
+    from fedsim.federation.network.node import Membership, serve, until_told
+    from fedsim.federation.network.node_app import NodeApp
+    from fedsim.federation.network.policy import Policy
+
+    superlink, roots, key, home, kind, client = sys.argv[1:]
+
+    def lie(content):
+        update = content[wire.ARRAYS]
+        first = next(iter(update))
+        whole = update[first].numpy()
+        if kind == "nan":
+            update[first] = Array.from_numpy_ndarray(np.full_like(whole, np.nan))
+        elif kind == "truncated":
+            sent = update[first]
+            sent.data = sent.data[:-7]
+        elif kind == "oversized":
+            update[first] = Array.from_numpy_ndarray(np.zeros(30_000_000, np.float32))
+        elif kind == "many":  # an announcement of more than the gate lets pass
+            for number in range(150_000):
+                update[f"more-{number}"] = Array.from_numpy_ndarray(np.zeros(1, np.float32))
+        elif kind == "raises":
+            raise RuntimeError("no answer from me")
+
+    class Liar(NodeApp):
+        def __call__(self, message, context):
+            answer = super().__call__(message, context)
+            if message.metadata.message_type == "train":
+                lie(answer.content)
+            return answer
+
+    app = Liar(int(client), "scenario", Path(home), Policy(), shared_seed=True)
+    member = Membership(superlink=superlink, roots=Path(roots), key=Path(key), home=Path(home))
+    serve(app, member, lambda line: print(line, file=sys.stderr, flush=True), until_told())
+"""
+
+
+@contextmanager
+def program(command: list[str], log: Path, **more: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A process of a test, its output in `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as file:
+        running = subprocess.Popen(
+            command, stdout=file, stderr=file, stdin=subprocess.DEVNULL, env={**os.environ, **more}
+        )
+    try:
+        yield running
+    finally:
+        running.terminate()
+        try:
+            running.wait(20)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+@contextmanager
+def joined(
+    command: list[str], folder: Path, name: str, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that has been let in."""
+    log = log or folder / f"{name}.log"
+    with program(command, log) as running:
+        end = time.monotonic() + PATIENCE
+        while "joined" not in log.read_text():
+            assert running.poll() is None and time.monotonic() < end, log.read_text()
+            time.sleep(0.1)
+        yield running
+
+
+@contextmanager
+def bare_federation(folder: Path, nodes: int = 0) -> Iterator[Federation]:
+    """SuperLink and gate; what nodes there are beside `nodes` is the test's."""
+    with federation(folder / "link", nodes, data=SCENARIO, paths=[], shared_seed=True) as there:
+        yield there
+
+
+def keyed(there: Federation, folder: Path, name: str, *, registered: bool = True) -> Path:
+    """The key of a node, made when it is first asked for."""
+    key = folder / "keys" / name
+    if not key.exists():
+        public = make_node_key(key)
+        if registered:
+            flower.register(there.link, public.read_bytes())
+    return key
+
+
+def node_command(
+    there: Federation, folder: Path, name: str, client: int, home: Path | None = None
+) -> list[str]:
+    return [
+        *(*FEDSIM, "node", "--superlink", there.gate),
+        *("--root-certificates", str(there.link.roots)),
+        *("--key", str(keyed(there, folder, name)), "--home", str(home or folder / name)),
+        *("--client", str(client), "--data", SCENARIO, "--shared-seed"),
+    ]
+
+
+def liar_command(there: Federation, folder: Path, kind: str, client: int) -> list[str]:
+    key = keyed(there, folder, kind)
+    return [
+        *(sys.executable, "-c", textwrap.dedent(LIAR)),
+        *(there.gate, str(there.link.roots), str(key), str(folder / kind), kind, str(client)),
+    ]
+
+
+@slow
+def test_nodes_that_lie_are_left_out(tmp_path: Path) -> None:
+    """The one honest node's update is all that is aggregated, and each lie has its reason."""
+    kinds = {
+        "nan": "non_finite",
+        "truncated": "malformed",
+        "oversized": "malformed",
+        "raises": "client_error",
+    }
+    written = soak.scenario(rounds=2, nodes=1 + len(kinds), timeout=120)
+    out = tmp_path / "out"
+    with ExitStack() as stack:
+        there = stack.enter_context(bare_federation(tmp_path))
+        stack.enter_context(joined(node_command(there, tmp_path, "honest", 0), tmp_path, "honest"))
+        for client, kind in enumerate(kinds, start=1):
+            stack.enter_context(joined(liar_command(there, tmp_path, kind, client), tmp_path, kind))
+        pipeline.run(written, out=out, link=there.link, workers=1)
+    for row in rows(out):
+        assert is_accounted(row)
+        assert row["aggregated"] == 1
+        assert row["failures"] == {"client_error": 1, "late": 0, "malformed": 2, "non_finite": 1}
+
+
+@slow
+def test_a_node_that_floods_the_gate_is_late(tmp_path: Path) -> None:
+    written = soak.scenario(rounds=2, nodes=2, timeout=60)
+    out = tmp_path / "out"
+    with (
+        bare_federation(tmp_path) as there,
+        joined(node_command(there, tmp_path, "honest", 0), tmp_path, "honest"),
+        joined(liar_command(there, tmp_path, "many", 1), tmp_path, "many"),
+    ):
+        pipeline.run(written, out=out, link=there.link, workers=1)
+    assert all(is_accounted(row) and row["aggregated"] == 1 for row in rows(out))
+
+
+@contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own at `folder`."""
+    folder.mkdir(parents=True)
+    mount = shutil.which("mount")
+    done = mount and subprocess.run(
+        [mount, "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
+    )
+    if not done or done.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no byte free."""
+    path = folder / "ballast"
+    with path.open("wb", buffering=0) as file:
+        for size in (65536, 4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                continue
+    return path
+
+
+@slow
+def test_a_full_disk_at_a_node_costs_its_answers_only(tmp_path: Path) -> None:
+    written = soak.scenario(rounds=8, nodes=2, timeout=30)
+    out = tmp_path / "out"
+    with (
+        small_disk(tmp_path / "disk", "2m") as disk,
+        bare_federation(tmp_path) as there,
+    ):
+        full = node_command(there, tmp_path, "full", 1, disk / "home")
+        with (
+            joined(node_command(there, tmp_path, "roomy", 0), tmp_path, "roomy"),
+            joined(full, tmp_path, "full", disk / "node.log"),
+        ):
+
+            def strike() -> None:
+                wait_for(out.joinpath("rounds.jsonl").exists)
+                ballast = fill(disk)
+                wait_for(lambda: any(r["failures"]["client_error"] for r in rows(out)))
+                ballast.unlink()
+
+            thread = threading.Thread(target=strike)
+            thread.start()
+            pipeline.run(written, out=out, link=there.link, workers=1)
+            thread.join()
+    found = rows(out)
+    assert all(is_accounted(row) for row in found)
+    assert any("No space left" in line for row in found for line in row["details"])
+    assert found[-1]["aggregated"] == 2
+
+
+@slow
+def test_a_full_disk_at_the_runner_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
+    written = soak.scenario(rounds=6, nodes=2, timeout=30)
+    with (
+        small_disk(tmp_path / "disk", "4m") as disk,
+        bare_federation(tmp_path, 2) as there,
+    ):
+        out = disk / "out"
+
+        def strike() -> None:
+            wait_for(out.joinpath("rounds.jsonl").exists)
+            fill(disk)
+
+        thread = threading.Thread(target=strike)
+        thread.start()
+        with pytest.raises(RunFailed, match="No space left"):
+            pipeline.run(written, out=out, link=there.link, workers=1)
+        thread.join()
+        (disk / "ballast").unlink()
+        pipeline.run(written, out=out, link=there.link, workers=1, resume=True)
+        assert [row["round"] for row in rows(out)] == list(range(1, 7))
+        assert all(is_accounted(row) for row in rows(out))
+        assert checkpoint(out) == without_network(written, tmp_path / "local")
+
+
+@slow
+def test_a_second_run_does_not_disturb_the_first(tmp_path: Path) -> None:
+    first = soak.scenario(rounds=8, nodes=2, timeout=60)
+    second = {**soak.scenario(rounds=3, nodes=2, timeout=60), "seed": 4}
+    with bare_federation(tmp_path, 2) as there:
+        (tmp_path / "second.yaml").write_text(yaml.safe_dump(second))
+        assert there.link.roots and there.link.secret
+        command = [
+            *(*FEDSIM, "run", str(tmp_path / "second.yaml"), "--superlink", there.link.superlink),
+            *("--root-certificates", str(there.link.roots), "--shared-seed", "--quiet"),
+            *("--superexec-secret", str(there.link.secret), "--out", str(tmp_path / "second")),
+        ]
+        with program(command, tmp_path / "second.log") as other:
+            pipeline.run(first, out=tmp_path / "first", link=there.link, workers=1)
+            assert other.wait(PATIENCE) == 0, (tmp_path / "second.log").read_text()
+    for name, written in (("first", first), ("second", second)):
+        assert all(row["aggregated"] == 2 for row in rows(tmp_path / name))
+        assert checkpoint(tmp_path / name) == without_network(written, tmp_path / f"l-{name}")
+
+
+def begin(folder: Path, mark: str, *more: str) -> subprocess.Popen[bytes]:
+    """`fedsim up` in a session, with a temporary folder and a mark of its own."""
+    (folder / "tmp").mkdir()
+    (folder / "up.yaml").write_text(yaml.safe_dump(soak.scenario(rounds=4, nodes=2, timeout=60)))
+    with (folder / "up.log").open("wb") as log:
+        return subprocess.Popen(
+            [
+                *FEDSIM,
+                "up",
+                str(folder / "up.yaml"),
+                "--out",
+                str(folder / "out"),
+                "--quiet",
+                *more,
+            ],
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={**os.environ, MARK: mark, "TMPDIR": str(folder / "tmp")},
+        )
+
+
+@slow
+@pytest.mark.parametrize("when", ["starting", "training"])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)],
+)
+def test_whatever_ends_it_nothing_is_left(
+    tmp_path: Path, number: int, status: int, when: str
+) -> None:
+    mark = uuid.uuid4().hex
+    running = begin(tmp_path, mark)
+    path = tmp_path / "out" / ("network" if when == "starting" else "rounds.jsonl")
+    wait_for(path.exists)
+    running.send_signal(number)
+    began = time.monotonic()
+    assert running.wait(30) == status, (tmp_path / "up.log").read_text()
+    assert time.monotonic() - began < 25
+    nothing_left(tmp_path, mark)
+    if status == 130:
+        assert "--resume" in (tmp_path / "up.log").read_text()
+
+
+@slow
+@pytest.mark.parametrize(
+    ("more", "status"), [([], 0), (["--set", "data.source=csv"], 2)], ids=["success", "error"]
+)
+def test_nothing_is_left_when_it_ends_by_itself(
+    tmp_path: Path, more: list[str], status: int
+) -> None:
+    mark = uuid.uuid4().hex
+    running = begin(tmp_path, mark, *more)
+    assert running.wait(PATIENCE) == status, (tmp_path / "up.log").read_text()
+    nothing_left(tmp_path, mark)
+
+
+def nothing_left(folder: Path, mark: str) -> None:
+    assert soak.marked(mark, MARK) == []
+    assert soak.left_in(folder / "tmp") == []
+
+
+def test_plaintext_off_loopback_is_refused_at_once(tmp_path: Path) -> None:
+    command = [*FEDSIM, "node", "--superlink", "192.0.2.1:9092", "--client", "0"]
+    command += ["--data", SCENARIO, "--home", str(tmp_path / "home")]
+    began = time.monotonic()
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 2 and "without TLS" in found.stderr
+    assert time.monotonic() - began < 20  # most of it imports
+
+
+@pytest.mark.parametrize("flaw", ["expired", "foreign", "self-signed", "no TLS"])
+def test_a_certificate_that_vouches_for_nothing_is_refused(tmp_path: Path, flaw: str) -> None:
+    authority = make_authority(tmp_path / "keys", ["127.0.0.1"], days=0 if flaw == "expired" else 1)
+    other = make_authority(tmp_path / "other", ["127.0.0.1"])
+    roots = {"expired": authority, "foreign": other, "self-signed": other, "no TLS": authority}
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    pair = (authority.server_certificate, authority.server_key)
+    context.load_cert_chain(*((authority.certificate, authority.key) if flaw[0] == "s" else pair))
+    time.sleep(1.1 if flaw == "expired" else 0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            plain, _ = server.accept()
+            with plain:
+                if flaw == "no TLS":
+                    plain.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+                    return
+                try:
+                    context.wrap_socket(plain, server_side=True).close()
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = {
+            "expired": "certificate has expired",
+            "foreign": "unable to get local issuer certificate|signature",
+            "self-signed": "self.signed",
+            "no TLS": "does not speak TLS",
+        }[flaw]
+        began = time.monotonic()
+        with pytest.raises(FedsimError, match=said):
+            link.check(f"127.0.0.1:{server.getsockname()[1]}", roots[flaw].certificate)
+        assert time.monotonic() - began < 5
+        thread.join()
+
+
+@slow
+def test_a_key_that_is_refused_gives_up(tmp_path: Path) -> None:
+    """One that nobody registered, and that of a node that is there, which is not disturbed."""
+    with bare_federation(tmp_path) as there:
+        own = node_command(there, tmp_path, "own", 0)
+        twin = node_command(there, tmp_path, "own", 1, tmp_path / "twin")
+        keyed(there, tmp_path, "stranger", registered=False)
+        stranger = node_command(there, tmp_path, "stranger", 1)
+        with (
+            joined(own, tmp_path, "own") as first,
+            program(twin, tmp_path / "twin.log") as second,
+            program(stranger, tmp_path / "stranger.log") as third,
+            program(own, tmp_path / "again.log") as again,
+        ):
+            assert again.wait(PATIENCE) == 2
+            assert "in use by another run" in (tmp_path / "again.log").read_text()
+            assert second.wait(_JOIN_SECONDS + PATIENCE) == 1
+            assert third.wait(PATIENCE) == 1
+            for name in ("twin", "stranger"):
+                said = (tmp_path / f"{name}.log").read_text()
+                assert "refuses its key" in said and len(said.splitlines()) < 10
+            assert first.poll() is None
+            assert (tmp_path / "own.log").read_text().count("joined") == 1
+
+
+def test_a_node_without_superlink_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FedsimError, match="nobody answers"):
+        link.check(f"127.0.0.1:{free_port()}", None)
+    assert Link(superlink="127.0.0.1:1").certificates() is None
