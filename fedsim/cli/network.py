@@ -83,12 +83,13 @@ def register(
     """
     with exits():
         from fedsim.federation.network import flower, link
+        from fedsim.system import paths
 
         flower.check_version()
         link.check(superlink, roots)
         reached = link.Link(superlink=superlink, roots=roots)
         for path in public:
-            is_new = flower.register(reached, path.read_bytes())
+            is_new = flower.register(reached, paths.content(path, paths.TEXT))
             typer.echo(f"{path.name}: {'registered' if is_new else 'was registered already'}")
 
 

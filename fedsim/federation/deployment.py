@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from fedsim.federation import NO_LINK
 from fedsim.federation.network.link import Link
 from fedsim.recording.files import write_bytes
+from fedsim.system import paths
 from fedsim.training.census import Census
 from fedsim.types import FedsimError
 
@@ -78,4 +79,4 @@ def run_name(out: Path) -> str:
     path = out / "run"
     if not path.exists():
         write_bytes(path, secrets.token_hex(_RUN_BYTES).encode())
-    return path.read_text().strip()
+    return paths.text(path, paths.TEXT).strip()

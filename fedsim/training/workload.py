@@ -23,6 +23,7 @@ from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.training.source import data_source, load_dataset, private_statistics
 from fedsim.types import Dataset, FedsimError, Table, Tensors
+from fedsim.words import number_of
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -153,7 +154,7 @@ class OneClient(Workload):
             census = Census(held=counts, private_statistics={})
         if census.held[client.number] != held:
             raise FedsimError(
-                f"client {client.number} holds {held} examples, and the server counts "
+                f"client {client.number} holds {number_of(held, 'example')}, and the server counts "
                 f"{census.held[client.number]}"
             )
         described = client.dataset.without_training()

@@ -56,6 +56,7 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from flwr.supernode.runtime.run_clientapp import pull_task_input, push_message, push_task_output
 
 from fedsim.federation.network.link import Link
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 VERSIONS = ("1.41",)
@@ -162,7 +163,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         FedsimError: it is none, or cannot be read.
     """
     try:
-        key = load_ssh_private_key(path.read_bytes(), None)
+        key = load_ssh_private_key(paths.content(path, paths.TEXT), None)
     except (OSError, ValueError, TypeError) as error:
         raise FedsimError(f"--key: {path}: no private key in OpenSSH's format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
@@ -209,7 +210,7 @@ def server_app(
     if link.secret is not None:
         interceptors.append(
             SuperExecAuthHttpInterceptor(
-                master_secret=link.secret.read_bytes(),
+                master_secret=paths.content(link.secret, paths.TEXT),
                 protected_methods={"/flwr.proto.Runtime/AcquireTask"},
             )
         )

@@ -14,6 +14,7 @@ import re
 import secrets
 from pathlib import Path
 
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 _SECRET_BYTES = 32
@@ -47,7 +48,7 @@ def secret_seed(home: Path, run: str) -> int:
             file.write(secrets.token_bytes(_SECRET_BYTES))
             file.flush()
             os.fsync(file.fileno())
-    content = path.read_bytes()
+    content = paths.content(path, paths.TEXT)
     if len(content) != _SECRET_BYTES:
         raise FedsimError(
             f"{path}: expected {_SECRET_BYTES} bytes, got {len(content)}: damaged; remove it, and "

@@ -21,6 +21,7 @@ from fedsim.federation.network.certificates import (
     prepare,
     write_private,
 )
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 SECRET_BYTES = 32
@@ -44,10 +45,10 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> N
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")
     with tempfile.TemporaryDirectory(prefix="fedsim-keys-") as made:
         authority = make_authority(Path(made) / "authority", hosts, days=days)
-        root = authority.certificate.read_bytes()
+        root = paths.content(authority.certificate, paths.TEXT)
         server = {
-            "server.crt": authority.server_certificate.read_bytes(),
-            "server.key": authority.server_key.read_bytes(),
+            "server.crt": paths.content(authority.server_certificate, paths.TEXT),
+            "server.key": paths.content(authority.server_key, paths.TEXT),
         }
         secret = {_SECRET: secrets.token_bytes(SECRET_BYTES)}
         parties: dict[str, dict[str, bytes]] = {
@@ -57,8 +58,8 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> N
         public: dict[str, bytes] = {}
         for client in range(nodes):
             key = Path(made) / f"node-{client}"
-            public[f"{key.name}.pub"] = make_node_key(key).read_bytes()
-            parties[key.name] = {"key": key.read_bytes()}
+            public[f"{key.name}.pub"] = paths.content(make_node_key(key), paths.TEXT)
+            parties[key.name] = {"key": paths.content(key, paths.TEXT)}
     parties["runner"] = {**secret, **public}  # the last, so that its ca.crt says that all are there
     for party, files in parties.items():
         prepare(folder / party, [folder / party / name for name in (*files, "ca.crt")])

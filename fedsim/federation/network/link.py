@@ -8,6 +8,7 @@ import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsim.system import paths
 from fedsim.types import FedsimError
 
 SCENARIO = "scenario"
@@ -34,7 +35,7 @@ class Link:
 
     def certificates(self) -> bytes | None:
         """Return the content of `roots`."""
-        return None if self.roots is None else self.roots.read_bytes()
+        return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 
 def split(address: str, option: str) -> tuple[str, int]:

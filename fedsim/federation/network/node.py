@@ -22,6 +22,7 @@ from fedsim.federation.network.link import Link
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.superlink import Child, free_port, program
 from fedsim.recording.files import remove_torn
+from fedsim.system import paths
 from fedsim.system.lock import locked
 from fedsim.types import FedsimError, RunFailed
 
@@ -136,7 +137,7 @@ def _leave(member: Membership) -> None:
     path = member.home / _NODE
     if member.key is None or not path.exists():
         return
-    number = path.read_text()
+    number = paths.text(path, paths.TEXT)
     if number.isdecimal():
         key = flower.private_key(member.key)
         flower.deactivate(Link(superlink=member.superlink, roots=member.roots), key, int(number))

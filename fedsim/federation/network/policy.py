@@ -13,6 +13,7 @@ from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
 from fedsim.system import paths
 from fedsim.types import FedsimError
+from fedsim.words import number_of
 
 
 class Policy(BaseModel):
@@ -71,8 +72,9 @@ class Policy(BaseModel):
             self.check_path(scenario.training.weights)
         if scenario.data.clients < self.minimum_clients:
             raise FedsimError(
-                f"data.clients: this node takes part with {self.minimum_clients} clients or more, "
-                f"got {scenario.data.clients} (minimum_clients)"
+                "data.clients: this node takes part with "
+                f"{number_of(self.minimum_clients, 'client')} or more, got {scenario.data.clients} "
+                "(minimum_clients)"
             )
 
     def check_path(self, path: str) -> None:

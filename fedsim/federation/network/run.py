@@ -61,7 +61,10 @@ class Deployed:
         if link.shared_seed:
             return cls(census, None)
         return cls(
-            census, path.read_bytes() if path.exists() else secrets.token_bytes(_SECRET_BYTES)
+            census,
+            paths.content(path, paths.TEXT)
+            if path.exists()
+            else secrets.token_bytes(_SECRET_BYTES),
         )
 
     @classmethod
@@ -88,7 +91,7 @@ class Deployed:
                 f"{path}: damaged; run the scenario anew, with another --out"
             ) from error
         secret = out / "server.secret"
-        return cls(census, secret.read_bytes() if secret.exists() else None)
+        return cls(census, paths.content(secret, paths.TEXT) if secret.exists() else None)
 
     def save(self, out: Path) -> None:
         """Write it below `out`; the secret is for its owner's eyes alone."""
