@@ -34,6 +34,8 @@ TINY: dict[str, Any] = {
     "observe": {"rounds": ["last"], "clients": [0], "batch_sizes": [1], "trials": 2},
 }
 
+SMALL = {**TINY, "defenses": {"noise": TINY["defenses"]["noise"]}}
+
 
 def nodes(
     home: Path,

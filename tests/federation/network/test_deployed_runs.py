@@ -18,7 +18,9 @@ from fedsim.recording.truth import load_truth
 from fedsim.scenario import expand
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
-from tests.federation.network.nodes_support import LINK, TINY, connect, nodes
+from tests.federation.network.nodes_support import LINK, SMALL, TINY, connect, nodes
+
+pytestmark = pytest.mark.usefixtures("attacks_here")
 
 SHARED = replace(LINK, shared_seed=True)
 
@@ -78,7 +80,7 @@ def test_what_is_unscored_counts_in_no_table(
 
     connect(monkeypatch, nodes(tmp_path / "homes"))
     out = tmp_path / "out"
-    pipeline.run(deployed(), out=out, workers=1, link=LINK)
+    pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK)
     assert leaderboard_rows([out]) == []
     (line,) = unfinished(load_runs([out]))
     assert "UNSCORED" in line and "fedsim collect" in line
@@ -89,9 +91,8 @@ def test_only_with_a_shared_seed_can_its_knower_take_the_noise_off(
     shared: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, homes = tmp_path / "out", tmp_path / "homes"
-    plain = {**TINY, "defenses": {"noise": TINY["defenses"]["noise"]}}
     connect(monkeypatch, nodes(homes, shared_seed=shared))
-    pipeline.run(deployed(plain), out=out, workers=1, link=SHARED if shared else LINK)
+    pipeline.run(deployed(SMALL), out=out, workers=1, link=SHARED if shared else LINK)
     pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
     assert {row["privacy"]["noise_key"] for row in rows(out)} == {"scenario" if shared else "node"}
 
@@ -140,14 +141,14 @@ def test_each_run_draws_noise_of_its_own_and_resumes_with_the_same(
     connect(monkeypatch, nodes(tmp_path / "homes"))
     found = []
     for name in ("first", "second"):
-        pipeline.run(deployed(), out=tmp_path / name, workers=1, link=LINK)
+        pipeline.run(deployed(SMALL), out=tmp_path / name, workers=1, link=LINK)
         found.append(contents(tmp_path / name, "observations/noise"))
     assert not set(found[0].values()) & set(found[1].values())
     (tmp_path / "first" / "results.jsonl").unlink()
     for path in (tmp_path / "first" / "checkpoints").iterdir():
         path.unlink()
     connect(monkeypatch, nodes(tmp_path / "homes"))  # they have been restarted
-    pipeline.run(deployed(), out=tmp_path / "first", resume=True, workers=1, link=LINK)
+    pipeline.run(deployed(SMALL), out=tmp_path / "first", resume=True, workers=1, link=LINK)
     assert contents(tmp_path / "first", "observations/noise") == found[0]
 
 
@@ -156,9 +157,9 @@ def test_a_second_run_leaves_the_truth_of_the_first_alone(
 ) -> None:
     homes = tmp_path / "homes"
     connect(monkeypatch, nodes(homes))
-    pipeline.run(deployed(), out=tmp_path / "first", workers=1, link=LINK)
+    pipeline.run(deployed(SMALL), out=tmp_path / "first", workers=1, link=LINK)
     kept = contents(homes, *(path.name for path in homes.iterdir()))
-    pipeline.run(deployed(), out=tmp_path / "second", workers=1, link=LINK)
+    pipeline.run(deployed(SMALL), out=tmp_path / "second", workers=1, link=LINK)
     after = contents(homes, *(path.name for path in homes.iterdir()))
     truth = {name for name in kept if "truth" in name}
     assert truth and {name: kept[name] for name in truth} == {name: after[name] for name in truth}
@@ -209,12 +210,11 @@ def test_a_link_in_a_nodes_folder_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     homes, out = tmp_path / "homes", tmp_path / "out"
-    plain = {**TINY, "defenses": {"none": []}}
     connect(monkeypatch, nodes(homes))
-    pipeline.run(deployed(plain), out=out, workers=1, link=LINK)
+    pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK)
     secret = tmp_path / "secret"
     secret.write_bytes(b"somebody else's")
-    (kept,) = homes.glob("node-0/runs/*/truth/none/round-0002/client-0000-b1-t0/*.safetensors")
+    (kept,) = homes.glob("node-0/runs/*/truth/noise/round-0002/client-0000-b1-t0/*.safetensors")
     kept.unlink()
     kept.symlink_to(secret)
     with pytest.raises(FedsimError, match="a link"):

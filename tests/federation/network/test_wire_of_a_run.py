@@ -23,7 +23,7 @@ from fedsim.federation.network.overheard import updates
 from fedsim.recording.files import load_observation
 from fedsim.types import FedsimError, Tensors
 
-pytestmark = pytest.mark.usefixtures("attacks_here")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("attacks_here")]
 
 SCENARIO: dict[str, Any] = {
     "name": "wire",
