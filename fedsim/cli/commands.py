@@ -92,6 +92,8 @@ def run(
 
     SCENARIO is a YAML file; docs/scenarios.md describes it.
     """
+    if superlink is not None:
+        network.refuse_unfit(superlink, roots)
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():

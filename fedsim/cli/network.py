@@ -10,6 +10,7 @@ import typer
 from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
 from fedsim.cli.outcome import show
+from fedsim.federation.network import addresses
 
 
 def up(
@@ -118,6 +119,7 @@ def node(
     shared_seed: SharedSeed = False,
 ) -> None:
     """Take part in federations as one client, until you are told to stop."""
+    refuse_unfit(superlink, roots)
     with exits():
         from fedsim.federation.network.node import Membership, serve, until_told
         from fedsim.federation.network.node_app import NodeApp
@@ -150,6 +152,13 @@ def collect(
         finished = collect_truth(folder, homes=homes or [], workers=workers, quiet=quiet)
         if not quiet:
             show(finished)
+
+
+def refuse_unfit(superlink: str, roots: Path | None) -> None:
+    """Ends the command at once, before torch is imported, if nobody may connect so."""
+    if reason := addresses.unfit(superlink, has_roots=roots is not None):
+        typer.secho(f"--superlink: {reason}", err=True, fg="red")
+        raise typer.Exit(2)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -435,3 +435,15 @@ def test_validate_warns_where_no_defense_can_be_compared(
     assert result.stderr.count("\n") == 1
     for fine in ((), (*alone, "--set", "attacks=[]")):
         assert invoke("validate", path, *resolved, *fine).stderr == ""
+
+
+@pytest.mark.parametrize("command", [["run", "x.yaml"], ["node", "--data", "d", "--client", "0"]])
+def test_plaintext_to_another_machine_is_refused_before_anything_heavy(command: list[str]) -> None:
+    code = (
+        "import sys; from fedsim.cli.commands import app; status = app(standalone_mode=False); "
+        "assert 'torch' not in sys.modules; sys.exit(status)"
+    )
+    words = [*command, "--superlink", "10.0.0.1:8000"]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert "--superlink: 10.0.0.1 is another machine" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 
 _BACKLOG = 128
@@ -18,6 +19,32 @@ def split(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` is this machine itself, by its name or number."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def unfit(address: str, *, has_roots: bool) -> str | None:
+    """Why nobody may connect to `address`; None if they may. Without roots there is no TLS."""
+    try:
+        host, port = split(address)
+    except ValueError:
+        port = 0
+    if not 0 < port < 2**16:
+        return f"expected HOST:PORT, got {address!r}"
+    if has_roots or is_loopback(host):
+        return None
+    return (
+        f"{host} is another machine, and without TLS everybody on the way reads the updates; give "
+        "the certificate of its authority with --root-certificates"
+    )
 
 
 def listener(address: str) -> socket.socket:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedsim.federation.network import addresses
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -38,29 +38,6 @@ class Link:
         return None if self.roots is None else paths.content(self.roots, paths.TEXT)
 
 
-def split(address: str, option: str) -> tuple[str, int]:
-    """Return host and port of `address`; an IPv6 host stands in brackets.
-
-    Raises:
-        FedsimError: it is no HOST:PORT; the message starts with `option`.
-    """
-    host, _, port = address.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise FedsimError(f"{option}: expected HOST:PORT, got {address!r}")
-    return host, int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether `host` is this machine itself, by its name or number."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def check(address: str, roots: Path | None, option: str = "--superlink") -> None:
     """Refuse a SuperLink that cannot be reached, or not as safely as off loopback it has to be.
 
@@ -69,12 +46,9 @@ def check(address: str, roots: Path | None, option: str = "--superlink") -> None
             `roots` are missing, or the other way round; its certificate has expired or is not
             vouched for. The message starts with `option`.
     """
-    host, port = split(address, option)
-    if roots is None and not is_loopback(host):
-        raise FedsimError(
-            f"{option}: {host} is another machine, and without TLS everybody on the way reads the "
-            "updates; give the certificate of its authority with --root-certificates"
-        )
+    if reason := addresses.unfit(address, has_roots=roots is not None):
+        raise FedsimError(f"{option}: {reason}")
+    host, port = addresses.split(address)
     try:
         with socket.create_connection((host, port), timeout=_REACH_SECONDS) as plain:
             if roots is None:
