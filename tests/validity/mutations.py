@@ -645,8 +645,8 @@ MUTATIONS = (
         item=8,
         file="fedsim/pipeline.py",
         old="scoring.Guesser(self.described.test_images, self.described.test_labels)",
-        new="scoring.Guesser(self._here()['none'].dataset.train_images, "
-        "self._here()['none'].dataset.train_labels)",
+        new="scoring.Guesser(*(lambda data: (data.train_images, data.train_labels))("
+        "load_dataset(self.scenario)))",
         tests=(ROAD,),
     ),
     Mutation(
@@ -795,7 +795,7 @@ MUTATIONS = (
         item=16,
         file="fedsim/attacking/question.py",
         old="        with rng.global_stream(self.seed):\n",
-        new="    if True:\n",
+        new="        if True:\n",
         tests=(FOREIGN,),
     ),
     Mutation(
