@@ -323,3 +323,14 @@ def test_every_package_is_installed() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     found = {name for name, path in MODULES.items() if path.name == "__init__.py"}
     assert set(declared["tool"]["setuptools"]["packages"]) == found
+
+
+def test_tests_import_their_helpers_as_pytest_finds_them() -> None:
+    """`tests.` is found by `python -m pytest` alone, which puts the folder it runs in first."""
+    helpers = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in imports(path)
+        if name.split(".")[0] == "tests"
+    }
+    assert helpers == set()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from nodes_support import LINK, SMALL, TINY, connect, nodes
 
 from fedsim import pipeline, rng
 from fedsim.federation.network.link import Link
@@ -18,7 +19,6 @@ from fedsim.recording.truth import load_truth
 from fedsim.scenario import expand
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
-from tests.federation.network.nodes_support import LINK, SMALL, TINY, connect, nodes
 
 pytestmark = pytest.mark.usefixtures("attacks_here")
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from flwr.app import Context, Message, RecordDict
+from nodes_support import TINY, nodes
 
 from fedsim.federation import wire
 from fedsim.federation.local import identity
@@ -24,7 +25,6 @@ from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario, expand
 from fedsim.types import FedsimError
-from tests.federation.network.nodes_support import TINY, nodes
 
 RUN = "0123456789abcdef"
 
