@@ -67,6 +67,26 @@ class Aggregate(AggregationDefense):
         return Effect()
 
 
+def summed(updates: Iterable[Update], who: str) -> Update:
+    """Sum of tensors, added up in float64, and mean of buffers; `num_examples` is the total.
+
+    `who` asks, for the message.
+
+    Raises:
+        FedsimError: there is no update, or their tensors differ in name or shape.
+    """
+    count = examples = 0
+    tensors, buffers = Mean(torch.float64), Mean()
+    for update in updates:
+        count += 1
+        examples += update.num_examples
+        tensors.move_towards(update.tensors, 1 / count)
+        buffers.move_towards(update.buffers, 1 / count)
+    if count == 0:
+        raise FedsimError(f"{who}: no client sent an update in this round")
+    return Update(tensors=tensors.read(times=count), buffers=buffers.read(), num_examples=examples)
+
+
 @final
 class Mean:
     """A running weighted mean of equally shaped updates."""

@@ -13,7 +13,7 @@ from pydantic import Field
 from fedsim.contracts.defense import NoisyAggregation, ServerRound, add_gaussian
 from fedsim.contracts.guarantee import Guarantee, Mechanism
 from fedsim.types import Effect, FedsimError, Noise, Update
-from fedsim_defenses.aggregate import Mean
+from fedsim_defenses.aggregate import summed
 
 _ROUNDING = 2.0**-22
 """Of a client's bound, for each client asked: how far rounding may part the sums of two worlds.
@@ -56,20 +56,7 @@ class DPFTRL(NoisyAggregation):
         Raises:
             FedsimError: there is no update, or their tensors differ in name or shape.
         """
-        count = examples = 0
-        tensors, buffers = Mean(torch.float64), Mean()
-        for update in updates:
-            count += 1
-            examples += update.num_examples
-            tensors.move_towards(update.tensors, 1 / count)
-            buffers.move_towards(update.buffers, 1 / count)
-        if count == 0:
-            raise FedsimError("dp_ftrl: no client sent an update in this round")
-        return Update(
-            tensors=tensors.read(times=count),
-            buffers=buffers.read(),
-            num_examples=examples,
-        )
+        return summed(updates, "dp_ftrl")
 
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """See the class."""

@@ -512,4 +512,4 @@ class PrivacyClaim:
     reason: str | None
     """Why ε is ∞, if it is."""
     covers: str = ""
-    """Which releases it covers, in words."""
+    """Which releases it covers, and under what conditions, in words."""

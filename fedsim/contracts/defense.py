@@ -7,6 +7,7 @@ Each states what it does to the *guarantee* proven so far (`fedsim.contracts.gua
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -257,6 +258,49 @@ class NoisyAggregation(AggregationDefense):
     @abstractmethod
     def add_noise(self, combined: Update, round: ServerRound) -> Update:
         """Returns what `combine` returned, with the server's noise. Does not mutate `combined`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumTerms:
+    """What a secure sum is made of: all of it public, and none of it the server's choice."""
+
+    threshold: float
+    """Share of a round's participants that has to be in a sum; above 1/2."""
+    colluding: float
+    """Share of them that may tell the server all they know."""
+    range: float
+    """Entries of an update are clipped to [-range, range]."""
+    buffer_range: float
+    """Entries of buffers are clipped to [-buffer_range, buffer_range]."""
+    most_examples: int
+    """What a client counts at most; a client counts its examples over that."""
+    norm: float
+    """L2 bound on an update that noise is made for; inf without noise."""
+    noise: float
+    """Standard deviation of the noise on a sum over as few honest clients as may be in one."""
+
+    def client_noise(self, participants: int) -> float:
+        """Standard deviation of what each of so many participants adds to an entry."""
+        return self.noise / math.sqrt(participants * (self.threshold - self.colluding))
+
+
+class SecureAggregation(NoisyAggregation):
+    """An aggregation that clients carry out with the server, who sees masked vectors and their sum.
+
+    The federation runs the protocol (`fedsim.federation.secure_aggregation`), on the terms that the
+    defense states. `combine` and `add_noise` are what it comes to: the ideal functionality, with a
+    trusted party in place of masks.
+    """
+
+    @abstractmethod
+    def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
+        """Returns what a sum is made of, given what is proven of each client's update.
+
+        `most_examples` is how many a client can report.
+
+        Raises:
+            FedsimError: nothing bounds what a client adds.
+        """
 
 
 Defense = DataDefense | StatisticDefense | UpdateDefense | TrainingDefense | AggregationDefense

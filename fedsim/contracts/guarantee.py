@@ -28,7 +28,8 @@ class Mechanism:
     says how each drew its own batch from the client's data (None: an example may be in every one).
     `correlation` is λ where a client's t-th release has the noise
     z_t - λ z_(t-1), over all its rounds; `noise_multiplier` is then that of z_t. `shared` says that
-    the noise is the server's: t counts the federation's rounds, whoever takes part in them.
+    the noise is the server's: t counts the federation's rounds, whoever takes part in them. `holds`
+    says in words of what the noise multiplier depends, if it depends on others than the client.
     """
 
     noise_multiplier: float
@@ -38,6 +39,7 @@ class Mechanism:
     sampling: Sampling | None = None
     correlation: float = 0.0
     shared: bool = False
+    holds: str = ""
 
     @property
     def reach(self) -> int:

@@ -16,6 +16,7 @@ from flwr.clientapp import ClientApp
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
 from fedsim.federation.noise_use import asked
+from fedsim.federation.secure_aggregation.answers import Answers, Party
 from fedsim.recording.files import save_observation
 from fedsim.recording.truth import forget_truth, save_truth
 from fedsim.scenario import Scenario
@@ -47,12 +48,23 @@ def _workload(scenario: str, stack: str) -> Workload:
     return Workload(Scenario.model_validate_json(scenario), stack)
 
 
-def build(job: Job, workload: Workload | None = None) -> ClientApp:
-    """The ClientApp of `job`; `workload` spares this process building it."""
+def build(job: Job, workload: Workload | None = None, party: Party | None = None) -> ClientApp:
+    """The ClientApp of `job`.
+
+    Args:
+        job: What every process is told.
+        workload: Spares this process building it.
+        party: Who the client is in secure sums, where it is on a machine of its own.
+    """
     client = Client(job, workload)
+    sums = Answers(client, party)
     app = ClientApp()
     app.train()(client.train)
     app.train(wire.PROBE)(client.probe)
+    app.train(wire.KEYS)(sums.keys)
+    app.train(wire.SHARES)(sums.shares)
+    app.train(wire.MASKED)(sums.masked)
+    app.train(wire.UNMASK)(sums.unmask)
     app.query(wire.IDENTIFY)(client.identify)
     app.query(wire.LEFT_OUT)(client.left_out)
     return app
@@ -65,6 +77,11 @@ class Client:
         self._job = job
         self._given = workload
 
+    @property
+    def out(self) -> Path:
+        """Where clients keep what they remember."""
+        return Path(self._job.out)
+
     def __reduce__(self) -> tuple[type[Client], tuple[Job]]:
         """Engines ship the app to other processes: with the job, without the data."""
         return Client, (self._job,)
@@ -74,18 +91,18 @@ class Client:
 
         Builds the workload, so that no round waits for it.
         """
-        client, done = self._client(context), wire.read_done(message.content)
-        ClientState(Path(self._job.out), self._workload.stack_name, client).rewind(done)
+        client, done = self.client(context), wire.read_done(message.content)
+        ClientState(self.out, self.workload.stack_name, client).rewind(done)
         return Message(wire.identity(client), reply_to=message)
 
     def left_out(self, message: Message, context: Context) -> Message:
         """Remove the truth of an answer that is no part of what was recorded."""
         order = wire.read_order(message.content)
-        client, out = self._client(context), Path(self._job.out)
-        for observation in self._workload.recorded_as(order.round, client, order.probe):
+        client, out = self.client(context), self.out
+        for observation in self.workload.recorded_as(order.round, client, order.probe):
             forget_truth(out, observation, client)
         if order.probe is None:
-            ClientState(out, self._workload.stack_name, client).forget_sent(order.round)
+            ClientState(out, self.workload.stack_name, client).forget_sent(order.round)
         return Message(wire.identity(client), reply_to=message)
 
     def train(self, message: Message, context: Context) -> Message:
@@ -98,20 +115,36 @@ class Client:
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
         order = wire.read_order(message.content)
-        if not self._workload.schedule.plans(order.round, order.probe):
+        if not self.workload.schedule.plans(order.round, order.probe):
             raise FedsimError(f"no such probe is planned for round {order.round}: {order.probe}")
         return self._respond(message, context, order)
 
     def _respond(self, message: Message, context: Context, order: wire.Order) -> Message:
-        client, round, workload = self._client(context), order.round, self._workload
+        if self.workload.protocol:
+            raise FedsimError(
+                "an update was asked for as it is, and this stack releases masked ones alone "
+                "(secure_aggregation)"
+            )
+        result = self.compute(self.client(context), order)
+        loss = result.loss if self.workload.reports_loss else None
+        return Message(wire.answer(result.update, loss), reply_to=message)
+
+    def compute(self, client: int, order: wire.Order) -> ClientResult:
+        """What `client` releases to answer `order`; its truth and state are kept.
+
+        Raises:
+            FedsimError: the round is none of the scenario's, or the client has answered in it for
+                other weights.
+        """
+        round, workload = order.round, self.workload
         if round > workload.scenario.training.rounds:
             raise FedsimError(
                 f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
             )
-        memory = ClientState(Path(self._job.out), workload.stack_name, client)
+        memory = ClientState(self.out, workload.stack_name, client)
         if order.probe is None:
             self._look(client, order, memory)
-        if workload.claims:
+        if workload.claims or workload.protocol:
             memory.answer(asked(round, order.probe), order.parameters)
         result = workload.client_update(
             client,
@@ -129,40 +162,39 @@ class Client:
             update = replace(update, buffers={})
         if order.probe is None and client in workload.schedule.lookers(round):
             memory.save_sent(round, participant.sent(update, order.parameters, order.buffers))
-        loss = result.loss if workload.reports_loss else None
-        return Message(wire.answer(update, loss), reply_to=message)
+        return replace(result, update=update)
 
     def _keep_truth(self, client: int, order: wire.Order, result: ClientResult) -> None:
         if result.truth:
-            for observation in self._workload.recorded_as(order.round, client, order.probe):
-                save_truth(result.truth, Path(self._job.out), observation, client)
+            for observation in self.workload.recorded_as(order.round, client, order.probe):
+                save_truth(result.truth, self.out, observation, client)
 
     def _look(self, client: int, order: wire.Order, memory: ClientState) -> None:
         """Record what the new global model tells `client` of the others' round before, if it looks.
 
         Whoever was told that its own answer is no part of that round has nothing to take off.
         """
-        if order.round > 1 and client in self._workload.schedule.lookers(order.round - 1):
+        if order.round > 1 and client in self.workload.schedule.lookers(order.round - 1):
             sent = memory.sent(order.round - 1)
             if sent:
                 seen = participant.look(
-                    self._workload,
+                    self.workload,
                     client,
                     order.round - 1,
                     sent,
                     order.parameters,
                     {**self._constants, **order.buffers},
                 )
-                save_observation(seen, Path(self._job.out))
+                save_observation(seen, self.out)
 
-    def _client(self, context: Context) -> int:
+    def client(self, context: Context) -> int:
         """The client's id, as its own node was configured.
 
         Raises:
             FedsimError: it is not one of the scenario's clients.
         """
         client = context.node_config.get("partition-id")
-        clients = self._workload.scenario.data.clients
+        clients = self.workload.scenario.data.clients
         if not isinstance(client, int) or isinstance(client, bool) or not 0 <= client < clients:
             raise FedsimError(
                 f"partition-id {client!r} is not a client of this scenario; expected 0 to "
@@ -173,11 +205,12 @@ class Client:
     @cached_property
     def _constants(self) -> Tensors:
         """Integer buffers (batch norm's counter): they never change and never cross the wire."""
-        _, buffers = self._workload.initial()
+        _, buffers = self.workload.initial()
         return {name: value for name, value in buffers.items() if not value.is_floating_point()}
 
     @cached_property
-    def _workload(self) -> Workload:
+    def workload(self) -> Workload:
+        """What it computes."""
         if self._given is not None:
             return self._given
         threads.fix(self._job.threads)

@@ -5,15 +5,22 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
                                                                     looks at the next global model
     OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
+    OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it opened secure sums
+    OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
 """
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from fedsim.federation.noise_use import notes, use_once
 from fedsim.recording import truth
@@ -21,9 +28,11 @@ from fedsim.recording.files import (
     read_tensors,
     remove_rounds,
     remove_torn,
+    write_bytes,
     write_tensors,
 )
-from fedsim.types import Tensors
+from fedsim.system import paths
+from fedsim.types import FedsimError, Tensors
 
 _FILE = re.compile(r"round-(\d{4,6})\.safetensors")
 
@@ -100,6 +109,41 @@ class ClientState:
         """
         path = notes(self.out, self.stack, self._path(0).parent.name)
         use_once(path, asked, weights, f"client {self.client}")
+
+    def open_sum(self, round: int, survivors: Collection[int]) -> None:
+        """Note that the client opens the secure sum of `round` for these clients, and no others.
+
+        Of two sums that differ in who is in them, the difference is what a client sent.
+
+        Raises:
+            FedsimError: it has opened that round's for others.
+        """
+        path = self._path(0).with_name("opened.jsonl")
+        members = {"survivors": torch.tensor(sorted(survivors))}
+        use_once(path, (round,), members, f"client {self.client}", "part of the sum's masks")
+
+    def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
+        """Keep what the client remembers of the secure sum of `round`, from others than its owner.
+
+        It takes the place of what it remembers of any other.
+        """
+        content = json.dumps({"round": round, "memory": memory}).encode()
+        write_bytes(self._path(0).with_name("sum.json"), content, private=True)
+
+    def sum_of(self, round: int) -> dict[str, Any]:
+        """What `save_sum` kept; empty if it kept nothing of that round.
+
+        Raises:
+            FedsimError: it is damaged.
+        """
+        path = self._path(0).with_name("sum.json")
+        if not path.exists():
+            return {}
+        try:
+            kept = json.loads(paths.text(path, paths.TEXT))
+            return dict(kept["memory"]) if kept["round"] == round else {}
+        except (ValueError, KeyError, TypeError) as error:
+            raise FedsimError(f"{path}: damaged; the client misses this round's sum") from error
 
     def _rounds(self) -> list[int]:
         home = self._path(0).parent

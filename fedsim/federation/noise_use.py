@@ -27,7 +27,9 @@ def notes(out: Path, stack: str, who: str) -> Path:
     return out / "client_state" / stack / who / "answered.jsonl"
 
 
-def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> None:
+def use_once(
+    path: Path, own: tuple[int, ...], values: Tensors, who: str, what: str = "noise"
+) -> None:
     """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
 
     Args:
@@ -35,11 +37,12 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
         own: As `asked` says.
         values: What decides the release, or the release itself.
         who: Uses the noise, for the message.
+        what: It uses, for the message.
 
     Raises:
         FedsimError: it was used for other values, or `path` is damaged.
     """
-    at = _digest(values)
+    at = digest(values)
     text = paths.text(path, paths.TEXT) if path.exists() else ""
     try:
         noted = [json.loads(line) for line in text.splitlines()]
@@ -51,7 +54,7 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
         ) from error
     if before and at not in before:
         raise FedsimError(
-            f"{who} has answered in round {own[0]} for other values, and its noise is not used "
+            f"{who} has answered in round {own[0]} for other values, and its {what} is not used "
             "twice: run the scenario anew, with another --out"
         )
     if not before:
@@ -59,7 +62,8 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
         write_bytes(path, (text + line).encode())
 
 
-def _digest(values: Tensors) -> str:
+def digest(values: Tensors) -> str:
+    """By which tensors, with their names, are told from others; hexadecimal."""
     digest = hashlib.sha256()
     for name in sorted(values):
         value = values[name].detach().cpu().contiguous()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-REASONS = ("client_error", "late", "malformed", "non_finite")
+REASONS = ("client_error", "late", "malformed", "non_finite", "too_few")
 """Why an update is left out of a round: the client raised an error; it did not answer in time; its
-answer had wrong names, shapes, types or counts; its answer held NaN or infinity."""
+answer had wrong names, shapes, types or counts; its answer held NaN or infinity; it is one of too
+few for what the clients share, so that nothing was combined."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,10 +35,8 @@ def judge(reply: Message | None, expected: wire.Shape) -> Verdict:
     An update of zeros is accepted. One that is not finite is left out, and returned all the same:
     the server did see it.
     """
-    if reply is None:
-        return Verdict(reason="late", text="no answer in time")
-    if reply.has_error():
-        return Verdict(reason="client_error", text=_last_line(reply.error.reason))
+    if reply is None or reply.has_error():
+        return unanswered(reply)
     try:
         answer = wire.read_answer(reply.content, expected)
     except wire.MalformedError as error:
@@ -49,6 +47,15 @@ def judge(reply: Message | None, expected: wire.Shape) -> Verdict:
     if answer.loss is not None and not math.isfinite(answer.loss):
         return Verdict(answer, "non_finite", f"the loss is {answer.loss}")
     return Verdict(answer)
+
+
+def unanswered(reply: Message | None) -> Verdict:
+    """Why a reply without content, or none at all (None), is left out."""
+    if reply is None:
+        return Verdict(reason="late", text="no answer in time")
+    if reply.has_error():
+        return Verdict(reason="client_error", text=_last_line(reply.error.reason))
+    return Verdict(reason="malformed", text="the answer is empty")
 
 
 def is_zero(update: Tensors) -> bool:

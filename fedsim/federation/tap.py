@@ -9,8 +9,8 @@ is looked at; a round is never held in memory.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,9 @@ from fedsim.federation.averaging import Averages, Mean
 from fedsim.federation.delivery import Delivery, exchange
 from fedsim.federation.noise_use import asked, notes, use_once
 from fedsim.federation.screening import Tally, judge
+from fedsim.federation.secure_aggregation import plan
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
 from fedsim.federation.spool import BUDGET, Spool, lazy_record, scratch
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
@@ -125,11 +128,13 @@ class TapGrid(Grid):
         if not isinstance(arrays, ArrayRecord):
             raise FedsimError(f"the strategy sends no {wire.ARRAYS!r} to the clients")
         self._arrays, self._parameters = arrays, wire.decode(arrays)
+        seconds = self._server.scenario.federation.timeout if timeout is None else timeout
+        if self._server.protocol:
+            return self._securely([self._client(message) for message in jobs], seconds)
         content = self._order(arrays, None)
         for message in jobs:
             message.content = content
         self.tally.bytes_down = wire.size(content) * len(jobs)
-        seconds = self._server.scenario.federation.timeout if timeout is None else timeout
         probes = self._server.schedule.probes(self._round)
         observed = self._server.schedule.observed(self._round)
         orders = [_Ordered(message, self._client(message), None) for message in jobs]
@@ -142,6 +147,65 @@ class TapGrid(Grid):
         if probes:
             self._probe(probes, observed, seconds)
         return replies
+
+    def _securely(self, clients: Sequence[int], timeout: float) -> list[Message]:
+        """Carry out the round's secure sum, of training and of all probes; record what is seen."""
+        server, tally = self._server, self.tally
+        parts, layout = plan.parts(server, self._round), plan.layout(server, self._round)
+        trained = self._parameters
+        planted = server.plant_probe(trained, self._round)
+        is_recorded = [probe is not None or len(parts) == 1 for probe in parts]
+        seen_alone = set(server.schedule.singled(self._round))
+
+        def record(part: int, client: int, update: Update, num_clients: int) -> None:
+            if is_recorded[part] and server.schedule.is_observed(self._round):
+                self._parameters = trained if parts[part] is None else planted
+                self._record(client, update, parts[part], num_clients=num_clients)
+                self._parameters = trained
+
+        def on_masked(client: int, vector: Ring) -> None:
+            for part in range(len(parts)) if client in seen_alone else ():
+                record(part, client, layout.masked(vector, part), 1)
+
+        sum = SecureSum(
+            self._grid,
+            plan.terms(server, self._round),
+            layout,
+            round=self._round,
+            nodes=self._nodes,
+            timeout=timeout,
+            expire=self._delivery.own_machines,
+            tally=tally,
+        )
+        model = Model(
+            parameters=self._arrays,
+            buffers=wire.encode(self._buffers),
+            planted=None if planted is trained else wire.encode(planted),
+        )
+        with self._averaging(server.schedule.probes(self._round)):
+            opened = sum.run(clients, model, on_masked)
+            updates = []
+            if opened is not None:
+                for part in range(len(parts)):
+                    updates.append(layout.sum_of(opened.total, part, len(opened.clients)))
+                    record(part, -1, updates[part], len(opened.clients))
+        left_out = set(self._participants) - set(sum.arrived)
+        for probe in parts:
+            if left_out and server.schedule.is_observed(self._round):
+                self._tell_left_out(probe, left_out)
+        if opened is None:
+            tally.failures["too_few"] += len(sum.arrived)
+            tally.probe_failures += len(parts) - 1
+            return []
+        tally.accepted = tuple(opened.clients)
+        return [self._combined(updates[0], opened.reply)]
+
+    def _combined(self, combined: Update, reply: Message) -> Message:
+        """What the strategy gets where the server sees one update; also the new buffers."""
+        self._new_buffers = combined.buffers or self._buffers
+        weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
+        reply.content = _result(wire.encode(weights), combined.num_examples, None)
+        return reply
 
     def _probe(self, probes: Sequence[Probe], observed: Collection[int], timeout: float) -> None:
         """Exchange and record `probes` of the `observed` clients."""
@@ -165,26 +229,28 @@ class TapGrid(Grid):
         """Ask all `observed` clients for all `probes` at once, as often as the scenario says."""
         budget = BUDGET // len(probes)
         with ExitStack() as until_answered:
-
-            def folder(purpose: str, number: int) -> Path:
-                return self._scratch / f"{purpose}-{number:04d}"
-
             spools = [
-                until_answered.enter_context(Spool(folder("probe", number), budget))
+                until_answered.enter_context(Spool(self._scratch / f"probe-{number:04d}", budget))
                 for number in range(len(probes))
             ]
-            averages = {
-                (probe.batch_size, probe.trial): until_answered.enter_context(
-                    Averages(folder("mean", number), budget)
-                )
-                for number, probe in enumerate(probes)
-            }
-            self._averages = averages
+            until_answered.enter_context(self._averaging(probes, budget))
             for release in range(self._server.scenario.observe.releases):
                 again = [replace(probe, release=release) for probe in probes]
                 self._release(dict(zip(again, spools, strict=True)), arrays, observed, timeout)
-            for probe, own in zip(probes, averages.values(), strict=True):
-                for mean in own.means():
+
+    @contextmanager
+    def _averaging(self, probes: Sequence[Probe], budget: int = BUDGET) -> Iterator[None]:
+        """Average the releases of each of `probes` inside the block, and record them at its end."""
+        with ExitStack() as until_recorded:
+            self._averages = {
+                (probe.batch_size, probe.trial): until_recorded.enter_context(
+                    Averages(self._scratch / f"mean-{number:04d}", budget)
+                )
+                for number, probe in enumerate(probes)
+            }
+            yield
+            for probe in probes:
+                for mean in self._averages[probe.batch_size, probe.trial].means():
                     self._save(probe, mean)
 
     def _release(
@@ -257,11 +323,7 @@ class TapGrid(Grid):
             return []
         combined = self._combine(spool, None, record=record)
         if combined is not None:
-            self._new_buffers = combined.buffers or self._buffers
-            weights = {n: self._apply_update(n, combined.tensors[n]) for n in self._parameters}
-            first = accepted[min(accepted)]
-            first.content = _result(wire.encode(weights), combined.num_examples, None)
-            return [first]
+            return [self._combined(combined, accepted[min(accepted)])]
         self._new_buffers = spool.mean_buffers(self._expected.buffers) or self._buffers
         for client, reply in accepted.items():
             arrays = lazy_record(self._parameters, partial(self._weight, client))

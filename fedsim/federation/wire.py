@@ -33,6 +33,9 @@ IDENTIFY = "identify"
 LEFT_OUT = "left_out"
 """Action of a query: your answer to this order is no part of what was recorded."""
 
+KEYS, SHARES, MASKED, UNMASK = "keys", "shares", "masked", "unmask"
+"""Actions of training messages: the stages of a secure sum."""
+
 ARRAYS = "arrays"
 BUFFERS = "buffers"
 CONFIG = "config"
@@ -114,17 +117,17 @@ def read_order(content: RecordDict) -> Order:
     Raises:
         MalformedError: a part is missing or of another type.
     """
-    parameters, buffers = _arrays(content, ARRAYS), _arrays(content, BUFFERS)
-    config = _config(content)
+    parameters, buffers = arrays_of(content, ARRAYS), arrays_of(content, BUFFERS)
+    config = config_of(content)
     probe = None
     if PROBE_SIZE in config:
         probe = Probe(
-            batch_size=_integer(config, PROBE_SIZE, 1),
-            trial=_integer(config, PROBE_TRIAL, 0),
-            release=_integer(config, PROBE_RELEASE, 0),
+            batch_size=integer(config, PROBE_SIZE, 1),
+            trial=integer(config, PROBE_TRIAL, 0),
+            release=integer(config, PROBE_RELEASE, 0),
         )
     return Order(
-        round=_integer(config, ROUND, 1),
+        round=integer(config, ROUND, 1),
         parameters=decode(parameters),
         buffers=decode(buffers),
         probe=probe,
@@ -158,9 +161,9 @@ def read_answer(content: RecordDict, expected: Shape) -> Answer:
         raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
     return Answer(
         update=Update(
-            tensors=_expected(_arrays(content, ARRAYS), expected.update),
-            num_examples=_integer(metrics, EXAMPLES, 1),
-            buffers=_expected(_arrays(content, BUFFERS), expected.buffers),
+            tensors=fitted(arrays_of(content, ARRAYS), expected.update),
+            num_examples=integer(metrics, EXAMPLES, 1),
+            buffers=fitted(arrays_of(content, BUFFERS), expected.buffers),
         ),
         loss=loss,
     )
@@ -177,7 +180,7 @@ def read_done(content: RecordDict) -> int:
     Raises:
         MalformedError: the greeting does not say.
     """
-    return _integer(_config(content), ROUND, 0)
+    return integer(config_of(content), ROUND, 0)
 
 
 def identity(client: int) -> RecordDict:
@@ -191,7 +194,7 @@ def read_client(content: RecordDict) -> int:
     Raises:
         MalformedError: it does not say.
     """
-    return _integer(_config(content), CLIENT, 0)
+    return integer(config_of(content), CLIENT, 0)
 
 
 def size(content: RecordDict) -> int:
@@ -227,7 +230,12 @@ def _field(length: int) -> int:
     return 1 + max(1, (length.bit_length() + 6) // 7) + length
 
 
-def _expected(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
+def fitted(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
+    """Decode arrays that have the names, types and shapes of `like`.
+
+    Raises:
+        MalformedError: they have others.
+    """
     if set(record) != set(like):
         odd = sorted(set(record) ^ set(like))
         raise MalformedError(f"wrong names: {_listed(odd)} (missing, or not of the model)")
@@ -277,21 +285,36 @@ def _parsed(header: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
     return np.lib.format.read_array_header_1_0(buffer)
 
 
-def _arrays(content: RecordDict, key: str) -> ArrayRecord:
+def arrays_of(content: RecordDict, key: str) -> ArrayRecord:
+    """The arrays of a message under `key`.
+
+    Raises:
+        MalformedError: there are none.
+    """
     record = content.get(key)
     if not isinstance(record, ArrayRecord):
         raise MalformedError(f"{key!r} is not an array record")
     return record
 
 
-def _config(content: RecordDict) -> ConfigRecord:
+def config_of(content: RecordDict) -> ConfigRecord:
+    """The numbers and texts of a message.
+
+    Raises:
+        MalformedError: there are none.
+    """
     record = content.get(CONFIG)
     if not isinstance(record, ConfigRecord):
         raise MalformedError(f"the message has no {CONFIG!r}")
     return record
 
 
-def _integer(record: Mapping[str, object], key: str, least: int) -> int:
+def integer(record: Mapping[str, object], key: str, least: int) -> int:
+    """An integer of a record, from `least` on.
+
+    Raises:
+        MalformedError: it is not there, or something else.
+    """
     value = record.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < _MAX_EXAMPLES:
         raise MalformedError(f"{key} is {str(value)[:40]!r}, expected an integer from {least}")

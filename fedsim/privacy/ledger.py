@@ -210,6 +210,7 @@ def _stated(epsilon: float, delta: float, mechanism: Proven, accountant: str) ->
         unit=mechanism.unit,
         relation=mechanism.relation,
         reason=None,
+        covers=mechanism.holds if isinstance(mechanism, Mechanism) else "",
     )
 
 

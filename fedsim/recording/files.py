@@ -268,8 +268,11 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     write_bytes(target / place, path.read_bytes())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write `content` whole or not at all: a reader sees the old file or the new one."""
+def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+    """Write `content` whole or not at all: a reader sees the old file or the new one.
+
+    A `private` file can be read by its owner alone.
+    """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TORN)
@@ -279,7 +282,7 @@ def write_bytes(path: Path, content: bytes) -> None:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            temporary.chmod(0o644)
+            temporary.chmod(0o600 if private else 0o644)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

@@ -83,7 +83,7 @@ def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
         count = asked * scenario.observe.trials * scenario.observe.releases
         told = f" and {number_of(count, 'probe release')}"
         covers += told if counted else ", probes declared outside of the deployment"
-    return replace(worst, covers=covers)
+    return _covering(worst, covers)
 
 
 def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
@@ -118,7 +118,12 @@ def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
     ]
     kind = "probe" if probing else "training update"
     covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
-    return replace(max(claims, key=lambda claim: claim.epsilon), covers=covers)
+    return _covering(max(claims, key=lambda claim: claim.epsilon), covers)
+
+
+def _covering(claim: PrivacyClaim, releases: str) -> PrivacyClaim:
+    """The claim, with what it covers before what it holds under, if there is any such thing."""
+    return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)
 
 
 def spent_by(server: Server, round: int) -> PrivacyClaim:

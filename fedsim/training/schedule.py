@@ -69,6 +69,12 @@ class Schedule:
             return list(range(self.scenario.data.clients)) if probing else taking_part
         return sorted(wanted) if probing else [c for c in taking_part if c in wanted]
 
+    def singled(self, round: int) -> list[int]:
+        """Participants of `round` whose own answers are recorded, though the server combines them:
+        their parts of a secure sum."""
+        wanted = self.scenario.observe.clients
+        return [c for c in self.observed(round) if wanted == "all" or c in wanted]
+
     def lookers(self, round: int) -> list[int]:
         """Participants of `round` who learn the others' mean update from the next global model.
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.contracts.defense import NoisyAggregation, ServerRound
+from fedsim.contracts.defense import NoisyAggregation, SecureAggregation, ServerRound, SumTerms
 from fedsim.contracts.guarantee import Release
 from fedsim.contracts.learner import Computation, Evaluation, Learner
 from fedsim.contracts.stack import Stack
@@ -33,6 +33,7 @@ from fedsim.training.blame import blaming
 from fedsim.training.census import Census
 from fedsim.training.schedule import Probe, Schedule
 from fedsim.types import (
+    UNKNOWN,
     Dataset,
     Effect,
     FedsimError,
@@ -42,6 +43,7 @@ from fedsim.types import (
     Table,
     Tensors,
     Update,
+    Vantage,
     Watcher,
 )
 
@@ -130,6 +132,24 @@ class Server:
         return any(held.mechanism for held in self.stack.guarantees(self.declared, self.release))
 
     @property
+    def protocol(self) -> SecureAggregation | None:
+        """The secure aggregation by which clients answer, if the stack has one."""
+        aggregation = self.stack.aggregation
+        return aggregation if isinstance(aggregation, SecureAggregation) else None
+
+    def sum_terms(self, probe: Probe | None) -> SumTerms:
+        """What a secure sum of the answers to `probe`, or (None) of training, is made of.
+
+        Raises:
+            FedsimError: nothing bounds what a client adds.
+        """
+        assert self.protocol is not None
+        declared = self.declared_for(probe)
+        *_, before, _ = self.stack.guarantees(declared, self.release)
+        most = self.stack.training(declared).num_images if self.trains else 1
+        return self.protocol.terms(before, most)
+
+    @property
     def schedule(self) -> Schedule:
         """Who takes part when, and what is recorded."""
         aggregated = self.stack.aggregation is not None
@@ -191,11 +211,18 @@ class Server:
                     for client in self.schedule.lookers(round):
                         yield self._recording(round, client, watcher, num_clients=others)
                     continue
-                combined = watcher == "server" and self.stack.aggregation and clients
                 for probe in asked:
-                    for client in [-1] if combined else clients:
+                    for client in self._seen_of(watcher, round):
                         count = len(clients) if client < 0 else 1
                         yield self._recording(round, client, watcher, probe, num_clients=count)
+
+    def _seen_of(self, watcher: Watcher, round: int) -> list[int]:
+        """Whose answers `watcher` sees in `round`; -1: their combination."""
+        clients = self.schedule.observed(round)
+        if self.protocol:
+            combined = [-1] if watcher == "server" and clients else []
+            return [*combined, *self.schedule.singled(round)]
+        return [-1] if watcher == "server" and self.stack.aggregation and clients else clients
 
     def _recording(
         self,
@@ -273,10 +300,15 @@ class Server:
     ) -> Observation:
         """What `watcher` saw of `update`; client -1: the aggregate.
 
-        Of several `releases` it is their mean.
+        Of several `releases` it is their mean. One client's part of a secure sum is masked, and so
+        altered in a way that nobody knows who has not all of the sum's secrets.
         """
         spec = self.computation.describe()
         assert spec is not None
+        vantage: Vantage = watcher
+        if watcher == "server" and client < 0:
+            vantage = "aggregate"
+        masked = self.protocol is not None and client >= 0 and watcher != "client"
         refs = self.scenario.defenses[self.stack_name]
         return Observation(
             id=self.observation_id(round, client, probe, watcher),
@@ -287,8 +319,8 @@ class Server:
             spec=spec,
             training=self.stack.training(self.declared_for(probe)),
             defense=announced(self.stack, refs, self.declared_for(probe), self.release),
-            effect=self.effect(probe),
-            vantage=self.stack.vantage if watcher == "server" else watcher,
+            effect=UNKNOWN if masked else self.effect(probe),
+            vantage=vantage,
             round=round,
             client=client,
             num_clients=num_clients,
@@ -312,10 +344,13 @@ class Server:
         """The ids of all that is recorded of which `client`'s answer is a part."""
         ids = []
         if client in self.schedule.observed(round) and (probe or not self.schedule.probes(round)):
-            seen_as = -1 if self.stack.aggregation else client
+            seen_as = [-1] if self.stack.aggregation else [client]
+            if self.protocol and client in self.schedule.singled(round):
+                seen_as.append(client)
             ids += [
-                self.observation_id(round, seen_as, probe, watcher)
+                self.observation_id(round, number, probe, watcher)
                 for watcher in self.schedule.watchers
+                for number in seen_as
             ]
         if probe is None and client in self.schedule.participants(round):
             ids += [

@@ -1,0 +1,165 @@
+"""Secure aggregation as a protocol: clients mask what they send, and the server learns the sum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Annotated, ClassVar, final
+
+from pydantic import Field, model_validator
+
+from fedsim.contracts.defense import SecureAggregation as Protocol
+from fedsim.contracts.defense import ServerRound, SumTerms, add_gaussian
+from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.types import Effect, FedsimError, Noise, Tensors, Update
+from fedsim_defenses.aggregate import Aggregate, summed
+
+_ROUNDING = 1e-9
+"""Of the noise, relative: more than what float64 may add to the length of a rounded vector."""
+
+
+@final
+class SecureAggregation(Protocol):
+    """Adds up masked vectors modulo 2^32 or 2^64; the server opens their sum and nothing else.
+
+    Each client clips entries to [-`range`, `range`] and multiplies them by its number of examples
+    over the most that a client can have (the sum of these is in the vector, too), rounds them
+    stochastically and adds masks: one of its own, and one in common with each neighbour. A sum
+    opens if `threshold` of the participants are in it and as many give their shares of what is
+    left of the masks; with fewer, nothing does, and the model stays as it was.
+
+    With a `noise_multiplier` z each client also adds noise, so that any sum that opens has noise of
+    at least z times the update's L2 bound, of clients that do not collude: nobody has to be trusted
+    with it. More clients in a sum mean more noise. Then every client counts the same.
+
+    The server learns who takes part, how many examples there are in all, and the sum. What it can
+    do beyond that if it does not keep to the protocol: docs/secure-aggregation.md.
+    """
+
+    averages: ClassVar[bool] = True
+
+    paper: ClassVar[str] = (
+        "Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, "
+        "CCS 2017; neighbours: Bell et al., Secure Single-Server Aggregation with "
+        "(Poly)Logarithmic Overhead, CCS 2020; noise: Kairouz, Liu and Steinke, The Distributed "
+        "Discrete Gaussian Mechanism for Federated Learning with Secure Aggregation, ICML 2021"
+    )
+
+    range: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """Bound on an entry of an update; default: the L2 bound that the defenses before prove."""
+    buffer_range: Annotated[float, Field(gt=0, le=1e12)] | None = None
+    """Bound on an entry of batch-norm statistics; to be given where clients release such."""
+    threshold: Annotated[float, Field(gt=0.5, le=1)] = 2 / 3
+    """Share of a round's participants without whom no sum opens."""
+    colluding: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """Share of the participants that may tell the server their secrets and their noise."""
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e12)] = 0.0
+    """z: standard deviation of the noise of as few honest clients as a sum may have, over the bound
+    on an update."""
+
+    @model_validator(mode="after")
+    def _majority(self) -> SecureAggregation:
+        if self.threshold <= (1 + self.colluding) / 2:
+            raise ValueError(
+                f"threshold: expected above {(1 + self.colluding) / 2:g} (half of the honest, and "
+                f"all that collude), got {self.threshold:g}: else a server gets both secrets of a "
+                "client"
+            )
+        return self
+
+    def terms(self, before: Guarantee, most_examples: int) -> SumTerms:
+        """See the contract; without a bound on the update, `range` is needed."""
+        if self.range is None and math.isinf(before.sensitivity):
+            raise FedsimError(
+                "secure_aggregation: nothing bounds an update's entries, which have to be of a "
+                "known range; put clip before it, or give range"
+                + (f" ({before.reason})" if before.mechanism else "")
+            )
+        if self.noise_multiplier and math.isinf(before.sensitivity):
+            raise FedsimError(
+                f"secure_aggregation: noise_multiplier {self.noise_multiplier:g} has no bound on "
+                "the update to multiply; put clip directly before it"
+            )
+        noise = self.noise_multiplier * before.sensitivity if self.noise_multiplier else 0.0
+        bound = before.sensitivity if self.range is None else self.range
+        return SumTerms(
+            threshold=self.threshold,
+            colluding=self.colluding,
+            range=bound,
+            buffer_range=self.buffer_range or 0.0,
+            most_examples=1 if noise else most_examples,
+            norm=before.sensitivity if noise else math.inf,
+            noise=noise * (1 + _ROUNDING),
+        )
+
+    def combine(self, updates: Iterable[Update]) -> Update:
+        """Mean of clipped tensors and of buffers, weighted by examples; with noise, their sum.
+
+        Raises:
+            FedsimError: there is no update, one counts less than one example, or their tensors
+                differ in name or shape.
+        """
+        clipped = self._clipped(updates)
+        if self.noise_multiplier:
+            return summed(clipped, "secure_aggregation")
+        return Aggregate().combine(clipped)
+
+    def add_noise(self, combined: Update, round: ServerRound) -> Update:
+        """Without noise the mean itself; else the sum with all clients' noise, over their number.
+
+        Their number is how many are asked, whoever answers.
+        """
+        if not self.noise_multiplier:
+            return combined
+        std = self._noise_of_all(round.sensitivity)
+        noisy = add_gaussian(combined.tensors, std, round.stream)
+        return replace(combined, tensors={n: value / round.clients for n, value in noisy.items()})
+
+    def guarantee(self, before: Guarantee) -> Guarantee:
+        """Noise that the clients share; without it, each client's own guarantee.
+
+        Raises:
+            FedsimError: as `terms`.
+        """
+        self.terms(before, 1)
+        if not self.noise_multiplier or before.mechanism:
+            return Aggregate().guarantee(before)
+        return Guarantee(
+            mechanism=Mechanism(
+                noise_multiplier=self.noise_multiplier,
+                unit="client",
+                relation="zero_out",
+                holds=(
+                    f"a share of at least {self.threshold:.4g} of a round's participants is in "
+                    f"each sum that opens (else none does), and at most {self.colluding:.4g} "
+                    "collude with the server"
+                ),
+            )
+        )
+
+    def effect(self, before: Guarantee) -> Effect:
+        """Noise on the sum, if clients add any."""
+        if not self.noise_multiplier:
+            return Effect()
+        return Effect(
+            noise=(Noise(variance=self._noise_of_all(before.sensitivity) ** 2, on="sum"),)
+        )
+
+    def _noise_of_all(self, sensitivity: float) -> float:
+        """Standard deviation on a sum of all that are asked."""
+        return self.terms(Guarantee(sensitivity=sensitivity), 1).client_noise(1)
+
+    def _clipped(self, updates: Iterable[Update]) -> Iterator[Update]:
+        for update in updates:
+            yield Update(
+                tensors=_within(update.tensors, self.range),
+                buffers=_within(update.buffers, self.buffer_range),
+                num_examples=1 if self.noise_multiplier else update.num_examples,
+            )
+
+
+def _within(tensors: Tensors, bound: float | None) -> Tensors:
+    if bound is None:
+        return tensors
+    return {name: tensor.clamp(-bound, bound) for name, tensor in tensors.items()}

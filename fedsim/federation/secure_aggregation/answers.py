@@ -1,0 +1,191 @@
+"""How a ClientApp answers the four orders of a secure sum.
+
+What the client has to remember from one to the next lies on its own disk: each message may come to
+another process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import ConfigRecord, Context, Message
+
+from fedsim import rng
+from fedsim.federation import wire
+from fedsim.federation.client_state import ClientState
+from fedsim.federation.noise_use import asked, digest
+from fedsim.federation.secure_aggregation import messages, plan
+from fedsim.federation.secure_aggregation.client import Client, Memory
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.keys import Published
+from fedsim.federation.secure_aggregation.secrets import SECRET
+from fedsim.federation.secure_aggregation.secrets import digest as digest_of
+from fedsim.training.client import ClientResult
+from fedsim.training.workload import Workload
+from fedsim.types import FedsimError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Party:
+    """Who a client is in secure sums."""
+
+    identity: Identity
+    fresh: bool
+    """Whether its keys and masks are drawn anew each time, and not from the scenario's seed."""
+
+
+class Computes(Protocol):
+    """The client whose updates are added up."""
+
+    @property
+    def workload(self) -> Workload:
+        """What it computes."""
+
+    @property
+    def out(self) -> Path:
+        """Where it keeps what it remembers."""
+
+    def client(self, context: Context) -> int:
+        """Its number."""
+
+    def compute(self, client: int, order: wire.Order) -> ClientResult:
+        """What it releases to answer `order`."""
+
+
+class Answers:
+    """The handlers of the four stages."""
+
+    def __init__(self, own: Computes, party: Party | None) -> None:
+        """`party`: who it is; None in a simulation, in which the scenario's seed gives all keys."""
+        self._own, self._given = own, party
+
+    def keys(self, message: Message, context: Context) -> Message:
+        """Publish keys for this round's sum, and forget those of any other."""
+        sum, _ = self._sum(message, context, begins=True)
+        published = sum.client.keys(sum.secret)
+        sum.keep(sum.client.memory)
+        return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
+
+    def shares(self, message: Message, context: Context) -> Message:
+        """Seal shares of both secrets for each neighbour."""
+        sum, record = self._sum(message, context)
+        listed = messages.read_table(record)
+        boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
+        sum.keep(sum.client.memory)
+        return _reply(message, messages.table(sum.round, boxes))
+
+    def masked(self, message: Message, context: Context) -> Message:
+        """Compute the round's updates, and send them masked in one vector."""
+        sum, record = self._sum(message, context)
+        content, workload = message.content, self._own.workload
+        order = wire.read_order(content)
+        planted = messages.read_planted(content)
+        shown = {"parameters": order.parameters, "buffers": order.buffers, "planted": planted or {}}
+        model = digest_of(*(digest(tensors).encode() for tensors in shown.values()))
+        asked_for = plan.parts(workload, sum.round)
+
+        def compute() -> Ring:
+            updates = (
+                self._own.compute(
+                    sum.number,
+                    wire.Order(
+                        round=sum.round,
+                        parameters=order.parameters
+                        if probe is None
+                        else planted or order.parameters,
+                        buffers=order.buffers,
+                        probe=probe,
+                    ),
+                ).update
+                for probe in asked_for
+            )
+            own = workload.client(sum.number)
+
+            def stream(part: int) -> rng.Stream:
+                path = asked(sum.round, asked_for[part])
+                return rng.generator(own.seed, "secure sum", own.number, *path)
+
+            return plan.layout(workload, sum.round).vector(updates, stream)
+
+        vector, signature = sum.client.masked(messages.read_table(record), compute, model)
+        sum.keep(sum.client.memory)
+        return Message(messages.masked_answer(vector, signature), reply_to=message)
+
+    def unmask(self, message: Message, context: Context) -> Message:
+        """Give up shares, so that the sum can be opened: for one set of clients in each round."""
+        sum, record = self._sum(message, context)
+        signatures, lost = messages.read_unmask(record)
+        shares = sum.client.unmask(list(signatures), lost, signatures)
+        sum.keep(sum.client.memory)
+        ClientState(self._own.out, self._own.workload.stack_name, sum.number).open_sum(
+            sum.round, signatures
+        )
+        return _reply(message, messages.table(sum.round, shares))
+
+    def _sum(
+        self, message: Message, context: Context, *, begins: bool = False
+    ) -> tuple[_Sum, ConfigRecord]:
+        workload, number = self._own.workload, self._own.client(context)
+        if workload.protocol is None:
+            raise FedsimError(f"the stack {workload.stack_name!r} has no secure sums")
+        record = wire.config_of(message.content)
+        round = messages.read_round(record)
+        if round > workload.scenario.training.rounds:
+            raise FedsimError(
+                f"round {round} is past the scenario's last ({workload.scenario.training.rounds})"
+            )
+        state = ClientState(self._own.out, workload.stack_name, number)
+        party = self._given or _simulated(
+            workload.scenario.seed, workload.scenario.data.clients, number
+        )
+
+        def keep(memory: Memory) -> None:
+            state.save_sum(round, memory.to_json())
+
+        def secret(purpose: str) -> bytes:
+            if party.fresh:
+                return os.urandom(SECRET)
+            path = ("masks", workload.stack_name, purpose, round, number)
+            return rng.generator(workload.scenario.seed, *path).keystream(SECRET)
+
+        kept = {} if begins else state.sum_of(round)
+        client = Client(plan.terms(workload, round), number, party.identity, Memory(**kept), keep)
+        return _Sum(client=client, round=round, number=number, keep=keep, secret=secret), record
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sum:
+    """One client's part in the sum of one round."""
+
+    client: Client
+    round: int
+    number: int
+    keep: Callable[[Memory], None]
+    secret: Callable[[str], bytes]
+
+
+def _reply(message: Message, record: ConfigRecord) -> Message:
+    return Message(messages.order(record), reply_to=message)
+
+
+def _simulated(seed: int, clients: int, number: int) -> Party:
+    keys = _signing_keys(seed, clients)
+    peers = {one: key.public_key().public_bytes_raw() for one, key in enumerate(keys)}
+    return Party(identity=Identity(key=keys[number], peers=peers), fresh=False)
+
+
+@lru_cache(maxsize=1)
+def _signing_keys(seed: int, clients: int) -> list[Ed25519PrivateKey]:
+    return [
+        Ed25519PrivateKey.from_private_bytes(
+            rng.generator(seed, "signing", client).keystream(SECRET)
+        )
+        for client in range(clients)
+    ]

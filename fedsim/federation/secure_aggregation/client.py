@@ -1,0 +1,249 @@
+"""A client's side of a secure sum: four answers, each given once, and what it refuses.
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017,
+Figure 4, with the neighbours of Bell et al., CCS 2020. The signatures that make all clients sure
+that they see the same are of `masked`, and are checked in `unmask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fedsim.federation.secure_aggregation import secrets
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.keys import (
+    Directory,
+    Published,
+    check_distinct,
+    digest_of,
+)
+from fedsim.federation.secure_aggregation.secrets import SHARE, digest
+from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.words import number_of
+
+STAGES = ("keys", "shares", "masked", "unmask")
+
+
+@dataclass
+class Memory:
+    """All that a client keeps from one stage to the next: bytes as hexadecimal text."""
+
+    done: int = 0
+    """How many of the stages it has answered."""
+    secrets: dict[str, str] = field(default_factory=dict)
+    """`sealing` and `masking` keys and the `seed` of its own mask; forgotten at the end."""
+    directory: dict[str, str] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    """Shares of its neighbours' secrets, and of its own."""
+    statement: str = ""
+    """What it has signed, and takes for what the others have."""
+
+    def to_json(self) -> dict[str, Any]:
+        """For a file: `Memory(**read)` is this again."""
+        return asdict(self)
+
+
+class Client:
+    """One client of one sum. It knows nothing of how messages travel."""
+
+    def __init__(
+        self,
+        terms: Terms,
+        number: int,
+        identity: Identity,
+        memory: Memory | None = None,
+        keep: Callable[[Memory], None] = lambda memory: None,
+    ) -> None:
+        """A client between two stages.
+
+        Args:
+            terms: Of the sum.
+            number: Of the client.
+            identity: Its key, and the others'.
+            memory: What it was after its stage before; by default none has been.
+            keep: Called as soon as a stage counts as answered, before it is.
+
+        Raises:
+            AbortedError: it is no participant.
+        """
+        if number not in terms.participants:
+            raise AbortedError(f"client {number} does not take part in this sum")
+        self._terms, self._me, self._identity, self._keep = terms, number, identity, keep
+        self.memory = memory or Memory()
+
+    def keys(self, secret: Callable[[str], bytes]) -> Published:
+        """Publish keys. `secret` returns 32 bytes that nobody knows, for each purpose.
+
+        Raises:
+            AbortedError: this is not the stage.
+        """
+        self._enter("keys")
+        own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
+        self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
+        session = self._terms.session
+        unsigned = Published(
+            sealing=secrets.public_of(own["sealing"]),
+            masking=secrets.public_of(own["masking"]),
+            commitment=secrets.commitment(own["seed"], session),
+            signature=b"",
+        )
+        signature = self._identity.sign(unsigned.statement(self._me, session))
+        return Published(**{**vars(unsigned), "signature": signature})
+
+    def shares(self, directory: Directory) -> dict[int, bytes]:
+        """Split both secrets among the neighbours; returns a sealed box for each.
+
+        Raises:
+            AbortedError: the directory is not one that it may be, or this is not the stage.
+        """
+        self._enter("shares")
+        self._check(directory)
+        self.memory.directory = {str(c): one.to_bytes().hex() for c, one in directory.items()}
+        neighbours = self._neighbours(directory)
+        holders = sorted([self._me, *neighbours])
+        needed = self._terms.shares(len(holders))
+        if len(holders) < needed:
+            raise AbortedError(f"{number_of(len(holders), 'client')} cannot hold {needed} shares")
+        seed, masking = (
+            secrets.split(self._secret(purpose), needed, len(holders))
+            for purpose in ("seed", "masking")
+        )
+        boxes = {}
+        for holder, *two in zip(holders, seed, masking, strict=True):
+            if holder == self._me:
+                self.memory.held[str(holder)] = b"".join(two).hex()
+            else:
+                key = self._agreed(directory[holder].sealing, "sealing", self._way(holder))
+                boxes[holder] = secrets.sealed(key, b"".join(two), self._way(holder).encode())
+        return boxes
+
+    def masked(
+        self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
+    ) -> tuple[Ring, bytes]:
+        """Mask a vector; returns it with the signature of what this client was shown.
+
+        Args:
+            boxes: From each neighbour that has shared its secrets.
+            compute: Returns what is to be added up; masks are added to it in place.
+            model: A digest of what the vector is computed from, which has to be everyone's.
+
+        Raises:
+            AbortedError: too few have shared theirs, a box is not for this client, or this is not
+                the stage.
+        """
+        self._enter("masked")
+        directory = self._directory()
+        neighbours = self._neighbours(directory)
+        if not set(boxes) <= set(neighbours):
+            raise AbortedError("boxes are of clients that are no neighbours")
+        alive = sorted([self._me, *boxes])
+        needed = self._terms.shares(len(neighbours) + 1)
+        if len(alive) < needed:
+            raise AbortedError(
+                f"{number_of(len(alive), 'client')} of the neighbourhood shared secrets, "
+                f"{needed} are needed"
+            )
+        for sender, box in boxes.items():
+            way = self._way(self._me, sender)
+            key = self._agreed(directory[sender].sealing, "sealing", way)
+            self.memory.held[str(sender)] = secrets.opened(key, box, way.encode()).hex()
+        vector, session = compute(), self._terms.session
+        secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
+        for other in boxes:
+            key = self._agreed(directory[other].masking, "masking", "mask")
+            secrets.add_mask(vector, key, +1 if self._me < other else -1)
+        statement = digest(b"masked", session, digest_of(directory), model)
+        self.memory.statement = statement.hex()
+        return vector, self._identity.sign(statement)
+
+    def unmask(
+        self, survivors: Collection[int], lost: Collection[int], signatures: Mapping[int, bytes]
+    ) -> dict[int, bytes]:
+        """Give up shares: of survivors' seeds, and of the masking keys of those that are lost.
+
+        Never both of anybody, nor anything a second time.
+
+        Args:
+            survivors: Whose masked vectors are in the sum.
+            lost: Who shared secrets and sent no vector.
+            signatures: Of all survivors, of the directory and the model.
+
+        Raises:
+            AbortedError: the lists overlap, are too short, or not of those whose shares it holds;
+                not all survivors have signed what this client has; or this is not the stage.
+        """
+        self._enter("unmask")
+        in_sum, out = set(survivors), set(lost)
+        if len(in_sum) < len(survivors) or len(out) < len(lost) or in_sum & out:
+            raise AbortedError("a client stands twice in the lists of the sum and of the lost")
+        if not in_sum | out <= set(map(int, self.memory.directory)):
+            raise AbortedError("the lists name clients that published no keys")
+        if self._me not in in_sum:
+            raise AbortedError("this client's own vector is not in the sum")
+        held = {int(client): bytes.fromhex(two) for client, two in self.memory.held.items()}
+        if not set(held) <= in_sum | out:
+            raise AbortedError("the lists leave out a client whose shares this client holds")
+        if len(in_sum) < self._terms.quorum:
+            raise AbortedError(
+                f"a sum of {number_of(len(in_sum), 'client')} is not opened: "
+                f"{self._terms.quorum} are needed"
+            )
+        statement = bytes.fromhex(self.memory.statement)
+        for client in sorted(in_sum):
+            if not self._identity.vouches(client, statement, signatures.get(client, b"")):
+                raise AbortedError(
+                    f"client {client} has not signed the model and the keys that this one was shown"
+                )
+        given = {
+            client: two[:SHARE] if client in in_sum else two[SHARE:] for client, two in held.items()
+        }
+        self.memory = Memory(done=self.memory.done)
+        return given
+
+    def _enter(self, stage: str) -> None:
+        """Count the stage as answered before anything is computed."""
+        at = STAGES.index(stage)
+        if self.memory.done != at:
+            expected = STAGES[self.memory.done] if self.memory.done < len(STAGES) else "no more"
+            raise AbortedError(f"{stage} was asked for, and {expected} is next")
+        self.memory.done += 1
+        self._keep(self.memory)
+
+    def _check(self, directory: Directory) -> None:
+        if not set(directory) <= set(self._terms.participants):
+            raise AbortedError("the directory names clients that do not take part")
+        if len(directory) < self._terms.quorum:
+            raise AbortedError(
+                f"{number_of(len(directory), 'client')} published keys, {self._terms.quorum} are "
+                "needed"
+            )
+        own = directory.get(self._me)
+        if own is None or own.masking != secrets.public_of(self._secret("masking")):
+            raise AbortedError("this client's own keys are not in the directory")
+        check_distinct(directory)
+        for client, one in directory.items():
+            statement = one.statement(client, self._terms.session)
+            if not self._identity.vouches(client, statement, one.signature):
+                raise AbortedError(f"the keys of client {client} are not signed by it")
+
+    def _directory(self) -> dict[int, Published]:
+        return {
+            int(client): Published.from_bytes(bytes.fromhex(content))
+            for client, content in self.memory.directory.items()
+        }
+
+    def _neighbours(self, directory: Directory) -> list[int]:
+        return self._terms.neighbours(self._me, directory, digest_of(directory))
+
+    def _secret(self, purpose: str) -> bytes:
+        return bytes.fromhex(self.memory.secrets[purpose])
+
+    def _agreed(self, public: bytes, purpose: str, info: str) -> bytes:
+        return secrets.agreed(self._secret(purpose), public, info, self._terms.session)
+
+    def _way(self, to: int, sender: int | None = None) -> str:
+        """Names the direction of a box, so that both have a key of their own."""
+        return f"shares {self._me if sender is None else sender} {to}"

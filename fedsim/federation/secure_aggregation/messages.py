@@ -1,0 +1,151 @@
+"""What crosses the wire in a secure sum: each stage's order and answer as Flower records.
+
+keys     order: the round                              answer: public keys
+shares   order: everybody's public keys                answer: a sealed box for each neighbour
+masked   order: the model, the neighbours' boxes       answer: the masked vector, a signature
+unmask   order: who is in the sum, all signatures      answer: shares
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, RecordDict
+
+from fedsim.federation import wire
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.types import Tensors
+
+PLANTED = "planted"
+"""Arrays of the weights at which probes are computed, where these are not the model's."""
+_CLIENTS = "clients"
+_CONTENTS = "contents"
+_LOST = "lost"
+_SIGNATURE = "signature"
+_VECTOR = "vector"
+_MOST = 1_000_000
+"""Entries of a list, and bytes of one of them."""
+
+
+def table(round: int, entries: Mapping[int, bytes], **lists: Collection[int]) -> ConfigRecord:
+    """A record of bytes by client, and of further lists of clients."""
+    record = ConfigRecord({wire.ROUND: round})
+    ordered = sorted(entries)
+    record[_CLIENTS] = ordered
+    record[_CONTENTS] = [entries[client] for client in ordered]
+    for name, members in lists.items():
+        record[name] = sorted(members)
+    return record
+
+
+def read_table(record: ConfigRecord) -> dict[int, bytes]:
+    """Bytes by client.
+
+    Raises:
+        MalformedError: there are none, or a client stands twice.
+    """
+    clients, contents = read_list(record, _CLIENTS), record.get(_CONTENTS)
+    if (
+        not isinstance(contents, list)
+        or len(contents) != len(clients)
+        or not all(isinstance(one, bytes) and len(one) <= _MOST for one in contents)
+    ):
+        raise wire.MalformedError(f"{_CONTENTS}: expected bytes for each of {len(clients)} clients")
+    if len(set(clients)) < len(clients):
+        raise wire.MalformedError(f"{_CLIENTS}: one stands twice")
+    return dict(zip(clients, (bytes(one) for one in contents), strict=True))  # type: ignore[arg-type]
+
+
+def read_list(record: ConfigRecord, name: str) -> list[int]:
+    """Clients, as they stand there.
+
+    Raises:
+        MalformedError: it is no list of clients.
+    """
+    members = record.get(name)
+    if (
+        not isinstance(members, list)
+        or len(members) > _MOST
+        or not all(isinstance(one, int) and 0 <= one < _MOST for one in members)
+    ):
+        raise wire.MalformedError(f"{name}: expected a list of clients")
+    return [int(one) for one in members]
+
+
+def read_round(record: ConfigRecord) -> int:
+    """Of which round an order is.
+
+    Raises:
+        MalformedError: it does not say.
+    """
+    return wire.integer(record, wire.ROUND, 1)
+
+
+def order(record: ConfigRecord) -> RecordDict:
+    """An order or answer that is one table."""
+    return RecordDict({wire.CONFIG: record})
+
+
+def model_order(
+    record: ConfigRecord, parameters: ArrayRecord, buffers: ArrayRecord, planted: ArrayRecord | None
+) -> RecordDict:
+    """An order that asks for a masked vector."""
+    content = RecordDict({wire.ARRAYS: parameters, wire.BUFFERS: buffers, wire.CONFIG: record})
+    if planted is not None:
+        content[PLANTED] = planted
+    return content
+
+
+def read_planted(content: RecordDict) -> dict[str, Any] | None:
+    """The weights at which probes are computed, if they are others than the model's.
+
+    Raises:
+        MalformedError: they are no arrays.
+    """
+    return wire.decode(wire.arrays_of(content, PLANTED)) if PLANTED in content else None
+
+
+def masked_answer(vector: Ring, signature: bytes) -> RecordDict:
+    """The answer that carries a masked vector: as signed integers, the ring's other reading."""
+    signed = vector.view(np.int32 if vector.itemsize == 4 else np.int64)
+    return RecordDict(
+        {
+            wire.ARRAYS: wire.encode({_VECTOR: torch.from_numpy(signed)}),
+            wire.CONFIG: ConfigRecord({_SIGNATURE: signature}),
+        }
+    )
+
+
+def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring, bytes]:
+    """A masked vector of `length` numbers, and its sender's signature.
+
+    Raises:
+        MalformedError: the answer holds anything else.
+    """
+    if set(content) != {wire.ARRAYS, wire.CONFIG}:
+        raise wire.MalformedError("the answer is no masked vector")
+    dtype = torch.int32 if ring_bits == 32 else torch.int64
+    like: Tensors = {_VECTOR: torch.empty(length, dtype=dtype, device="meta")}
+    signed = wire.fitted(wire.arrays_of(content, wire.ARRAYS), like)[_VECTOR].numpy()
+    signature = wire.config_of(content).get(_SIGNATURE)
+    if not isinstance(signature, bytes):
+        raise wire.MalformedError("the answer has no signature")
+    ring: Ring = signed.view(np.uint32 if ring_bits == 32 else np.uint64)
+    return ring, signature
+
+
+def unmask_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
+    """An order that asks for shares: who has signed is in the sum."""
+    return order(table(round, signatures, **{_LOST: lost}))
+
+
+def read_unmask(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
+    """The signatures of those in the sum, and who is lost.
+
+    Raises:
+        MalformedError: the order does not say.
+    """
+    return read_table(record), read_list(record, _LOST)

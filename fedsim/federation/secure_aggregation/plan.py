@@ -1,0 +1,58 @@
+"""What a round's secure sum is: both sides know it from the scenario, and nobody is told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from fedsim.federation import wire
+from fedsim.federation.secure_aggregation.layout import Layout
+from fedsim.federation.secure_aggregation.secrets import digest
+from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.training.schedule import Probe
+from fedsim.training.server import Server
+
+_TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
+"""Of the ring. Closed-form releases are solutions of equations, of float64."""
+
+
+def parts(server: Server, round: int) -> list[Probe | None]:
+    """What the vectors of `round` hold: training (None), then each release of each probe."""
+    asked = server.schedule.probes(round)
+    again = range(server.scenario.observe.releases)
+    return [None, *(replace(probe, release=release) for release in again for probe in asked)]
+
+
+def terms(server: Server, round: int) -> Terms:
+    """Of the sum of `round`.
+
+    Raises:
+        FedsimError: fewer than two clients take part.
+    """
+    participants = server.schedule.participants(round)
+    agreed = server.sum_terms(None)
+    named = [server.scenario.seed, server.stack_name, round, participants]
+    share = [agreed.threshold, agreed.colluding]
+    return Terms(
+        session=digest(b"session", json.dumps([*named, *share]).encode()),
+        participants=tuple(participants),
+        threshold=agreed.threshold,
+        colluding=agreed.colluding,
+        fewest=server.stack.least_clients,
+    )
+
+
+def layout(server: Server, round: int) -> Layout:
+    """Of the vectors of `round`.
+
+    Raises:
+        FedsimError: nothing bounds what a client adds.
+    """
+    parameters, buffers = server.initial()
+    return Layout(
+        sums=tuple(server.sum_terms(part) for part in parts(server, round)),
+        clients=len(server.schedule.participants(round)),
+        ring_bits=_TRAINING_BITS if server.trains else _CLOSED_FORM_BITS,
+        update=parameters,
+        buffers=wire.floating(buffers) if server.releases_statistics else {},
+    )

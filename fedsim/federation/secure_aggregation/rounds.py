@@ -1,0 +1,202 @@
+"""How a server carries out one round's secure sum over any Flower grid, in four exchanges.
+
+A client that fails in a stage is out of the sum. If too few are left, nothing is opened, and the
+round goes on without an update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.serverapp import Grid
+
+from fedsim.federation import wire
+from fedsim.federation.delivery import exchange
+from fedsim.federation.screening import Tally, Verdict, unanswered
+from fedsim.federation.secure_aggregation import messages
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.keys import Published
+from fedsim.federation.secure_aggregation.layout import Layout
+from fedsim.federation.secure_aggregation.server import Server
+from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What clients compute from in a round."""
+
+    parameters: ArrayRecord
+    buffers: ArrayRecord
+    planted: ArrayRecord | None
+    """The weights of probes, where these are not `parameters`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opened:
+    """A sum without masks."""
+
+    total: Ring
+    clients: list[int]
+    """Whose vectors are in it."""
+    reply: Message
+    """One of the answers, to hand on."""
+
+
+class SecureSum:
+    """One round's sum, by messages."""
+
+    def __init__(
+        self,
+        grid: Grid,
+        terms: Terms,
+        layout: Layout,
+        *,
+        round: int,
+        nodes: Mapping[int, int],
+        timeout: float,
+        expire: bool,
+        tally: Tally,
+    ) -> None:
+        """A sum that has not begun.
+
+        Args:
+            grid: Of any engine.
+            terms: Of the sum.
+            layout: Of its vectors.
+            round: From 1.
+            nodes: The node of each client.
+            timeout: In seconds, of each exchange.
+            expire: Whether an order is void once its answer would be late.
+            tally: Told of failures and bytes.
+        """
+        self._grid, self._layout, self._round = grid, layout, round
+        self._nodes, self._timeout, self._expire = nodes, timeout, expire
+        self._tally = tally
+        self._server = Server(terms)
+        self._published: dict[int, Published] = {}
+        self.arrived: list[int] = []
+        """Whose masked vectors have come, opened or not."""
+
+    def run(
+        self, clients: Collection[int], model: Model, on_masked: Callable[[int, Ring], None]
+    ) -> Opened | None:
+        """Carry it out; None if nothing is opened, with the reason in the tally.
+
+        Args:
+            clients: That are asked.
+            model: What they compute from.
+            on_masked: Told of each masked vector, which is then added up and forgotten.
+        """
+        try:
+            self._keys(clients)
+            self._shares()
+            self._masked(model, on_masked)
+            return self._unmask()
+        except AbortedError as error:
+            self._tally.say(f"secure aggregation: {error}")
+            return None
+
+    def _keys(self, clients: Collection[int]) -> None:
+        order = messages.order(messages.table(self._round, {}))
+        for client, reply in self._exchange(wire.KEYS, dict.fromkeys(clients, order)):
+            with self._losing(client):
+                self._published[client] = _published(reply.content, client)
+        self._server.publish(self._published)
+
+    def _shares(self) -> None:
+        table = {client: one.to_bytes() for client, one in self._published.items()}
+        order = messages.order(messages.table(self._round, table))
+        for client, reply in self._exchange(wire.SHARES, dict.fromkeys(table, order)):
+            with self._losing(client):
+                boxes = messages.read_table(wire.config_of(reply.content))
+                self._server.share(client, boxes)
+
+    def _masked(self, model: Model, on_masked: Callable[[int, Ring], None]) -> None:
+        orders = {
+            client: messages.model_order(
+                messages.table(self._round, self._server.boxes_for(client)),
+                model.parameters,
+                model.buffers,
+                model.planted,
+            )
+            for client in self._server.sharers
+        }
+        parts, size = len(self._layout.sums), self._layout.length
+        for client, reply in self._exchange(wire.MASKED, orders, answers=parts):
+            with self._losing(client):
+                bits = self._layout.ring_bits
+                vector, signature = messages.read_masked(reply.content, parts * size, bits)
+                reply.content = RecordDict()
+                self._tally.bytes_up -= vector.itemsize * (parts - 1) * size
+                self._server.add(client, vector, signature)
+                self.arrived.append(client)
+                on_masked(client, vector)
+
+    def _unmask(self) -> Opened:
+        survivors = self._server.survivors
+        order = messages.unmask_order(self._round, self._server.signatures, self._server.lost)
+        answers: dict[int, Mapping[int, bytes]] = {}
+        last: Message | None = None
+        for client, reply in self._exchange(
+            wire.UNMASK, dict.fromkeys(survivors, order), is_lost=False
+        ):
+            with self._losing(client, is_lost=False):
+                answers[client] = messages.read_table(wire.config_of(reply.content))
+                last = reply
+        total = self._server.open(answers)
+        assert last is not None
+        return Opened(total=total, clients=survivors, reply=last)
+
+    def _exchange(
+        self,
+        action: str,
+        orders: Mapping[int, RecordDict],
+        *,
+        answers: int = 1,
+        is_lost: bool = True,
+    ) -> Iterator[tuple[int, Message]]:
+        """Send orders; yield each client's answer. Who gives none is lost, or only named.
+
+        Args:
+            action: Of the messages.
+            orders: By client.
+            answers: How many an order asks for at once, and may take the time of.
+            is_lost: Whether who does not answer is out of the sum.
+        """
+        clients = sorted(orders)
+        sent = [Message(orders[one], self._nodes[one], f"train.{action}") for one in clients]
+        sizes = {id(content): wire.size(content) for content in orders.values()}
+        self._tally.bytes_down += sum(sizes[id(orders[one])] for one in clients)
+        until = self._timeout * answers if self._expire else None
+        for position, reply in exchange(self._grid, sent, self._timeout, expire_after=until):
+            client = clients[position]
+            if reply is not None and reply.has_content():
+                self._tally.bytes_up += wire.size(reply.content)
+                yield client, reply
+            else:
+                self._lose(client, unanswered(reply), is_lost=is_lost)
+
+    @contextmanager
+    def _losing(self, client: int, *, is_lost: bool = True) -> Iterator[None]:
+        """Leave out a client whose answer is not what it has to be."""
+        try:
+            yield
+        except (AbortedError, wire.MalformedError) as error:
+            self._lose(client, Verdict(reason="malformed", text=str(error)), is_lost=is_lost)
+
+    def _lose(self, client: int, verdict: Verdict, *, is_lost: bool) -> None:
+        if is_lost:
+            self._tally.fail(verdict, client, None)
+        else:
+            self._tally.say(f"client {client} gave no shares: {verdict.reason}: {verdict.text}")
+
+
+def _published(content: RecordDict, client: int) -> Published:
+    """What a client published for itself."""
+    table = messages.read_table(wire.config_of(content))
+    if set(table) != {client}:
+        raise AbortedError("the keys are of another client")
+    return Published.from_bytes(table[client])

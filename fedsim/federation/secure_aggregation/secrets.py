@@ -1,0 +1,134 @@
+"""What hides a vector: keys that two agree on, streams made of them, and secrets in shares.
+
+Every primitive is a library's: X25519, HKDF-SHA256, AES-256 in counter mode, ChaCha20-Poly1305 and
+Ed25519 of `cryptography`, Shamir's sharing over GF(2^128) of `pycryptodome`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from Crypto.Protocol.SecretSharing import Shamir
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from numpy.typing import NDArray
+
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.terms import AbortedError
+
+SECRET = 32
+"""Bytes of a key and of a seed."""
+_HALF = 16
+_INDEX = 2
+SHARE = _INDEX + SECRET
+"""Bytes of a share of a secret."""
+_TAG = 16
+BOX = 2 * SHARE + _TAG
+"""Bytes of what one client sends another: a share of each of its two secrets, encrypted."""
+_CHUNK = 1 << 20
+_ZEROS = bytes(_CHUNK)
+
+
+def digest(*parts: bytes) -> bytes:
+    """SHA-256 of parts, each with its length before it."""
+    whole = hashlib.sha256()
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "big") + part)
+    return whole.digest()
+
+
+def public_of(secret: bytes) -> bytes:
+    """The X25519 public key of a secret one."""
+    return X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
+
+
+def agreed(secret: bytes, public: bytes, purpose: str, session: bytes) -> bytes:
+    """What the owners of two keys know and nobody else, for one `purpose` of one `session`.
+
+    Raises:
+        AbortedError: the public key is none.
+    """
+    try:
+        shared = X25519PrivateKey.from_private_bytes(secret).exchange(
+            X25519PublicKey.from_public_bytes(public)
+        )
+    except ValueError as error:
+        raise AbortedError(f"a public key is none: {error}") from error
+    info = b"fedsim secure aggregation\0" + purpose.encode() + b"\0" + session
+    return HKDF(hashes.SHA256(), SECRET, None, info).derive(shared)
+
+
+def own_mask(seed: bytes, session: bytes) -> bytes:
+    """The key of the mask that a client adds for itself."""
+    return digest(b"own mask", session, seed)
+
+
+def commitment(seed: bytes, session: bytes) -> bytes:
+    """By which the seed of a client's own mask is told from any other once it is revealed."""
+    return digest(b"commitment", session, seed)
+
+
+def add_mask(vector: Ring, key: bytes, sign: int) -> None:
+    """Add (`sign` 1) or take off (-1) the stream of `key`, in place. A key serves one vector."""
+    stream = Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
+    buffer = bytearray(_CHUNK + 15)
+    numbers = _CHUNK // vector.itemsize
+    little: np.dtype[Any] = vector.dtype.newbyteorder("<")
+    for at in range(0, len(vector), numbers):
+        part = vector[at : at + numbers]
+        written = stream.update_into(memoryview(_ZEROS)[: part.nbytes], buffer)
+        mask: NDArray[Any] = np.frombuffer(buffer, little, written // vector.itemsize)
+        (np.add if sign > 0 else np.subtract)(part, mask, out=part)
+
+
+def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
+    """Shares of a secret of 32 bytes, of which `needed` reveal it and fewer tell nothing."""
+    halves = [Shamir.split(needed, holders, secret[at : at + _HALF]) for at in (0, _HALF)]
+    return [
+        index.to_bytes(_INDEX, "big") + bytes(first) + bytes(second)
+        for (index, first), (_, second) in zip(*halves, strict=True)
+    ]
+
+
+def joined(shares: Sequence[bytes]) -> bytes:
+    """The secret of as many shares as it needs.
+
+    Raises:
+        AbortedError: two are the same one's, or one is malformed.
+    """
+    numbered = {int.from_bytes(share[:_INDEX], "big"): share for share in shares}
+    if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
+        raise AbortedError("shares are repeated or malformed")
+    return b"".join(
+        Shamir.combine([(index, share[at : at + _HALF]) for index, share in numbered.items()])
+        for at in (_INDEX, _INDEX + _HALF)
+    )
+
+
+def sealed(key: bytes, shares: bytes, way: bytes) -> bytes:
+    """Encrypt shares under a key that serves one message, of one `way`."""
+    return ChaCha20Poly1305(key).encrypt(bytes(12), shares, way)
+
+
+def opened(key: bytes, box: bytes, way: bytes) -> bytes:
+    """Decrypt what `sealed` returned.
+
+    Raises:
+        AbortedError: it was changed, or is of another sender, receiver or session.
+    """
+    try:
+        return ChaCha20Poly1305(key).decrypt(bytes(12), box, way)
+    except InvalidTag as error:
+        raise AbortedError("a client's shares cannot be decrypted: they were changed") from error
+
+
+def listed(entries: Mapping[int, bytes]) -> bytes:
+    """A mapping of clients as bytes, whatever its order, to be digested."""
+    return b"".join(digest(str(client).encode(), entries[client]) for client in sorted(entries))

@@ -1,0 +1,163 @@
+"""The server's side of a secure sum: it passes on what is published, adds up, takes off masks.
+
+It holds public keys, sealed boxes, one running sum and shares; never a client's vector.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+import numpy as np
+
+from fedsim.federation.secure_aggregation import secrets
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.keys import Directory, check_distinct, digest_of
+from fedsim.federation.secure_aggregation.secrets import BOX, SHARE
+from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.words import number_of
+
+
+class Server:
+    """The server of one sum. It knows nothing of how messages travel."""
+
+    def __init__(self, terms: Terms) -> None:
+        """A sum of which nothing is known."""
+        self._terms = terms
+        self._directory: Directory = {}
+        self._boxes: dict[int, Mapping[int, bytes]] = {}
+        self._signatures: dict[int, bytes] = {}
+        self._total: Ring | None = None
+
+    def publish(self, directory: Directory) -> None:
+        """Take what clients published.
+
+        Raises:
+            AbortedError: they are too few, or two have one key.
+        """
+        self._enough(len(directory), "published keys")
+        check_distinct(directory)
+        self._directory = directory
+
+    def neighbours(self, client: int) -> list[int]:
+        """For whom `client` has a box."""
+        return self._terms.neighbours(client, self._directory, digest_of(self._directory))
+
+    def share(self, client: int, boxes: Mapping[int, bytes]) -> None:
+        """Take the boxes of `client`, one for each of its neighbours.
+
+        Raises:
+            AbortedError: they are for others, or malformed.
+        """
+        sizes = {len(box) for box in boxes.values()}
+        if set(boxes) != set(self.neighbours(client)) or sizes != {BOX}:
+            raise AbortedError("expected a sealed box for each of its neighbours")
+        self._boxes[client] = boxes
+
+    def boxes_for(self, client: int) -> dict[int, bytes]:
+        """What its neighbours have sealed for `client`.
+
+        Raises:
+            AbortedError: too few have shared their secrets.
+        """
+        self._enough(len(self._boxes), "shared their secrets")
+        return {
+            sender: self._boxes[sender][client]
+            for sender in self.neighbours(client)
+            if sender in self._boxes
+        }
+
+    @property
+    def sharers(self) -> list[int]:
+        """Who has shared its secrets, ascending."""
+        return sorted(self._boxes)
+
+    def add(self, client: int, vector: Ring, signature: bytes) -> None:
+        """Add a masked vector, which is not kept.
+
+        Raises:
+            AbortedError: the client shared no secrets or has been added, or the vector has another
+                type or length than the first one.
+        """
+        if client not in self._boxes or client in self._signatures:
+            raise AbortedError(f"client {client} has no vector to add, or has added it")
+        if self._total is None:
+            self._total = vector.copy()
+        elif self._total.dtype != vector.dtype or self._total.shape != vector.shape:
+            raise AbortedError("masked vectors differ in type or length")
+        else:
+            np.add(self._total, vector, out=self._total)
+        self._signatures[client] = signature
+
+    @property
+    def signatures(self) -> Mapping[int, bytes]:
+        """By those whose vectors are in the sum."""
+        return self._signatures
+
+    @property
+    def survivors(self) -> list[int]:
+        """Whose vectors are in the sum, ascending.
+
+        Raises:
+            AbortedError: they are too few.
+        """
+        self._enough(len(self._signatures), "sent a masked vector")
+        return sorted(self._signatures)
+
+    @property
+    def lost(self) -> list[int]:
+        """Who shared secrets and sent no vector, ascending."""
+        return [client for client in self.sharers if client not in self._signatures]
+
+    def open(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
+        """Take all masks off the sum, by the shares that each client has given.
+
+        Raises:
+            AbortedError: too few have answered, or what they gave is not what was committed to.
+        """
+        self._enough(len(answers), "gave shares")
+        survivors = self.survivors
+        assert self._total is not None
+        total, session = self._total, self._terms.session
+        for client in survivors:
+            seed = self._secret(client, answers)
+            if not hmac.compare_digest(
+                secrets.commitment(seed, session), self._directory[client].commitment
+            ):
+                raise AbortedError(f"the shares of client {client}'s seed are wrong")
+            secrets.add_mask(total, secrets.own_mask(seed, session), -1)
+        for client in self.lost:
+            masking = self._secret(client, answers)
+            if secrets.public_of(masking) != self._directory[client].masking:
+                raise AbortedError(f"the shares of client {client}'s key are wrong")
+            for other in self.neighbours(client):
+                if other in self._signatures:
+                    public = self._directory[other].masking
+                    key = secrets.agreed(masking, public, "mask", session)
+                    secrets.add_mask(total, key, -1 if other < client else +1)
+        self._total = None
+        return total
+
+    def _secret(self, client: int, answers: Mapping[int, Mapping[int, bytes]]) -> bytes:
+        """What its holders' shares reveal."""
+        holders = sorted([client, *self.neighbours(client)])
+        needed = self._terms.shares(len(holders))
+        shares = []
+        for place, holder in enumerate(holders, start=1):
+            share = answers.get(holder, {}).get(client)
+            # A share's own number is where its holder stands: none can pose as another's.
+            if share is not None and len(share) == SHARE and int.from_bytes(share[:2]) == place:
+                shares.append(share)
+        if len(shares) < needed:
+            raise AbortedError(
+                f"{number_of(len(shares), 'share')} of client {client}'s secret came, {needed} are "
+                "needed"
+            )
+        return secrets.joined(shares[:needed])
+
+    def _enough(self, count: int, what: str) -> None:
+        if count < self._terms.quorum:
+            raise AbortedError(
+                f"{number_of(count, 'client')} {what}, {self._terms.quorum} are needed: nothing is "
+                "opened"
+            )
