@@ -116,17 +116,32 @@ def node(
     policy: Annotated[
         Path | None, typer.Option(help="YAML: what you let a server ask (docs/network.md).")
     ] = None,
+    signing_key: Annotated[
+        Path | None, typer.Option(help="Your private key, with which you sign in secure sums.")
+    ] = None,
+    peers: Annotated[
+        Path | None,
+        typer.Option(help="JSON: each client's public signing key, of those you add yours to."),
+    ] = None,
     shared_seed: SharedSeed = False,
 ) -> None:
     """Take part in federations as one client, until you are told to stop."""
     refuse_unfit(superlink, roots)
     with exits():
+        from fedsim.federation.network.identities import read_identity
         from fedsim.federation.network.node import Membership, serve, until_told
         from fedsim.federation.network.node_app import NodeApp
         from fedsim.federation.network.policy import Policy
 
         stop = until_told()
-        app = NodeApp(client, data, home, Policy.read(policy), shared_seed=shared_seed)
+        app = NodeApp(
+            client,
+            data,
+            home,
+            Policy.read(policy),
+            shared_seed=shared_seed,
+            identity=read_identity(signing_key, peers),
+        )
         member = Membership(superlink=superlink, roots=roots, key=key, home=home)
         serve(app, member, lambda line: typer.echo(line, err=True), stop)
 

@@ -6,6 +6,7 @@ itself; every part of their paths is an integer that was checked, or the stack's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -48,15 +49,21 @@ def _workload(scenario: str, stack: str) -> Workload:
     return Workload(Scenario.model_validate_json(scenario), stack)
 
 
-def build(job: Job, workload: Workload | None = None, party: Party | None = None) -> ClientApp:
+def build(
+    job: Job,
+    workload: Workload | None = None,
+    party: Party | None = None,
+    on_release: Callable[[], None] | None = None,
+) -> ClientApp:
     """The ClientApp of `job`.
 
     Args:
         job: What every process is told.
         workload: Spares this process building it.
         party: Who the client is in secure sums, where it is on a machine of its own.
+        on_release: Called before anything is released, of training or of a probe; may refuse it.
     """
-    client = Client(job, workload)
+    client = Client(job, workload, on_release)
     sums = Answers(client, party)
     app = ClientApp()
     app.train()(client.train)
@@ -73,9 +80,15 @@ def build(job: Job, workload: Workload | None = None, party: Party | None = None
 class Client:
     """Answers the server's messages for whichever client its context names."""
 
-    def __init__(self, job: Job, workload: Workload | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        workload: Workload | None = None,
+        on_release: Callable[[], None] | None = None,
+    ) -> None:
         self._job = job
         self._given = workload
+        self._on_release = on_release
 
     @property
     def out(self) -> Path:
@@ -136,6 +149,8 @@ class Client:
             FedsimError: the round is none of the scenario's, or the client has answered in it for
                 other weights.
         """
+        if self._on_release:
+            self._on_release()
         round, workload = order.round, self.workload
         if round > workload.scenario.training.rounds:
             raise FedsimError(

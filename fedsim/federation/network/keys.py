@@ -2,7 +2,7 @@
 
     DIR/superlink/   ca.crt, server.crt, server.key, superexec.secret
     DIR/gate/        ca.crt, server.crt, server.key
-    DIR/node-0/      ca.crt, key
+    DIR/node-0/      ca.crt, key; signing.key and peers.json, for secure sums
     DIR/runner/      ca.crt, superexec.secret, and each node's public key, node-0.pub
 
 The authority's own key is never among them and is forgotten, so that it vouches for nobody else.
@@ -21,6 +21,7 @@ from fedsim.federation.network.certificates import (
     prepare,
     write_private,
 )
+from fedsim.federation.network.identities import KEY_NAME, PEERS_NAME, make_signing_keys
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -56,10 +57,15 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> N
             "gate": server,
         }
         public: dict[str, bytes] = {}
+        signing, peers = make_signing_keys(nodes)
         for client in range(nodes):
             key = Path(made) / f"node-{client}"
             public[f"{key.name}.pub"] = paths.content(make_node_key(key), paths.TEXT)
-            parties[key.name] = {"key": paths.content(key, paths.TEXT)}
+            parties[key.name] = {
+                "key": paths.content(key, paths.TEXT),
+                KEY_NAME: signing[client],
+                PEERS_NAME: peers,
+            }
     parties["runner"] = {**secret, **public}  # the last, so that its ca.crt says that all are there
     for party, files in parties.items():
         prepare(folder / party, [folder / party / name for name in (*files, "ca.crt")])

@@ -17,6 +17,8 @@ from fedsim.federation.network import census
 from fedsim.federation.network.home import run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
+from fedsim.federation.secure_aggregation.answers import Party
+from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
 from fedsim.system import threads
@@ -34,7 +36,14 @@ class NodeApp:
     """Answers Flower's messages for one client. What it is asked follows from a run's settings."""
 
     def __init__(
-        self, client: int, data: str, home: Path, policy: Policy, *, shared_seed: bool
+        self,
+        client: int,
+        data: str,
+        home: Path,
+        policy: Policy,
+        *,
+        shared_seed: bool,
+        identity: Identity | None = None,
     ) -> None:
         """An app that has computed nothing.
 
@@ -44,9 +53,10 @@ class NodeApp:
             home: Its folder (`home`).
             policy: What it agrees to.
             shared_seed: Whether it draws batches and noise from the scenario's seed.
+            identity: Its signing key and its peers' keys; None: it takes part in no secure sum.
         """
         self._number, self._data, self._home = client, data, home
-        self._policy, self._shared_seed = policy, shared_seed
+        self._policy, self._shared_seed, self._identity = policy, shared_seed, identity
         self._releases = Releases(home / "releases.json", policy.releases)
         self._app = lru_cache(maxsize=1)(self._build)
         self._dataset = lru_cache(maxsize=1)(self._load)
@@ -63,10 +73,7 @@ class NodeApp:
         context.node_config["partition-id"] = self._number
         if message.metadata.message_type == f"query.{census.ACTION}":
             return Message(self._counted(scenario), reply_to=message)
-        app = self._app(scenario, stack, run, held)
-        if message.metadata.message_type.startswith("train"):
-            self._releases.count()
-        return app(message, context)
+        return self._app(scenario, stack, run, held)(message, context)
 
     def _counted(self, written: str) -> RecordDict:
         """How much the client holds, once every stack of the scenario is allowed and can work."""
@@ -76,7 +83,9 @@ class NodeApp:
             self._policy.check(scenario, stack)
         client = self._client(scenario, scenario.seed)
         for stack in scenario.defenses:
-            refusals.check(OneClient(scenario, stack, client))
+            workload = OneClient(scenario, stack, client)
+            self._party(workload)
+            refusals.check(workload)
         reasons = private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
         return census.answer(self._number, len(client.own), reasons)
 
@@ -93,7 +102,29 @@ class NodeApp:
         job = client_app.Job(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
-        return client_app.build(job, workload)
+        return client_app.build(
+            job, workload, self._party(workload), on_release=self._releases.count
+        )
+
+    def _party(self, workload: Workload) -> Party | None:
+        """Who this node is in the secure sums of a stack that has any."""
+        if workload.protocol is None:
+            return None
+        self._policy.check_cohort(workload.schedule)
+        if self._identity is None:
+            raise FedsimError(
+                f"defenses.{workload.stack_name}: secure_aggregation: this node knows no keys of "
+                "its peers, so that a server could invent them; start it with --signing-key and "
+                "--peers (`fedsim keys` makes both)"
+            )
+        peers = self._identity.peers
+        if peers.get(self._number) != self._identity.public:
+            raise FedsimError(
+                f"--peers: client {self._number} has another key there than --signing-key"
+            )
+        if lacking := set(range(workload.scenario.data.clients)) - set(peers):
+            raise FedsimError(f"--peers: no key of client {min(lacking)}, who is to take part")
+        return Party(identity=self._identity, fresh=not self._shared_seed)
 
     def _client(self, scenario: Scenario, seed: int) -> Client:
         if not 0 <= self._number < scenario.data.clients:

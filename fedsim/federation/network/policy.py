@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
 from fedsim.system import paths
+from fedsim.training.schedule import Schedule
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -31,6 +32,8 @@ class Policy(BaseModel):
     """How many answers it gives over all runs, of training and of probes; None: any number."""
     minimum_clients: Annotated[int, Field(ge=1)] = 1
     """Of a federation in which it takes part."""
+    minimum_cohort: Annotated[int, Field(ge=1)] = 1
+    """Of a round's participants, to whose secure sum it adds its own update."""
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
@@ -75,6 +78,20 @@ class Policy(BaseModel):
                 "data.clients: this node takes part with "
                 f"{number_of(self.minimum_clients, 'client')} or more, got {scenario.data.clients} "
                 "(minimum_clients)"
+            )
+
+    def check_cohort(self, schedule: Schedule) -> None:
+        """Refuse secure sums of too few.
+
+        Raises:
+            FedsimError: a round has fewer participants than it takes.
+        """
+        cohort = len(schedule.participants(1))
+        if cohort < self.minimum_cohort:
+            raise FedsimError(
+                "federation.participation: this node adds its update to those of "
+                f"{number_of(self.minimum_cohort, 'participant')} or more, got {cohort} "
+                "(minimum_cohort)"
             )
 
     def check_path(self, path: str) -> None:

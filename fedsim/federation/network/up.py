@@ -24,6 +24,7 @@ import yaml
 from fedsim.federation.network import flower
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.identities import KEY_NAME, PEERS_NAME, make_signing_keys
 from fedsim.federation.network.keys import SECRET_BYTES
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.node import JOINED
@@ -99,17 +100,22 @@ def federation(
         keeper = watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
         policy = folder / "policy.yaml"
         policy.write_text(yaml.safe_dump({"paths": paths}))
+        signing, peers = make_signing_keys(nodes)
+        write_bytes(keys / PEERS_NAME, peers)
         found = []
         for client in range(nodes):
             home = out / "nodes" / f"node-{client}"
             home.mkdir(parents=True, exist_ok=True)
             key = keys / f"node-{client}"
             flower.register(reached, make_node_key(key).read_bytes())
+            own = keys / f"node-{client}.{KEY_NAME}"
+            write_bytes(own, signing[client], private=True)
             command = [
                 *(sys.executable, "-m", "fedsim", "node"),
                 *("--superlink", gate, "--root-certificates", str(authority.certificate)),
                 *("--key", str(key), "--client", str(client), "--data", data),
                 *("--home", str(home), "--policy", str(policy)),
+                *("--signing-key", str(own), "--peers", str(keys / PEERS_NAME)),
                 *(["--shared-seed"] if shared_seed else []),
             ]
             found.append(watched.add(partial(Child, command, home / "node.log")))

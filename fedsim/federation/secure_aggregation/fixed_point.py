@@ -71,7 +71,7 @@ class FixedPoint:
     @property
     def step(self) -> float:
         """The value of 1."""
-        return (self.range + _TAIL * self.std) / (2 ** (self.bits - 1) - 1)
+        return (self.range + _TAIL * self.std) / float(2 ** (self.bits - 1) - 1)
 
     def encode(
         self, values: NDArray[np.float64], share: float, stream: rng.Stream
@@ -99,7 +99,7 @@ class FixedPoint:
 
     def decode(self, total: NDArray[np.int64]) -> NDArray[np.float64]:
         """The values that integers stand for."""
-        return total * self.step
+        return total.astype(np.float64) * self.step
 
 
 def to_ring(numbers: NDArray[np.int64], bits: int) -> Ring:

@@ -53,9 +53,7 @@ class Layout:
         Raises:
             FedsimError: an update is not finite.
         """
-        found = np.empty(
-            len(self.sums) * self.length, np.uint32 if self.ring_bits == 32 else np.uint64
-        )
+        found = to_ring(np.zeros(len(self.sums) * self.length, np.int64), self.ring_bits)
         count = 0
         for part, update in enumerate(updates):
             at = part * self.length

@@ -90,7 +90,9 @@ def add_mask(vector: Ring, key: bytes, sign: int) -> None:
 
 def split(secret: bytes, needed: int, holders: int) -> list[bytes]:
     """Shares of a secret of 32 bytes, of which `needed` reveal it and fewer tell nothing."""
-    halves = [Shamir.split(needed, holders, secret[at : at + _HALF]) for at in (0, _HALF)]
+    halves = [
+        Shamir.split(needed, holders, secret[at : at + _HALF], ssss=False) for at in (0, _HALF)
+    ]
     return [
         index.to_bytes(_INDEX, "big") + bytes(first) + bytes(second)
         for (index, first), (_, second) in zip(*halves, strict=True)
@@ -107,7 +109,9 @@ def joined(shares: Sequence[bytes]) -> bytes:
     if len(numbered) < len(shares) or any(len(share) != SHARE for share in shares):
         raise AbortedError("shares are repeated or malformed")
     return b"".join(
-        Shamir.combine([(index, share[at : at + _HALF]) for index, share in numbered.items()])
+        Shamir.combine(
+            [(index, share[at : at + _HALF]) for index, share in numbered.items()], ssss=False
+        )
         for at in (_INDEX, _INDEX + _HALF)
     )
 
