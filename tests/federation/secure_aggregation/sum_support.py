@@ -1,0 +1,102 @@
+"""Secure sums without messages: both sides in this process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from fedsim.federation.secure_aggregation.client import Client
+from fedsim.federation.secure_aggregation.fixed_point import Ring
+from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.federation.secure_aggregation.server import Server
+from fedsim.federation.secure_aggregation.terms import Terms
+
+MODEL = b"the model that all were shown"
+NOBODY: Collection[int] = ()
+
+
+def identities(count: int) -> dict[int, Identity]:
+    """Of clients that know each other's keys."""
+    keys = [Ed25519PrivateKey.generate() for _ in range(count)]
+    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
+    return {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}
+
+
+def of(count: int, threshold: float = 2 / 3, *, session: bytes = b"a session") -> Terms:
+    """Terms of a sum of so many clients."""
+    return Terms(session=session, participants=tuple(range(count)), threshold=threshold)
+
+
+def vectors(count: int, length: int, seed: int = 0) -> dict[int, Ring]:
+    """Random numbers of the ring, by client."""
+    stream = np.random.default_rng(seed)
+    return {client: stream.integers(0, 2**32, length, dtype=np.uint32) for client in range(count)}
+
+
+def fresh(purpose: str) -> bytes:
+    """32 bytes that nobody knows."""
+    return os.urandom(32)
+
+
+@dataclass
+class Sum:
+    """A sum that is carried out stage by stage; clients that are gone in a stage stay away."""
+
+    terms: Terms
+    inputs: Mapping[int, Ring]
+    secret: Callable[[str], bytes] = fresh
+    sent: dict[int, Ring] = field(default_factory=dict)
+    """Masked vectors, as the server got them."""
+
+    def __post_init__(self) -> None:
+        everyone = identities(len(self.terms.participants))
+        self.clients = {n: Client(self.terms, n, everyone[n]) for n in self.terms.participants}
+        self.server = Server(self.terms)
+
+    def keys(self, gone: Collection[int] = NOBODY) -> None:
+        here = [one for one in self.clients if one not in gone]
+        self.directory = {one: self.clients[one].keys(self.secret) for one in here}
+        self.server.publish(self.directory)
+
+    def shares(self, gone: Collection[int] = NOBODY) -> None:
+        for one in self.directory:
+            if one not in gone:
+                self.server.share(one, self.clients[one].shares(self.directory))
+
+    def masked(self, gone: Collection[int] = NOBODY, models: Mapping[int, bytes] = {}) -> None:
+        for one in self.server.sharers:
+            boxes = self.server.boxes_for(one)
+            if one not in gone:
+                vector, signature = self.clients[one].masked(
+                    boxes, self.inputs[one].copy, models.get(one, MODEL)
+                )
+                self.sent[one] = vector.copy()
+                self.server.add(one, vector, signature)
+
+    def unmask(self, gone: Collection[int] = NOBODY) -> dict[int, dict[int, bytes]]:
+        survivors, server = self.server.survivors, self.server
+        return {
+            one: self.clients[one].unmask(survivors, server.lost, server.signatures)
+            for one in survivors
+            if one not in gone
+        }
+
+    def run(self, *gone: Collection[int]) -> Ring:
+        """The opened sum; `gone` says who stays away from which stage on."""
+        away = [set().union(*gone[: stage + 1]) for stage in range(4)]
+        self.keys(away[0])
+        self.shares(away[1])
+        self.masked(away[2])
+        return self.server.open(self.unmask(away[3]))
+
+
+def added(inputs: Mapping[int, Ring], clients: Collection[int]) -> Ring:
+    """The sum of some clients' vectors, without a protocol."""
+    total: Ring = np.zeros_like(next(iter(inputs.values())))
+    for client in clients:
+        total = total + inputs[client]
+    return total

@@ -1,0 +1,264 @@
+"""What a client and the server of a secure sum refuse: replays, forgeries, strangers, short lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sum_support import MODEL, Sum, added, fresh, identities, of, vectors
+
+from fedsim.federation.secure_aggregation.client import Client, Memory
+from fedsim.federation.secure_aggregation.keys import Published
+from fedsim.federation.secure_aggregation.secrets import BOX, SHARE
+from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
+from fedsim.types import FedsimError
+
+
+def _at(stage: int, count: int = 4) -> Sum:
+    """A sum of four after so many stages; three are its quorum."""
+    sum = Sum(of(count), vectors(count, 6))
+    for step in (sum.keys, sum.shares, sum.masked)[:stage]:
+        step()
+    return sum
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("keys", lambda sum, one: one.keys(fresh)),
+        ("shares", lambda sum, one: one.shares(sum.directory)),
+        ("masked", lambda sum, one: one.masked(sum.server.boxes_for(0), sum.inputs[0].copy, MODEL)),
+        (
+            "unmask",
+            lambda sum, one: one.unmask(sum.server.survivors, [], sum.server.signatures),
+        ),
+    ],
+)
+@pytest.mark.parametrize("done", range(5))
+def test_a_stage_is_answered_once_and_in_its_turn(
+    name: str, ask: Callable[[Sum, Client], object], done: int
+) -> None:
+    sum = _at(3)
+    if done == 4:
+        sum.unmask()
+    stage = ("keys", "shares", "masked", "unmask").index(name)
+    client = sum.clients[0]
+    client.memory.done = done
+    if stage == done and stage != 3:
+        return  # is its turn: asked again with a memory that has moved on, which no client has
+    if stage == done:
+        assert set(ask(sum, client)) == {0, 1, 2, 3}  # type: ignore[call-overload]
+        return
+    with pytest.raises(AbortedError, match=f"{name} was asked for"):
+        ask(sum, client)
+
+
+def test_a_stage_counts_as_answered_before_it_is() -> None:
+    """A process that is killed in the middle of a stage does not answer it a second time."""
+    kept: list[int] = []
+    own = identities(3)[0]
+    client = Client(of(3), 0, own, keep=lambda memory: kept.append(memory.done))
+
+    def killed(purpose: str) -> bytes:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        client.keys(killed)
+    assert kept == [1]
+    with pytest.raises(AbortedError, match="shares is next"):
+        Client(of(3), 0, own, Memory(done=1)).keys(fresh)
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (([0, 1, 2, 3], [3]), "stands twice"),
+        (([0, 1, 2, 2], [3]), "stands twice"),
+        (([0, 1, 2], []), "leave out a client"),
+        (([0, 1, 2, 9], [3]), "published no keys"),
+        (([0, 1], [2, 3]), "2 clients is not opened: 3 are needed"),
+        (([1, 2, 3], [0]), "own vector is not in the sum"),
+    ],
+)
+def test_lists_that_overlap_or_are_foreign_or_short(
+    lists: tuple[list[int], list[int]], message: str
+) -> None:
+    """Both kinds of shares of a client are what an active server would need of it."""
+    for asked in range(3):
+        sum = _at(3)
+        if asked not in lists[0] and asked != 0:
+            continue
+        with pytest.raises(AbortedError, match=message if asked == 0 else ""):
+            sum.clients[asked].unmask(*lists, sum.server.signatures)
+
+
+def test_a_server_that_asks_for_both_kinds_of_shares_gets_one_from_everybody() -> None:
+    """It tells half of the clients that 3 is in the sum, and the other half that it is lost."""
+    sum = _at(3)
+    everyone, without = [0, 1, 2, 3], [0, 1, 2]
+    signatures = sum.server.signatures
+    one = sum.clients[0].unmask(everyone, [], signatures)
+    two = sum.clients[1].unmask(without, [3], signatures)
+    for client in (sum.clients[0], sum.clients[1]):
+        with pytest.raises(AbortedError, match="no more is next"):
+            client.unmask(without, [3], signatures)
+    # What came is one share of each kind, and either takes three.
+    assert len(one[3]) == len(two[3]) == SHARE
+    with pytest.raises(AbortedError, match="2 clients gave shares, 3 are needed"):
+        sum.server.open({0: one, 1: two})
+
+
+def test_a_threshold_that_lets_both_secrets_out_is_no_threshold() -> None:
+    """2 t > n + c: with c that collude, t shares of each kind are never there together."""
+    for count in range(2, 30):
+        terms = of(count, 0.500001)
+        assert 2 * terms.quorum > count
+
+
+def test_a_model_that_is_not_everyones_is_not_opened() -> None:
+    """The server shows client 2 another model, whose update it would see the difference of."""
+    sum = Sum(of(4), vectors(4, 6))
+    sum.keys()
+    sum.shares()
+    sum.masked(models={2: b"another"})
+    for client in range(4):
+        with pytest.raises(AbortedError, match="has not signed the model"):
+            sum.clients[client].unmask(sum.server.survivors, [], sum.server.signatures)
+
+
+def test_two_directories_are_not_opened() -> None:
+    """The server puts a key of its own in the place of client 3's, for client 0 alone."""
+    sum = _at(1)
+    forged = Published.from_bytes(Client(of(4), 3, identities(4)[3]).keys(fresh).to_bytes())
+    with pytest.raises(AbortedError, match="keys of client 3 are not signed by it"):
+        sum.clients[0].shares({**sum.directory, 3: forged})
+
+
+def test_a_signature_is_of_one_client_and_one_session() -> None:
+    everyone = identities(3)
+    terms, later = of(3), of(3, session=b"later")
+    old = {n: Client(terms, n, everyone[n]).keys(fresh) for n in range(3)}
+    client = Client(later, 0, everyone[0])
+    own = client.keys(fresh)
+    with pytest.raises(AbortedError, match="keys of client 1 are not signed"):
+        client.shares({0: own, 1: old[1], 2: old[2]})
+    swapped = Client(terms, 0, everyone[0])
+    own = swapped.keys(fresh)
+    with pytest.raises(AbortedError, match="keys of client [12] are not signed"):
+        swapped.shares({0: own, 1: old[2], 2: old[1]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: {n: one for n, one in d.items() if n}, "own keys are not in the directory"),
+        (lambda d: {**d, 9: d[1]}, "do not take part"),
+        (lambda d: {**d, 2: d[1]}, "stands twice"),
+        (lambda d: {0: d[0], 1: d[1]}, "2 clients published keys, 3 are needed"),
+        (lambda d: {**d, 1: replace(d[1], masking=d[2].sealing)}, "stands twice"),
+        (lambda d: {**d, 1: replace(d[1], commitment=bytes(32))}, "not signed"),
+    ],
+)
+def test_directories_that_no_client_takes(
+    change: Callable[[dict[int, Published]], dict[int, Published]], message: str
+) -> None:
+    sum = _at(1)
+    with pytest.raises(AbortedError, match=message):
+        sum.clients[0].shares(change(sum.directory))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda boxes, sum: {**boxes, 1: boxes[2]},
+        lambda boxes, sum: {**boxes, 1: boxes[1][:-1]},
+        lambda boxes, sum: {**boxes, 1: bytes(BOX)},
+        lambda boxes, sum: {**boxes, 1: sum.server._boxes[1][2]},  # sealed for another
+        lambda boxes, sum: {**boxes, 1: b""},
+    ],
+)
+def test_boxes_that_were_changed_or_are_anothers(
+    change: Callable[[dict[int, bytes], Sum], dict[int, bytes]],
+) -> None:
+    sum = _at(2)
+    with pytest.raises(AbortedError, match="cannot be decrypted"):
+        sum.clients[0].masked(change(sum.server.boxes_for(0), sum), sum.inputs[0].copy, MODEL)
+
+
+def test_boxes_of_too_few_or_of_strangers() -> None:
+    sum = _at(2)
+    boxes = sum.server.boxes_for(0)
+    with pytest.raises(AbortedError, match="2 clients of the neighbourhood"):
+        sum.clients[0].masked({1: boxes[1]}, sum.inputs[0].copy, MODEL)
+    sum = _at(2)
+    with pytest.raises(AbortedError, match="no neighbours"):
+        sum.clients[0].masked({**sum.server.boxes_for(0), 9: boxes[1]}, list, MODEL)
+
+
+def test_the_server_finds_wrong_shares_out() -> None:
+    """One that lies about a share cannot move the sum; nothing is opened."""
+    sum = _at(3)
+    answers = sum.unmask()
+    answers[0][2] = answers[0][2][:4] + bytes([answers[0][2][4] ^ 1]) + answers[0][2][5:]
+    with pytest.raises(AbortedError, match="shares of client 2's seed are wrong"):
+        sum.server.open(answers)
+    sum = Sum(of(4), vectors(4, 6))
+    sum.keys()
+    sum.shares()
+    sum.masked(gone={3})
+    answers = sum.unmask()
+    answers[1][3] = answers[0][3]  # another's share, with its number
+    with pytest.raises(AbortedError, match="2 shares of client 3's secret came, 3 are needed"):
+        sum.server.open(answers)
+
+
+def test_the_server_adds_each_client_once_and_equal_lengths() -> None:
+    sum = _at(3)
+    with pytest.raises(AbortedError, match="has added it"):
+        sum.server.add(0, sum.sent[0], b"")
+    other = _at(2)
+    vector, signature = other.clients[0].masked(
+        other.server.boxes_for(0), other.inputs[0].copy, MODEL
+    )
+    other.server.add(0, vector, signature)
+    with pytest.raises(AbortedError, match="differ in type or length"):
+        other.server.add(1, vector[:-1], b"")
+    with pytest.raises(AbortedError, match="differ in type or length"):
+        other.server.add(1, vector.astype(np.uint64), b"")
+
+
+def test_a_stranger_has_no_part() -> None:
+    with pytest.raises(AbortedError, match="client 7 does not take part"):
+        Client(of(3), 7, identities(8)[7])
+
+
+def test_a_sum_of_one_is_none() -> None:
+    with pytest.raises(FedsimError, match="two or more take part"):
+        Terms(session=b"", participants=(0,), threshold=2 / 3)
+
+
+def test_published_keys_have_one_length() -> None:
+    with pytest.raises(AbortedError, match="published keys are 3 bytes"):
+        Published.from_bytes(b"abc")
+
+
+def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
+    """Every stage in a client made anew of what the one before has written down."""
+    sum = Sum(of(4), vectors(4, 6))
+    everyone = {n: client._identity for n, client in sum.clients.items()}
+
+    def reborn() -> None:
+        for number, client in sum.clients.items():
+            memory = Memory(**client.memory.to_json())
+            sum.clients[number] = Client(sum.terms, number, everyone[number], memory)
+
+    sum.keys()
+    reborn()
+    sum.shares()
+    reborn()
+    sum.masked(gone={2})
+    reborn()
+    assert np.array_equal(sum.server.open(sum.unmask()), added(sum.inputs, {0, 1, 3}))
+    assert not sum.clients[0].memory.held and not sum.clients[0].memory.secrets
