@@ -69,7 +69,7 @@ class Terms:
         """
         everyone = sorted(directory)
         reach = self._degree // 2
-        if 2 * reach >= len(everyone) - 1:
+        if self.complete or 2 * reach >= len(everyone) - 1:
             return [other for other in everyone if other != client]
         seed = int.from_bytes(hashlib.sha256(b"graph" + self.session + digest).digest(), "big")
         order = np.random.default_rng(seed).permutation(len(everyone))

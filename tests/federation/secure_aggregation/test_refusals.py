@@ -1,4 +1,4 @@
-"""What a client and the server of a secure sum refuse: replays, forgeries, strangers, short lists."""
+"""What both sides of a secure sum refuse: replays, forgeries, strangers, short lists."""
 
 from __future__ import annotations
 
@@ -86,12 +86,9 @@ def test_lists_that_overlap_or_are_foreign_or_short(
     lists: tuple[list[int], list[int]], message: str
 ) -> None:
     """Both kinds of shares of a client are what an active server would need of it."""
-    for asked in range(3):
-        sum = _at(3)
-        if asked not in lists[0] and asked != 0:
-            continue
-        with pytest.raises(AbortedError, match=message if asked == 0 else ""):
-            sum.clients[asked].unmask(*lists, sum.server.signatures)
+    sum = _at(3)
+    with pytest.raises(AbortedError, match=message):
+        sum.clients[0].unmask(*lists, sum.server.signatures)
 
 
 def test_a_server_that_asks_for_both_kinds_of_shares_gets_one_from_everybody() -> None:
@@ -146,7 +143,7 @@ def test_a_signature_is_of_one_client_and_one_session() -> None:
         client.shares({0: own, 1: old[1], 2: old[2]})
     swapped = Client(terms, 0, everyone[0])
     own = swapped.keys(fresh)
-    with pytest.raises(AbortedError, match="keys of client [12] are not signed"):
+    with pytest.raises(AbortedError, match=r"keys of client [12] are not signed"):
         swapped.shares({0: own, 1: old[2], 2: old[1]})
 
 

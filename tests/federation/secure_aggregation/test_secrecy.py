@@ -117,8 +117,10 @@ def _uniform(content: bytes) -> tuple[float, float]:
 
 
 def test_masked_bytes_are_uniform() -> None:
-    """400,000 numbers: a bit that is 1 with 0.505 would stand out at 6.3 standard deviations, and is
-    found with a chance above 0.96; by chance one in 10,000 runs would fail, and the keys are fixed.
+    """400,000 numbers: a bit that is 1 with 0.505 stands out at 6.3 standard deviations.
+
+    It is found with a chance above 0.96; by chance one in 10,000 runs would fail, and the keys are
+    fixed.
     """
     length = 400_000
     inputs = {client: np.zeros(length, np.uint32) for client in range(5)}

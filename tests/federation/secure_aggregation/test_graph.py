@@ -1,0 +1,60 @@
+"""Who is whose neighbour: all of few, and of many as many as the stated chances need."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from scipy.stats import hypergeom
+from sum_support import of
+
+from fedsim.federation.secure_aggregation.graph import degree
+from fedsim.federation.secure_aggregation.quorum import least
+from fedsim.federation.secure_aggregation.terms import Terms
+
+
+@pytest.mark.parametrize("count", [*range(2, 12), 50, 99])
+def test_of_few_clients_all_are_neighbours(count: int) -> None:
+    terms, everyone = of(count), set(range(count))
+    for one in range(count):
+        assert set(terms.neighbours(one, everyone, b"keys")) == everyone - {one}
+    assert terms.complete and terms.shares(count) == terms.quorum
+
+
+@pytest.mark.parametrize("count", [100, 101, 300])
+def test_of_many_it_is_a_ring_that_both_ends_know(count: int) -> None:
+    terms, everyone = of(count), range(count)
+    found = {one: terms.neighbours(one, everyone, b"keys") for one in everyone}
+    size = degree(count, 2 / 3, 0.0)
+    for one, neighbours in found.items():
+        assert len(set(neighbours)) == size and one not in neighbours
+        assert all(one in found[other] for other in neighbours)
+    assert found != {one: terms.neighbours(one, everyone, b"other keys") for one in everyone}
+
+
+@pytest.mark.parametrize("colluding", [0.0, 0.05, 0.1])
+@pytest.mark.parametrize("count", [100, 300, 1000])
+def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: float) -> None:
+    """Reckoned anew from the hypergeometric distribution's own terms."""
+
+    def chances(size: int) -> tuple[float, float]:
+        needed = least(size + 1, 2 / 3)
+        bad, gone = math.floor(colluding * count), math.floor(0.05 * count)
+        many, lost = needed - 1 - size // 2, size + 2 - needed
+        seen = sum(hypergeom.pmf(k, count - 1, bad, size) for k in range(many, size + 1))
+        late = sum(hypergeom.pmf(k, count - 1, gone, size) for k in range(lost, size + 1))
+        return count * seen if many >= 1 else 1.0, count * late
+
+    size = degree(count, 2 / 3, colluding)
+    if size == count - 1:
+        return
+    seen, late = chances(size)
+    assert seen <= 2.0**-40 and late <= 2.0**-20
+    for smaller in range(4, size, 2):
+        seen, late = chances(smaller)
+        assert seen > 2.0**-40 or late > 2.0**-20
+
+
+def test_shared_noise_raises_the_quorum() -> None:
+    terms = Terms(session=b"", participants=tuple(range(5)), threshold=0.6, fewest=5)
+    assert terms.quorum == 5
