@@ -295,6 +295,7 @@ class _Plan:
         federation.check(self.scenario)
         for workload in workloads.values():
             refusals.check(workload)
+            federation.check_sums(workload)
         return {**workloads}
 
     def _deployed(self) -> dict[str, Server]:

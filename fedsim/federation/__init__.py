@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
 
-__all__ = ["NO_LINK", "RoundRecord", "check", "federate"]
+__all__ = ["NO_LINK", "RoundRecord", "check", "check_sums", "federate"]
 
 NO_LINK = (
     "federation.engine: deployment needs a SuperLink: name it with --superlink, or start a whole "
@@ -75,3 +75,14 @@ def check(scenario: Scenario) -> None:
     from fedsim.federation.engine import check as check_engine
 
     check_engine(scenario)
+
+
+def check_sums(server: Server) -> None:
+    """Refuse before any training secure sums of `server`'s stack that cannot work.
+
+    Raises:
+        FedsimError: see `fedsim.federation.secure_aggregation.plan.check`.
+    """
+    from fedsim.federation.secure_aggregation import plan
+
+    plan.check(server)

@@ -17,6 +17,7 @@ from fedsim.federation.network import census
 from fedsim.federation.network.home import run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
+from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.answers import Party
 from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
@@ -86,6 +87,7 @@ class NodeApp:
             workload = OneClient(scenario, stack, client)
             self._party(workload)
             refusals.check(workload)
+            plan.check(workload)
         reasons = private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
         return census.answer(self._number, len(client.own), reasons)
 

@@ -9,8 +9,10 @@ from fedsim.federation import wire
 from fedsim.federation.secure_aggregation.layout import Layout
 from fedsim.federation.secure_aggregation.secrets import digest
 from fedsim.federation.secure_aggregation.terms import Terms
+from fedsim.training.blame import blaming
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
+from fedsim.types import FedsimError
 
 _TRAINING_BITS, _CLOSED_FORM_BITS = 32, 64
 """Of the ring. Closed-form releases are solutions of equations, of float64."""
@@ -40,6 +42,29 @@ def terms(server: Server, round: int) -> Terms:
         colluding=agreed.colluding,
         fewest=server.stack.least_clients,
     )
+
+
+def check(server: Server) -> None:
+    """Refuse secure sums that cannot work; a stack without any passes.
+
+    Raises:
+        FedsimError: fewer than two clients take part, something that is added up has no range, or
+            rounding would eat the clients' noise.
+    """
+    if server.protocol is None:
+        return
+    with blaming(f"defenses.{server.stack_name}"):
+        terms(server, 1)
+        for round in (1, server.scenario.training.rounds):
+            planned = layout(server, round)
+            for part, agreed in enumerate(planned.sums):
+                planned.fixed_point(part)
+                if planned.buffers and not agreed.buffer_range:
+                    raise FedsimError(
+                        "secure_aggregation: clients release batch-norm statistics, of which "
+                        "nothing bounds the entries; give buffer_range, or choose the model's "
+                        "norm: group"
+                    )
 
 
 def layout(server: Server, round: int) -> Layout:
