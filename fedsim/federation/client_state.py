@@ -4,7 +4,7 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
                                                                     looks at the next global model
-    OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
+    OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
 """
@@ -12,6 +12,7 @@ A file per round lets a resumed run go back to the state that its checkpoint saw
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,14 +93,18 @@ class ClientState:
         remove_rounds(self.out / "observations" / self.stack, done)
         remove_torn(self._path(0).parent)
 
-    def answer(self, asked: tuple[int, ...], weights: Tensors) -> None:
-        """Note that the client answers what it is `asked` at these `weights`, and at no others.
+    def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
+        """Note that the client answers what it is `asked` at these `inputs`, and at no others.
+
+        Args:
+            asked: As `noise_use.asked` says.
+            inputs: All that decides the answer beside the client's data: weights, buffers, memory.
 
         Raises:
-            FedsimError: it has answered at other weights.
+            FedsimError: it has answered at others.
         """
         path = notes(self.out, self.stack, self._path(0).parent.name)
-        use_once(path, asked, weights, f"client {self.client}")
+        use_once(path, asked, inputs, f"client {self.client}")
 
     def _rounds(self) -> list[int]:
         home = self._path(0).parent

@@ -5,14 +5,13 @@ Two releases of different values with the same noise have a difference without a
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from fedsim.recording.files import write_bytes
 from fedsim.system import paths
+from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors
 
@@ -27,7 +26,7 @@ def notes(out: Path, stack: str, who: str) -> Path:
     return out / "client_state" / stack / who / "answered.jsonl"
 
 
-def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> None:
+def use_once(path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str) -> None:
     """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
 
     Args:
@@ -39,7 +38,7 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
     Raises:
         FedsimError: it was used for other values, or `path` is damaged.
     """
-    at = _digest(values)
+    at = digest(*values)
     text = paths.text(path, paths.TEXT) if path.exists() else ""
     try:
         noted = [json.loads(line) for line in text.splitlines()]
@@ -57,11 +56,3 @@ def use_once(path: Path, own: tuple[int, ...], values: Tensors, who: str) -> Non
     if not before:
         line = json.dumps({"asked": list(own), "digest": at}) + "\n"
         write_bytes(path, (text + line).encode())
-
-
-def _digest(values: Tensors) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(values):
-        value = values[name].detach().cpu().contiguous()
-        digest.update(name.encode() + b"\0" + value.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

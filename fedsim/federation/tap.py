@@ -297,7 +297,7 @@ class TapGrid(Grid):
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
             path = notes(self._out, self._server.stack_name, "server")
-            use_once(path, asked(self._round, probe), combined.tensors, "the server")
+            use_once(path, asked(self._round, probe), [combined.tensors], "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "

@@ -13,8 +13,9 @@ from flwr.clientapp import ClientApp
 from pydantic import ValidationError
 
 from fedsim.federation import client_app
+from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.network import census
-from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.home import hold_to, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.scenario import Scenario
@@ -23,7 +24,8 @@ from fedsim.system import threads
 from fedsim.training import refusals
 from fedsim.training.census import Census
 from fedsim.training.client import Client
-from fedsim.training.source import load_source, private_statistics
+from fedsim.training.inputs import digest
+from fedsim.training.source import build_source, load_source, private_statistics
 from fedsim.training.workload import OneClient, Workload
 from fedsim.types import Dataset, FedsimError, Table
 
@@ -76,7 +78,9 @@ class NodeApp:
             self._policy.check(scenario, stack)
         client = self._client(scenario, scenario.seed)
         for stack in scenario.defenses:
-            refusals.check(OneClient(scenario, stack, client))
+            workload = OneClient(scenario, stack, client)
+            self._policy.check_release(workload)
+            refusals.check(workload)
         reasons = private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
         return census.answer(self._number, len(client.own), reasons)
 
@@ -87,9 +91,16 @@ class NodeApp:
             raise FedsimError(f"defenses: the scenario has no stack {stack[:40]!r}")
         self._policy.check(scenario, stack)
         folder = run_folder(self._home, run)
-        seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
         counts = Census(held=_counts(held, scenario), private_statistics={})
-        workload = OneClient(scenario, stack, self._client(scenario, seed), counts)
+        seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
+        client = self._client(scenario, seed)
+        found = fingerprint(scenario, stack)
+        if not self._shared_seed:
+            use = json.dumps(["noise", stack, found, held, _digest(client.dataset)])
+            client = replace(client, noise_seed=secret_seed(self._home, run, use))
+        workload = OneClient(scenario, stack, client, counts)
+        self._policy.check_release(workload)
+        hold_to(self._home, run, stack, found)
         job = client_app.Job(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
@@ -103,6 +114,8 @@ class NodeApp:
             )
         dataset = self._dataset(scenario.data.source.model_dump_json())
         if self._data == SCENARIO:
+            if scenario.data.partition.path is not None:
+                self._policy.check_path(scenario.data.partition.path)
             first = next(iter(scenario.defenses))
             return replace(Workload(scenario, first, dataset).client(self._number), seed=seed)
         own = torch.arange(len(dataset.train_labels))
@@ -110,16 +123,16 @@ class NodeApp:
 
     def _load(self, source: str) -> Dataset | Table:
         wanted = json.loads(source)
-        named = wanted["parameters"].get("path")
         if self._data != SCENARIO:
-            if named is None:
+            if wanted["parameters"].get("path") is None:
                 raise FedsimError(
                     f"--data: source {wanted['name']} reads no files; use --data {SCENARIO}"
                 )
             wanted["parameters"]["path"] = self._data
-        elif named is not None:
-            self._policy.check_path(named)
-        return load_source(PluginRef.model_validate(wanted))
+        chosen = PluginRef.model_validate(wanted)
+        if self._data == SCENARIO and (place := build_source(chosen).place) is not None:
+            self._policy.check_path(place)
+        return load_source(chosen)
 
 
 def _text(settings: object, key: str) -> str:
@@ -137,12 +150,18 @@ def _scenario(written: str) -> Scenario:
         raise FedsimError(f"the run's scenario is none: {error.errors()[0]['msg']}") from error
 
 
+def _digest(data: Dataset | Table) -> str:
+    """Of all examples of training."""
+    inputs = data.train_rows if isinstance(data, Table) else data.train_images
+    return digest({"inputs": inputs, "labels": data.train_labels})
+
+
 def _counts(held: str, scenario: Scenario) -> list[int]:
     try:
         counts = json.loads(held)
         assert isinstance(counts, list)
         assert len(counts) == scenario.data.clients
         assert all(isinstance(count, int) and count >= 0 for count in counts)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RecursionError) as error:
         raise FedsimError("the run's settings count no examples of each client") from error
     return counts
