@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +28,7 @@ from fedsim.training.census import Census
 from fedsim.training.client import Client
 from fedsim.training.inputs import digest
 from fedsim.training.source import build_source, load_source, private_statistics
-from fedsim.training.workload import OneClient, Workload
+from fedsim.training.workload import IN_LOG, OneClient, Workload
 from fedsim.types import Dataset, FedsimError, Table
 
 _MOST_TEXT = 50_000_000
@@ -56,9 +58,22 @@ class NodeApp:
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer one message.
 
+        What it raises is sent to the server, so that it says nothing that depends on the data but
+        how many there are, and of which shape. All else is for the node's own log, on stderr.
+
         Raises:
             FedsimError: the policy does not allow it, or it is no message of fedsim.
         """
+        try:
+            return self._answer(message, context)
+        except Exception as error:
+            with suppress(OSError):  # a full disk behind it
+                sys.stderr.write(f"refused: {_causes(error)}\n")
+            if isinstance(error, FedsimError):
+                raise
+            raise FedsimError(f"{type(error).__name__}: {IN_LOG}") from error
+
+    def _answer(self, message: Message, context: Context) -> Message:
         settings = context.run_config
         scenario, stack = _text(settings, "scenario"), _text(settings, "stack")
         run, held = _text(settings, "run"), _text(settings, "held")
@@ -132,7 +147,24 @@ class NodeApp:
         chosen = PluginRef.model_validate(wanted)
         if self._data == SCENARIO and (place := build_source(chosen).place) is not None:
             self._policy.check_path(place)
-        return load_source(chosen)
+        try:
+            return load_source(chosen)
+        except Exception as error:  # it may quote the data
+            if self._data == SCENARIO:
+                raise
+            raise FedsimError(
+                f"data.source: the data of client {self._number} cannot be loaded as it says: "
+                f"{IN_LOG}"
+            ) from error
+
+
+def _causes(error: BaseException | None) -> str:
+    """What an error says, and what those say that it comes from."""
+    said = []
+    while error is not None:
+        said.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "; from ".join(said)
 
 
 def _text(settings: object, key: str) -> str:

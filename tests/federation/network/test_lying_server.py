@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Message
-from nodes_support import nodes
+from nodes_support import TINY, nodes
 from test_node_app import RUN, ask, counted, resolved, settings
 
 from fedsim.federation import wire
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
-from fedsim.scenario import Scenario
+from fedsim.scenario import Scenario, expand
 from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
@@ -206,3 +206,73 @@ def test_nothing_passes_by_a_stack_that_a_policy_lists(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match=r"defenses\.noise: batch-norm statistics"):
         ask(app, "query.identify", config, wire.greeting(0))
     counted(app, resolved(defenses={"noise": NOISE}, training=EVAL, **BATCH_NORM))
+
+
+def of_table(source: dict[str, Any], clients: int, stack: list[dict[str, Any]]) -> Scenario:
+    """A scenario of sketches of a table."""
+    changes = {
+        "data": {"source": source, "clients": clients},
+        "learner": {"name": "sketch", "columns": 4},
+        "training": {"rounds": 1},
+        "defenses": {"noise": stack},
+        "attacks": [{"name": "membership_inference"}],
+        "observe": {"batch_sizes": [1]},
+        "knowledge": {"rows": "others"},
+    }
+    (variant,) = expand({**{k: v for k, v in TINY.items() if k != "model"}, **changes})
+    return variant.scenario
+
+
+def owned(folder: Path) -> Path:
+    """A table of its owner's."""
+    folder.mkdir(exist_ok=True)
+    lines = ["age,name,outcome", "0.5,Ada Lovelace,ill", "0.25,Kurt Gödel,well"]
+    path = folder / "patients.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("features", "target"),
+    [
+        ("name", {"name": "outcome", "classes": ["ill", "well"]}),
+        ("age", {"name": "name", "classes": ["a", "b"]}),
+        ("other", {"name": "outcome", "classes": ["ill", "well"]}),
+    ],
+)
+def test_a_refusal_tells_nothing_of_the_data(
+    features: str,
+    target: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A schema that does not fit were otherwise answered with a cell, or with the columns."""
+    source = {
+        "name": "table",
+        "path": "theirs.csv",
+        "features": [{"name": features, "low": 0.0, "high": 1.0}],
+        "target": target,
+        "row_norm": 1.0,
+    }
+    scenario = of_table(source, 1, [])
+    (app,) = nodes(tmp_path / "homes", 1, data=str(owned(tmp_path / "mine")))
+    with pytest.raises(FedsimError, match="the node's own log says more") as refusal:
+        counted(app, scenario)
+    words = ("Ada", "ill", "well", "outcome", "patients", str(tmp_path))
+    assert not [word for word in words if word in str(refusal.value)]
+    assert "patients.csv" in capsys.readouterr().err
+
+
+def test_an_error_of_another_kind_is_told_by_its_name_alone(tmp_path: Path) -> None:
+    lying = Lying(resolved(defenses={"noise": NOISE}), nodes(tmp_path))
+    lying.parameters["other"] = torch.ones(3)
+    with pytest.raises(FedsimError, match=r"^KeyError: the node's own log says more$"):
+        lying.train()
+
+
+def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: Path) -> None:
+    stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
+    scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
+    (app, *_) = nodes(tmp_path)
+    with pytest.raises(FedsimError, match=r"assumes of them: the node's own log says more$"):
+        counted(app, scenario)
