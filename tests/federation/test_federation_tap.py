@@ -124,6 +124,14 @@ def _nan_loss(client: int, message: Message, honest: Honest) -> Message:
     return reply
 
 
+def _too_weighty(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    metrics = reply.content[wire.METRICS]
+    assert isinstance(metrics, MetricRecord)
+    metrics[wire.EXAMPLES] = 2**39
+    return reply
+
+
 def _drop_a_name(client: int, message: Message, honest: Honest) -> Message:
     reply = honest()
     arrays = reply.content[wire.ARRAYS]
@@ -156,6 +164,7 @@ def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
         (_slow, "late"),
         (_drop_a_name, "malformed"),
         (_wrong_dtype, "malformed"),
+        (_too_weighty, "malformed"),
         (_poison(math.nan), "non_finite"),
         (_poison(math.inf), "non_finite"),
         (_nan_loss, "non_finite"),
