@@ -1,4 +1,4 @@
-"""What a node that keeps to no rule gets of a run."""
+"""What a node that keeps to no rule gets of a run, and others of what a server makes of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from nodes_support import LINK, SMALL, connect, nodes
 
 from fedsim.federation import deployment, wire
 from fedsim.federation.network.node_app import NodeApp
+from fedsim.federation.network.run import Deployed
 from fedsim.scenario import Scenario, expand
+from fedsim.training.census import Census
 from fedsim.types import FedsimError
 
 
@@ -52,6 +54,15 @@ def test_a_census_that_is_none_ends_the_run(
     lie(monkeypatch, tmp_path, **said)
     with pytest.raises(FedsimError, match="answers a census with something else"):
         deployment.take_census(scenario(), LINK)
+
+
+def test_no_two_stacks_have_the_noise_of_a_server_in_common() -> None:
+    defenses = {"one": SMALL["defenses"]["noise"], "other": SMALL["defenses"]["noise"]}
+    (variant,) = expand({**SMALL, "defenses": defenses})
+    census = Census(held=[480, 479, 479], private_statistics={"client": (), "example": ()})
+    for secret, count in ((b"s" * 32, 2), (None, 1)):
+        servers = Deployed(census, secret).servers(variant.scenario)
+        assert len({server.noise_seed for server in servers.values()}) == count
 
 
 def test_reasons_of_a_node_are_cut_and_made_printable(
