@@ -39,7 +39,7 @@ from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
 from fedsim.training import refusals
 from fedsim.training.server import Server
-from fedsim.training.source import load_dataset
+from fedsim.training.source import data_source, load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
 
@@ -153,8 +153,8 @@ def up(
         raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
     wanted, root = variants[0].scenario, Path(out)
     paths.writable_folder(root, "--out")
-    source = wanted.data.source.parameters.get("path")
-    named = [str(path) for path in (source, wanted.training.weights) if path]
+    source = data_source(wanted).place
+    named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
     with started(
         root, wanted.data.clients, data=SCENARIO, paths=named, shared_seed=shared_seed
     ) as there:

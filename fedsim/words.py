@@ -10,3 +10,12 @@ def number_of(count: int, noun: str, plural: str = "") -> str:
     ('1 row', '0 rows', '2,000 batches')
     """
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def printable(text: str) -> str:
+    r"""Replaces what would move a terminal's cursor, or colour it, by spaces.
+
+    >>> printable("a\x1b[31mb")
+    'a [31mb'
+    """
+    return "".join(c if c.isprintable() else " " for c in text)

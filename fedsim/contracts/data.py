@@ -19,6 +19,15 @@ class DataSource(Plugin):
             FedsimError: it is not there or cannot be read, with where it was sought and the remedy.
         """
 
+    @property
+    def place(self) -> str | None:
+        """The file or folder that it reads; None if it comes with a package, or is drawn.
+
+        A node asks its owner's policy about it. By default the field `path` or `root`.
+        """
+        named = getattr(self, "path", None) or getattr(self, "root", None)
+        return None if named is None else str(named)
+
     def prepared(self, dataset: Dataset | Table) -> Dataset | Table:
         """`dataset` with all that this source computes from training data computed anew.
 

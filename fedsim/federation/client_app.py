@@ -123,13 +123,22 @@ class Client:
         order = wire.read_order(message.content)
         if order.probe:
             raise FedsimError("a training message asks for a probe; send it as train.probe")
+        client = self.client(context)
+        if client not in self.workload.schedule.participants(order.round):
+            raise FedsimError(f"client {client} takes no part in round {order.round}")
         return self._respond(message, context, order)
 
     def probe(self, message: Message, context: Context) -> Message:
         """Answer a probe that the scenario plans: update out, truth stays, state unchanged."""
         order = wire.read_order(message.content)
-        if not self.workload.schedule.plans(order.round, order.probe):
-            raise FedsimError(f"no such probe is planned for round {order.round}: {order.probe}")
+        client, schedule = self.client(context), self.workload.schedule
+        if not (
+            schedule.plans(order.round, order.probe) and client in schedule.observed(order.round)
+        ):
+            raise FedsimError(
+                f"no such probe is planned for round {order.round} of client {client}: "
+                f"{order.probe}"
+            )
         return self._respond(message, context, order)
 
     def _respond(self, message: Message, context: Context, order: wire.Order) -> Message:
@@ -159,14 +168,16 @@ class Client:
         memory = ClientState(self.out, workload.stack_name, client)
         if order.probe is None:
             self._look(client, order, memory)
+        state = memory.before(round) if workload.remembers else {}
         if workload.claims or workload.protocol:
-            memory.answer(asked(round, order.probe), order.parameters)
+            inputs = [order.parameters, order.buffers, state]
+            memory.answer(asked(round, order.probe), inputs)
         result = workload.client_update(
             client,
             round,
             order.parameters,
             {**self._constants, **order.buffers},
-            memory.before(round) if workload.remembers else {},
+            state,
             probe=order.probe,
         )
         self._keep_truth(client, order, result)

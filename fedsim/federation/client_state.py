@@ -4,7 +4,7 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/round-0001.safetensors     the state after round 1
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
                                                                     looks at the next global model
-    OUT/client_state/<stack>/client-0000/answered.jsonl             at which weights it has answered
+    OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered
     OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it opened secure sums
     OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,14 +101,18 @@ class ClientState:
         remove_rounds(self.out / "observations" / self.stack, done)
         remove_torn(self._path(0).parent)
 
-    def answer(self, asked: tuple[int, ...], weights: Tensors) -> None:
-        """Note that the client answers what it is `asked` at these `weights`, and at no others.
+    def answer(self, asked: tuple[int, ...], inputs: Sequence[Tensors]) -> None:
+        """Note that the client answers what it is `asked` at these `inputs`, and at no others.
+
+        Args:
+            asked: As `noise_use.asked` says.
+            inputs: All that decides the answer beside the client's data: weights, buffers, memory.
 
         Raises:
-            FedsimError: it has answered at other weights.
+            FedsimError: it has answered at others.
         """
         path = notes(self.out, self.stack, self._path(0).parent.name)
-        use_once(path, asked, weights, f"client {self.client}")
+        use_once(path, asked, inputs, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
         """Note that the client opens the secure sum of `round` for these clients, and no others.
@@ -120,7 +124,7 @@ class ClientState:
         """
         path = self._path(0).with_name("opened.jsonl")
         members = {"survivors": torch.tensor(sorted(survivors))}
-        use_once(path, (round,), members, f"client {self.client}", "part of the sum's masks")
+        use_once(path, (round,), [members], f"client {self.client}", "part of the sum's masks")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
         """Keep what the client remembers of the secure sum of `round`, from others than its owner.

@@ -12,7 +12,7 @@ from flwr.serverapp import Grid
 
 from fedsim.federation import wire
 from fedsim.types import FedsimError
-from fedsim.words import number_of
+from fedsim.words import number_of, printable
 
 _POLL_SECONDS = 0.05
 _REASON = 500
@@ -125,7 +125,8 @@ def roll_call(
             if reply is None:
                 continue
             if reply.has_error():
-                raise FedsimError(f"a node refuses: {str(reply.error.reason)[:_REASON]}")
+                said = printable(str(reply.error.reason)[:_REASON])
+                raise FedsimError(f"a node refuses: {said}")
             answered.add(asked[position])
             yield asked[position], reply.content
 

@@ -5,14 +5,13 @@ Two releases of different values with the same noise have a difference without a
 
 from __future__ import annotations
 
-import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
-
-import torch
 
 from fedsim.recording.files import write_bytes
 from fedsim.system import paths
+from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.types import FedsimError, Tensors
 
@@ -28,7 +27,7 @@ def notes(out: Path, stack: str, who: str) -> Path:
 
 
 def use_once(
-    path: Path, own: tuple[int, ...], values: Tensors, who: str, what: str = "noise"
+    path: Path, own: tuple[int, ...], values: Sequence[Tensors], who: str, what: str = "noise"
 ) -> None:
     """Note in `path` that the noise of what was `asked` is used for `values`; for no others.
 
@@ -42,7 +41,7 @@ def use_once(
     Raises:
         FedsimError: it was used for other values, or `path` is damaged.
     """
-    at = digest(values)
+    at = digest(*values)
     text = paths.text(path, paths.TEXT) if path.exists() else ""
     try:
         noted = [json.loads(line) for line in text.splitlines()]
@@ -60,12 +59,3 @@ def use_once(
     if not before:
         line = json.dumps({"asked": list(own), "digest": at}) + "\n"
         write_bytes(path, (text + line).encode())
-
-
-def digest(values: Tensors) -> str:
-    """By which tensors, with their names, are told from others; hexadecimal."""
-    digest = hashlib.sha256()
-    for name in sorted(values):
-        value = values[name].detach().cpu().contiguous()
-        digest.update(name.encode() + b"\0" + value.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

@@ -13,6 +13,7 @@ from fedsim.federation import wire
 from fedsim.federation.records import REASONS
 from fedsim.training.schedule import Probe
 from fedsim.types import Tensors
+from fedsim.words import printable
 
 _DETAILS = 20
 _DETAIL_LENGTH = 300
@@ -96,8 +97,7 @@ class Tally:
     def say(self, line: str) -> None:
         """Keep a line for the record. Clients' words are cut and made printable."""
         if len(self.details) < _DETAILS:
-            short = line[:_DETAIL_LENGTH]
-            self.details.append("".join(c if c.isprintable() else " " for c in short))
+            self.details.append(printable(line[:_DETAIL_LENGTH]))
 
 
 def _last_line(reason: str | None) -> str:

@@ -296,7 +296,7 @@ class TapGrid(Grid):
             client, probe = orders[position].client, orders[position].probe
             if reply is not None and reply.has_content() and probe is None:
                 self.tally.bytes_up += wire.size(reply.content)
-            verdict = judge(reply, self._expected)
+            verdict = judge(reply, self._expected_of(client, probe))
             if verdict.answer and client in observed and not combines:
                 self._record(client, verdict.answer.update, probe)
             if verdict.reason:
@@ -306,6 +306,13 @@ class TapGrid(Grid):
                 reply.content = RecordDict()
                 accepted[probe][client] = reply
         return accepted
+
+    def _expected_of(self, client: int, probe: Probe | None) -> wire.Shape:
+        """What an answer looks like, and of how many examples it can be."""
+        training = self._server.declared_for(probe)
+        held = self._server.census.held[client]
+        most = max(1, held, training.batch_size * training.steps)
+        return replace(self._expected, most_examples=most)
 
     def _client(self, message: Message) -> int:
         return self._clients[message.metadata.dst_node_id]
@@ -320,6 +327,7 @@ class TapGrid(Grid):
             return []
         if self._too_few(accepted):
             tally.accepted = ()
+            tally.failures["too_few"] += len(accepted)
             return []
         combined = self._combine(spool, None, record=record)
         if combined is not None:
@@ -359,7 +367,7 @@ class TapGrid(Grid):
         if isinstance(aggregation, NoisyAggregation):
             # The sum that the noise is on is as many answers as came: another one is another value.
             path = notes(self._out, self._server.stack_name, "server")
-            use_once(path, asked(self._round, probe), combined.tensors, "the server")
+            use_once(path, asked(self._round, probe), [combined.tensors], "the server")
         if shapes(combined.tensors) != shapes(self._parameters):
             raise FedsimError(
                 f"{type(aggregation).__name__}.combine changed names or shapes of the update; it "

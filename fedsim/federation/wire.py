@@ -80,6 +80,8 @@ class Shape:
     update: Tensors
     buffers: Tensors
     loss: bool
+    most_examples: int = 2**40
+    """It may say that it is of so many examples: strategies weigh by them."""
 
 
 def floating(tensors: Tensors) -> dict[str, Tensor]:
@@ -156,13 +158,18 @@ def read_answer(content: RecordDict, expected: Shape) -> Answer:
     wanted = {EXAMPLES, LOSS} if expected.loss else {EXAMPLES}
     if not isinstance(metrics, MetricRecord) or set(metrics) != wanted:
         raise MalformedError(f"the metrics are {_listed(metrics)}, expected {_listed(wanted)}")
+    examples = integer(metrics, EXAMPLES, 1)
+    if examples > expected.most_examples:
+        raise MalformedError(
+            f"{EXAMPLES} is {examples}, and a client answers of {expected.most_examples} at most"
+        )
     loss = metrics[LOSS] if expected.loss else None
     if loss is not None and not isinstance(loss, float):
         raise MalformedError(f"the loss is of type {type(loss).__name__}, expected a number")
     return Answer(
         update=Update(
             tensors=fitted(arrays_of(content, ARRAYS), expected.update),
-            num_examples=integer(metrics, EXAMPLES, 1),
+            num_examples=examples,
             buffers=fitted(arrays_of(content, BUFFERS), expected.buffers),
         ),
         loss=loss,

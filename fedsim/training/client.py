@@ -15,6 +15,7 @@ from fedsim import rng
 from fedsim.contracts.learner import Batches, Computation, Request
 from fedsim.data import batches
 from fedsim.learners.sgd import as_pixels
+from fedsim.training.inputs import digest
 from fedsim.training.schedule import Probe
 from fedsim.training.server import Server
 from fedsim.types import (
@@ -53,7 +54,11 @@ class Client:
     own: Tensor
     """(n,) indices of its examples among those of training."""
     seed: int
-    """Of all that it draws."""
+    """Of its batches, and of its noise unless it has a seed of its own."""
+    noise_seed: int | None = None
+    """Of all else that it draws, which then also depends on the weights, buffers and memory that a
+    release is computed from: so the noise of one value is that of no other. None: drawn from
+    `seed`, and the same for all values."""
     absent: Tensor | None = None
     """Those of `own` that are drawn as ever but are not there, as in a neighbouring database."""
 
@@ -95,16 +100,17 @@ class Client:
         else:
             rows, truth = self.rows(server.computation, round, probe)
             drawn = [rows]
+        secret, at = self._noise(parameters, buffers, state)
         request = Request(
             batches=drawn,
             parameters=parameters,
             buffers=buffers,
             training=training,
-            stream=rng.generator(self.seed, "learner", *path),
+            stream=rng.generator(secret, "learner", *path, *at),
             recorded=server.schedule.is_observed(round),
         )
         again = (probe.release,) if probe and probe.release else ()
-        stream = rng.generator(self.seed, "defense", *path, *again)
+        stream = rng.generator(secret, "defense", *path, *again, *at)
         with server.stack.memory_of(state) as remembered:
             computed = server.computation.compute(request, stream)
         update = {name: value.cpu() for name, value in computed.update.items()}
@@ -123,6 +129,27 @@ class Client:
             state={**after, **remembered, **steps} if probe is None else state,
             loss=computed.loss,
         )
+
+    def _noise(self, *inputs: Tensors) -> tuple[int, tuple[str, ...]]:
+        """Seed of the noise of a release, and what the paths of its streams end with."""
+        if self.noise_seed is None:
+            return self.seed, ()
+        return self.noise_seed, (digest(*inputs),)
+
+    def sum_stream(
+        self, round: int, probe: Probe | None, parameters: Tensors, buffers: Tensors
+    ) -> rng.Stream:
+        """The client's roundings and noise in a secure sum of what it computed from these.
+
+        Args:
+            round: From 1.
+            probe: What it is asked instead of training.
+            parameters: That its update is of.
+            buffers: That its update is of.
+        """
+        secret, at = self._noise(parameters, buffers)
+        again = (probe.release,) if probe else ()
+        return rng.generator(secret, "secure sum", *self._path(round, probe), *again, *at)
 
     def there(self, examples: Tensor) -> Tensor:
         """Those of `examples`, indices, that are not absent."""

@@ -36,7 +36,7 @@ def load_source(chosen: PluginRef) -> Dataset | Table:
         FedsimError: the source is not installed, or its data is missing or unreadable.
     """
     with blaming("data.source"):
-        return _built(chosen).load()
+        return build_source(chosen).load()
 
 
 def data_source(scenario: Scenario) -> DataSource:
@@ -45,10 +45,16 @@ def data_source(scenario: Scenario) -> DataSource:
     Raises:
         FedsimError: it is not installed, or its parameters do not fit.
     """
-    return _built(scenario.data.source)
+    return build_source(scenario.data.source)
 
 
-def _built(chosen: PluginRef) -> DataSource:
+def build_source(chosen: PluginRef) -> DataSource:
+    """A data source that a scenario names, or could name.
+
+    Raises:
+        FedsimError: it is not installed.
+        ValidationError: its parameters do not fit.
+    """
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source

@@ -25,6 +25,9 @@ from fedsim.training.source import data_source, load_dataset, private_statistics
 from fedsim.types import Dataset, FedsimError, Table, Tensors
 from fedsim.words import number_of
 
+IN_LOG = "the node's own log says more"
+"""Ends what a server is told of an error that may tell of a client's data."""
+
 
 @dataclass(frozen=True, eq=False, init=False)
 class Workload(Server):
@@ -161,3 +164,17 @@ class OneClient(Workload):
         Server.__init__(self, scenario, stack_name, described, census)
         object.__setattr__(self, "dataset", client.dataset)
         object.__setattr__(self, "clients", (client,))
+
+    def check_assumptions(self) -> None:
+        """Refuse data that contradict what the stack's claim assumes of them; do not say how.
+
+        Raises:
+            FedsimError: they do.
+        """
+        try:
+            super().check_assumptions()
+        except FedsimError as error:
+            raise FedsimError(
+                f"the data of client {self.clients[0].number} are not what the stack's claim "
+                f"assumes of them: {IN_LOG}"
+            ) from error

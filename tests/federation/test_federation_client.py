@@ -43,7 +43,7 @@ def ask(
     """What the client app answers to an order, or to the news that its answer was left out."""
     wanted = scenario(
         defenses={"none": [], "secure": [{"name": "aggregate"}], **TOPK, **NOISY},
-        observe={"rounds": [1], "clients": [0], "batch_sizes": [2]},
+        observe={"rounds": [1], "clients": [0, 1], "batch_sizes": [2]},
     )
     plan = workload(wanted, stack)
     job = Job(scenario=wanted.model_dump_json(), stack=stack, out=str(out), threads=1)

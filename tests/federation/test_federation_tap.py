@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import FedAvg
 
 from fedsim.federation import local, strategies, tap, wire
 from fedsim.federation.local import LocalGrid
-from fedsim.federation.records import RoundRecord
+from fedsim.federation.records import REASONS, RoundRecord
 from fedsim.federation.spool import Spool
 from fedsim.recording.truth import load_truth
 from fedsim.training.schedule import Probe
@@ -124,6 +124,14 @@ def _nan_loss(client: int, message: Message, honest: Honest) -> Message:
     return reply
 
 
+def _too_weighty(client: int, message: Message, honest: Honest) -> Message:
+    reply = honest()
+    metrics = reply.content[wire.METRICS]
+    assert isinstance(metrics, MetricRecord)
+    metrics[wire.EXAMPLES] = 2**39
+    return reply
+
+
 def _drop_a_name(client: int, message: Message, honest: Honest) -> Message:
     reply = honest()
     arrays = reply.content[wire.ARRAYS]
@@ -156,6 +164,7 @@ def _only(client: int, fault: Callable[[int, Message, Honest], Message]) -> Any:
         (_slow, "late"),
         (_drop_a_name, "malformed"),
         (_wrong_dtype, "malformed"),
+        (_too_weighty, "malformed"),
         (_poison(math.nan), "non_finite"),
         (_poison(math.inf), "non_finite"),
         (_nan_loss, "non_finite"),
@@ -168,7 +177,7 @@ def test_a_bad_answer_is_counted_and_left_out(
     stopped(monkeypatch)
     wanted = scenario(federation={"timeout": 0.5}, training__rounds=1, observe__clients="all")
     (record,) = train_with_fault(wanted, tmp_path, _only(2, fault))
-    expected = dict.fromkeys(("client_error", "late", "malformed", "non_finite"), 0) | {reason: 1}
+    expected = dict.fromkeys(REASONS, 0) | {reason: 1}
     assert record.failures == expected
     assert record.participants == (0, 1, 2, 3) and record.aggregated == 3
     assert len(record.details) == 1 and record.details[0].startswith(f"client 2: {reason}")

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from fedsim.federation.records import REASONS
 from fedsim.scoring import Guesser, Unavailable, baseline, score
 from fedsim.types import GroundTruth, Reconstruction
 
@@ -260,7 +261,7 @@ def _round(name: str, stack: Stack, round: int, rounds: int) -> dict[str, Any]:
         "test_loss": 2.3 - 1.4 * progress * stack.accuracy,
         "test_accuracy": 0.1 + (stack.accuracy - 0.1) * progress / (1 - 0.8**6),
         "epsilon": "inf" if stack.epsilon is None else stack.epsilon * (round / rounds) ** 0.5,
-        "failures": {"client_error": 0, "late": 0, "malformed": 0, "non_finite": 0, **late},
+        "failures": {**dict.fromkeys(REASONS, 0), **late},
         "details": ["client 3 did not answer within 600 s"] if late else [],
         "zero_updates": 0,
         "probe_failures": 0,

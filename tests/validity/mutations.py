@@ -121,7 +121,7 @@ MUTATIONS = (
         name="noise of the server used again for another sum",
         item=4,
         file="fedsim/federation/tap.py",
-        old="            use_once(path, asked(self._round, probe), combined.tensors, "
+        old="            use_once(path, asked(self._round, probe), [combined.tensors], "
         '"the server")\n',
         new="            pass\n",
         tests=("tests/federation/test_federation_tap.py",),

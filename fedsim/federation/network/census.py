@@ -12,11 +12,15 @@ from fedsim.federation import wire
 from fedsim.federation.delivery import roll_call
 from fedsim.training.census import Census
 from fedsim.types import FedsimError, Unit
+from fedsim.words import printable
 
 ACTION = "census"
 """Of a query: how much do you hold, and would you answer every stack of this scenario?"""
 
 _HELD, _STATISTICS = "held", "statistics"
+_MOST_HELD = 2**40
+_REASONS, _REASON = 20, 500
+"""At most so many reasons of a node are kept, and of each so many characters."""
 _UNITS = ("client", "example")
 
 
@@ -62,8 +66,18 @@ def _read(content: RecordDict) -> tuple[int, int, Mapping[str, list[str]]]:
     try:
         assert isinstance(config, ConfigRecord)
         held, statistics = config[_HELD], json.loads(str(config[_STATISTICS]))
-        assert isinstance(held, int) and held >= 0
-        reasons = {str(unit): [str(reason) for reason in said] for unit, said in statistics.items()}
-    except (AssertionError, KeyError, ValueError, AttributeError, TypeError) as error:
+        assert isinstance(held, int) and 0 <= held < _MOST_HELD
+        reasons = {
+            str(unit): [printable(str(reason))[:_REASON] for reason in said[:_REASONS]]
+            for unit, said in statistics.items()
+        }
+    except (
+        AssertionError,
+        KeyError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
         raise FedsimError("a node answers a census with something else") from error
     return wire.read_client(content), held, reasons

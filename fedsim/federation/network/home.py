@@ -2,6 +2,7 @@
 
 HOME/secret                        32 bytes that never leave the node
 HOME/releases.json                 how often it has answered
+HOME/runs/<run>/scenarios/<stack>  a digest of what the run is of
 HOME/runs/<run>/truth/...          what it really used, to be collected by its owner
 HOME/runs/<run>/client_state/...   what it remembers between rounds
 """
@@ -14,6 +15,7 @@ import re
 import secrets
 from pathlib import Path
 
+from fedsim.recording.files import write_text
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
@@ -32,10 +34,32 @@ def run_folder(home: Path, run: str) -> Path:
     return home / "runs" / run
 
 
-def secret_seed(home: Path, run: str) -> int:
+def hold_to(home: Path, run: str, stack: str, fingerprint: str) -> None:
+    """Note what `stack` of `run` is at first, and refuse all else under their names later.
+
+    Args:
+        home: The node's folder.
+        run: Its name, which the server chose.
+        stack: A checked name.
+        fingerprint: Of all that decides the results of the stack's training.
+
+    Raises:
+        FedsimError: the run was of something else, whose truth would be lost.
+    """
+    path = run_folder(home, run) / "scenarios" / stack
+    if not path.exists():
+        write_text(path, fingerprint)
+    elif paths.text(path, paths.TEXT) != fingerprint:
+        raise FedsimError(
+            f"run {run}: this node knows it as the run of another scenario; resume that one, or "
+            "start a new run, with another --out"
+        )
+
+
+def secret_seed(home: Path, run: str, use: str = "") -> int:
     """Return a 256-bit seed of `run` that only who has the secret of `home` can derive.
 
-    The secret is made when it is not there.
+    The secret is made when it is not there. Seeds of another `use` tell nothing of this one.
 
     Raises:
         FedsimError: the secret is damaged, or others may read it.
@@ -56,5 +80,6 @@ def secret_seed(home: Path, run: str) -> int:
         )
     if path.stat().st_mode & 0o077:
         raise FedsimError(f"{path}: others may read it; chmod 600 {path}")
-    digest = hashlib.sha256(b"fedsim node\0" + content + run.encode()).digest()
+    named = f"{run}\0{use}" if use else run
+    digest = hashlib.sha256(b"fedsim node\0" + content + named.encode()).digest()
     return int.from_bytes(digest, "big")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,8 +15,9 @@ from flwr.clientapp import ClientApp
 from pydantic import ValidationError
 
 from fedsim.federation import client_app
+from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.network import census
-from fedsim.federation.network.home import run_folder, secret_seed
+from fedsim.federation.network.home import hold_to, run_folder, secret_seed
 from fedsim.federation.network.link import SCENARIO
 from fedsim.federation.network.policy import Policy, Releases
 from fedsim.federation.secure_aggregation import plan
@@ -26,8 +29,9 @@ from fedsim.system import threads
 from fedsim.training import refusals
 from fedsim.training.census import Census
 from fedsim.training.client import Client
-from fedsim.training.source import load_source, private_statistics
-from fedsim.training.workload import OneClient, Workload
+from fedsim.training.inputs import digest
+from fedsim.training.source import build_source, load_source, private_statistics
+from fedsim.training.workload import IN_LOG, OneClient, Workload
 from fedsim.types import Dataset, FedsimError, Table
 
 _MOST_TEXT = 50_000_000
@@ -65,9 +69,22 @@ class NodeApp:
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer one message.
 
+        What it raises is sent to the server, so that it says nothing that depends on the data but
+        how many there are, and of which shape. All else is for the node's own log, on stderr.
+
         Raises:
             FedsimError: the policy does not allow it, or it is no message of fedsim.
         """
+        try:
+            return self._answer(message, context)
+        except Exception as error:
+            with suppress(OSError):  # a full disk behind it
+                sys.stderr.write(f"refused: {_causes(error)}\n")
+            if isinstance(error, FedsimError):
+                raise
+            raise FedsimError(f"{type(error).__name__}: {IN_LOG}") from error
+
+    def _answer(self, message: Message, context: Context) -> Message:
         settings = context.run_config
         scenario, stack = _text(settings, "scenario"), _text(settings, "stack")
         run, held = _text(settings, "run"), _text(settings, "held")
@@ -85,6 +102,7 @@ class NodeApp:
         client = self._client(scenario, scenario.seed)
         for stack in scenario.defenses:
             workload = OneClient(scenario, stack, client)
+            self._policy.check_release(workload)
             self._party(workload)
             refusals.check(workload)
             plan.check(workload)
@@ -98,9 +116,16 @@ class NodeApp:
             raise FedsimError(f"defenses: the scenario has no stack {stack[:40]!r}")
         self._policy.check(scenario, stack)
         folder = run_folder(self._home, run)
-        seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
         counts = Census(held=_counts(held, scenario), private_statistics={})
-        workload = OneClient(scenario, stack, self._client(scenario, seed), counts)
+        seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
+        client = self._client(scenario, seed)
+        found = fingerprint(scenario, stack)
+        if not self._shared_seed:
+            use = json.dumps(["noise", stack, found, held, _digest(client.dataset)])
+            client = replace(client, noise_seed=secret_seed(self._home, run, use))
+        workload = OneClient(scenario, stack, client, counts)
+        self._policy.check_release(workload)
+        hold_to(self._home, run, stack, found)
         job = client_app.Job(
             scenario=written, stack=stack, out=str(folder), threads=scenario.threads
         )
@@ -112,7 +137,6 @@ class NodeApp:
         """Who this node is in the secure sums of a stack that has any."""
         if workload.protocol is None:
             return None
-        self._policy.check_cohort(workload.schedule)
         if self._identity is None:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: secure_aggregation: this node knows no keys of "
@@ -136,6 +160,8 @@ class NodeApp:
             )
         dataset = self._dataset(scenario.data.source.model_dump_json())
         if self._data == SCENARIO:
+            if scenario.data.partition.path is not None:
+                self._policy.check_path(scenario.data.partition.path)
             first = next(iter(scenario.defenses))
             return replace(Workload(scenario, first, dataset).client(self._number), seed=seed)
         own = torch.arange(len(dataset.train_labels))
@@ -143,16 +169,33 @@ class NodeApp:
 
     def _load(self, source: str) -> Dataset | Table:
         wanted = json.loads(source)
-        named = wanted["parameters"].get("path")
         if self._data != SCENARIO:
-            if named is None:
+            if wanted["parameters"].get("path") is None:
                 raise FedsimError(
                     f"--data: source {wanted['name']} reads no files; use --data {SCENARIO}"
                 )
             wanted["parameters"]["path"] = self._data
-        elif named is not None:
-            self._policy.check_path(named)
-        return load_source(PluginRef.model_validate(wanted))
+        chosen = PluginRef.model_validate(wanted)
+        if self._data == SCENARIO and (place := build_source(chosen).place) is not None:
+            self._policy.check_path(place)
+        try:
+            return load_source(chosen)
+        except Exception as error:  # it may quote the data
+            if self._data == SCENARIO:
+                raise
+            raise FedsimError(
+                f"data.source: the data of client {self._number} cannot be loaded as it says: "
+                f"{IN_LOG}"
+            ) from error
+
+
+def _causes(error: BaseException | None) -> str:
+    """What an error says, and what those say that it comes from."""
+    said = []
+    while error is not None:
+        said.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "; from ".join(said)
 
 
 def _text(settings: object, key: str) -> str:
@@ -170,12 +213,18 @@ def _scenario(written: str) -> Scenario:
         raise FedsimError(f"the run's scenario is none: {error.errors()[0]['msg']}") from error
 
 
+def _digest(data: Dataset | Table) -> str:
+    """Of all examples of training."""
+    inputs = data.train_rows if isinstance(data, Table) else data.train_images
+    return digest({"inputs": inputs, "labels": data.train_labels})
+
+
 def _counts(held: str, scenario: Scenario) -> list[int]:
     try:
         counts = json.loads(held)
         assert isinstance(counts, list)
         assert len(counts) == scenario.data.clients
         assert all(isinstance(count, int) and count >= 0 for count in counts)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, RecursionError) as error:
         raise FedsimError("the run's settings count no examples of each client") from error
     return counts

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fedsim.contracts.stack import Stack
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
+from fedsim.scenario.build import build_stack
+from fedsim.scenario.model import PluginRef
 from fedsim.system import paths
-from fedsim.training.schedule import Schedule
+from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of
 
@@ -23,7 +27,9 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     stacks: list[list[dict[str, Any]]] | None = None
-    """The stacks of defenses behind which it answers, as a scenario writes them; None: any."""
+    """The stacks of defenses behind which it answers, as a scenario writes them, parameters that
+    are left out having their defaults; None: any. Behind a stack that is listed, and not empty, no
+    batch-norm statistics are released: they pass by all defenses."""
     plugins: list[str] | None = None
     """The learners, models and defenses that it runs, by name, of those installed; None: any."""
     paths: list[str] = []
@@ -34,6 +40,22 @@ class Policy(BaseModel):
     """Of a federation in which it takes part."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
     """Of a round's participants, to whose secure sum it adds its own update."""
+
+    @field_validator("stacks")
+    @classmethod
+    def _built(cls, stacks: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
+        for stack in stacks or []:
+            try:
+                _stack(stack)
+            except KeyError as error:
+                raise ValueError("a defense has no name") from error
+            except ValidationError as error:
+                first = error.errors()[0]
+                key = ".".join(map(str, first["loc"]))
+                raise ValueError(f"{error.title}: {key}: {first['msg']}") from error
+            except FedsimError as error:
+                raise ValueError(str(error)) from error
+        return stacks
 
     @classmethod
     def read(cls, path: Path | None) -> Policy:
@@ -61,8 +83,8 @@ class Policy(BaseModel):
         Raises:
             FedsimError: something is not; the message says what, and which key would allow it.
         """
-        wanted = [{"name": ref.name, **ref.parameters} for ref in scenario.defenses[stack]]
-        if self.stacks is not None and not any(_same(wanted, own) for own in self.stacks):
+        wanted = build_stack(scenario.defenses[stack])
+        if self.stacks is not None and wanted not in map(_stack, self.stacks):
             raise FedsimError(
                 f"defenses.{stack}: this node's policy does not allow this stack (stacks)"
             )
@@ -80,18 +102,25 @@ class Policy(BaseModel):
                 "(minimum_clients)"
             )
 
-    def check_cohort(self, schedule: Schedule) -> None:
-        """Refuse secure sums of too few.
+    def check_release(self, workload: Workload) -> None:
+        """Refuse what would pass by a stack that the policy lists, and secure sums of too few.
 
         Raises:
-            FedsimError: a round has fewer participants than it takes.
+            FedsimError: something would, or a round has fewer participants than it takes.
         """
-        cohort = len(schedule.participants(1))
-        if cohort < self.minimum_cohort:
+        cohort = len(workload.schedule.participants(1))
+        if workload.protocol and cohort < self.minimum_cohort:
             raise FedsimError(
                 "federation.participation: this node adds its update to those of "
                 f"{number_of(self.minimum_cohort, 'participant')} or more, got {cohort} "
                 "(minimum_cohort)"
+            )
+        listed = self.stacks is not None and workload.scenario.defenses[workload.stack_name]
+        if listed and workload.releases_statistics and not workload.protocol:
+            raise FedsimError(
+                f"defenses.{workload.stack_name}: batch-norm statistics pass by this stack, and "
+                "this node's policy lets nothing pass (stacks); use group norm, or training.local."
+                "mode: eval"
             )
 
     def check_path(self, path: str) -> None:
@@ -139,12 +168,18 @@ class Releases:
 
 
 def _within(path: str, allowed: str) -> bool:
-    own, folder = Path(path).resolve(), Path(allowed).resolve()
+    own, folder = paths.from_home(path).resolve(), paths.from_home(allowed).resolve()
     return own == folder or folder in own.parents
 
 
-def _same(wanted: list[dict[str, Any]], own: list[dict[str, Any]]) -> bool:
-    """Whether each defense of the policy is the one that is asked for, in all that it states."""
-    return len(wanted) == len(own) and all(
-        stated.items() <= asked.items() for asked, stated in zip(wanted, own, strict=True)
+def _stack(written: Sequence[Mapping[str, Any]]) -> Stack:
+    """The stack that a policy writes."""
+    return build_stack(
+        [
+            PluginRef(
+                name=entry["name"],
+                parameters={key: value for key, value in entry.items() if key != "name"},
+            )
+            for entry in written
+        ]
     )

@@ -113,13 +113,17 @@ class Deployed:
             FedsimError: the data cannot be described, or do not fit the learner.
         """
         described = load_dataset(scenario).without_training()
-        seed = None
-        if self.secret is not None:
-            digest = hashlib.sha256(b"fedsim server\0" + self.secret).digest()
-            seed = int.from_bytes(digest, "big")
         return {
-            name: Server(scenario, name, described, self.census, seed) for name in scenario.defenses
+            name: Server(scenario, name, described, self.census, self._noise_seed(name))
+            for name in scenario.defenses
         }
+
+    def _noise_seed(self, stack: str) -> int | None:
+        """Of the noise that the server adds behind `stack`, and behind no other one."""
+        if self.secret is None:
+            return None
+        digest = hashlib.sha256(b"fedsim server\0" + self.secret + stack.encode()).digest()
+        return int.from_bytes(digest, "big")
 
 
 def join(out: Path, homes: Sequence[Path]) -> int:

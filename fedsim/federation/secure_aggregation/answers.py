@@ -19,7 +19,6 @@ from flwr.app import ConfigRecord, Context, Message
 from fedsim import rng
 from fedsim.federation import wire
 from fedsim.federation.client_state import ClientState
-from fedsim.federation.noise_use import asked, digest
 from fedsim.federation.secure_aggregation import messages, plan
 from fedsim.federation.secure_aggregation.client import Client, Memory
 from fedsim.federation.secure_aggregation.fixed_point import Ring
@@ -28,8 +27,10 @@ from fedsim.federation.secure_aggregation.keys import Published
 from fedsim.federation.secure_aggregation.secrets import SECRET
 from fedsim.federation.secure_aggregation.secrets import digest as digest_of
 from fedsim.training.client import ClientResult
+from fedsim.training.inputs import digest
+from fedsim.training.schedule import Probe
 from fedsim.training.workload import Workload
-from fedsim.types import FedsimError
+from fedsim.types import FedsimError, Tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,16 @@ class Answers:
         model = digest_of(*(digest(tensors).encode() for tensors in shown.values()))
         asked_for = plan.parts(workload, sum.round)
 
+        def at(probe: Probe | None) -> Tensors:
+            return order.parameters if probe is None or planted is None else planted
+
         def compute() -> Ring:
             updates = (
                 self._own.compute(
                     sum.number,
                     wire.Order(
                         round=sum.round,
-                        parameters=order.parameters
-                        if probe is None
-                        else planted or order.parameters,
+                        parameters=at(probe),
                         buffers=order.buffers,
                         probe=probe,
                     ),
@@ -109,8 +111,9 @@ class Answers:
             own = workload.client(sum.number)
 
             def stream(part: int) -> rng.Stream:
-                path = asked(sum.round, asked_for[part])
-                return rng.generator(own.seed, "secure sum", own.number, *path)
+                probe = asked_for[part]
+                weights = at(probe)
+                return own.sum_stream(sum.round, probe, weights, order.buffers)
 
             return plan.layout(workload, sum.round).vector(updates, stream)
 

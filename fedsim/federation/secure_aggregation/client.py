@@ -217,8 +217,8 @@ class Client:
             raise AbortedError("the directory names clients that do not take part")
         if len(directory) < self._terms.quorum:
             raise AbortedError(
-                f"{number_of(len(directory), 'client')} published keys, {self._terms.quorum} are "
-                "needed"
+                f"keys of {number_of(len(directory), 'client')} were published, "
+                f"{self._terms.quorum} are needed"
             )
         own = directory.get(self._me)
         if own is None or own.masking != secrets.public_of(self._secret("masking")):

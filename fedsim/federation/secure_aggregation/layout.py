@@ -22,6 +22,7 @@ from fedsim.contracts.defense import SumTerms
 from fedsim.federation.secure_aggregation.fixed_point import FixedPoint, Ring, from_ring, to_ring
 from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.types import Tensors, Update
+from fedsim.words import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,10 @@ class Layout:
         numbers = from_ring(total[part * self.length :][: self.length])
         terms, count = self.sums[part], int(numbers[-1])
         if not clients <= count <= clients * terms.most_examples:
-            raise AbortedError(f"the sum of {clients} clients says that it is of {count} examples")
+            raise AbortedError(
+                f"the sum of {number_of(clients, 'client')} says that it is of "
+                f"{number_of(count, 'example')}"
+            )
         weight = self.clients if terms.noise else count
         return self._decoded(part, numbers[:-1], terms.most_examples / weight, count)
 

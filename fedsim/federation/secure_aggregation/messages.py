@@ -18,6 +18,7 @@ from flwr.app import ArrayRecord, ConfigRecord, RecordDict
 from fedsim.federation import wire
 from fedsim.federation.secure_aggregation.fixed_point import Ring
 from fedsim.types import Tensors
+from fedsim.words import number_of
 
 PLANTED = "planted"
 """Arrays of the weights at which probes are computed, where these are not the model's."""
@@ -53,7 +54,9 @@ def read_table(record: ConfigRecord) -> dict[int, bytes]:
         or len(contents) != len(clients)
         or not all(isinstance(one, bytes) and len(one) <= _MOST for one in contents)
     ):
-        raise wire.MalformedError(f"{_CONTENTS}: expected bytes for each of {len(clients)} clients")
+        raise wire.MalformedError(
+            f"{_CONTENTS}: expected bytes for each of {number_of(len(clients), 'client')}"
+        )
     if len(set(clients)) < len(clients):
         raise wire.MalformedError(f"{_CLIENTS}: one stands twice")
     return dict(zip(clients, (bytes(one) for one in contents), strict=True))  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ class SecureSum:
             with self._losing(client, is_lost=False):
                 answers[client] = messages.read_table(wire.config_of(reply.content))
                 last = reply
-        total = self._server.open(answers)
+        total = self._server.reveal(answers)
         assert last is not None
         return Opened(total=total, clients=survivors, reply=last)
 

@@ -109,7 +109,7 @@ class Server:
         """Who shared secrets and sent no vector, ascending."""
         return [client for client in self.sharers if client not in self._signatures]
 
-    def open(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
+    def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
         """Take all masks off the sum, by the shares that each client has given.
 
         Raises:

@@ -168,7 +168,7 @@ def test_a_second_run_leaves_the_truth_of_the_first_alone(
 def test_a_node_that_refuses_ends_the_run_before_it_began(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = Policy(stacks=[[{"name": "clip"}, {"name": "gaussian_noise", "multiplier": 1.0}]])
+    policy = Policy(stacks=[TINY["defenses"]["noise"]])
     connect(monkeypatch, nodes(tmp_path / "homes", policy=policy))
     with pytest.raises(FedsimError, match=r"a node refuses: .*defenses\.none: this node's policy"):
         pipeline.run(deployed(), out=tmp_path / "out", workers=1, link=LINK)

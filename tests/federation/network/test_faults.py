@@ -261,7 +261,13 @@ def test_nodes_that_lie_are_left_out(tmp_path: Path) -> None:
     for row in rows(out):
         assert is_accounted(row)
         assert row["aggregated"] == 1
-        assert row["failures"] == {"client_error": 1, "late": 0, "malformed": 2, "non_finite": 1}
+        assert row["failures"] == {
+            "client_error": 1,
+            "late": 0,
+            "malformed": 2,
+            "non_finite": 1,
+            "too_few": 0,
+        }
 
 
 @slow

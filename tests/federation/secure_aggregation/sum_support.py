@@ -91,7 +91,7 @@ class Sum:
         self.keys(away[0])
         self.shares(away[1])
         self.masked(away[2])
-        return self.server.open(self.unmask(away[3]))
+        return self.server.reveal(self.unmask(away[3]))
 
 
 def added(inputs: Mapping[int, Ring], clients: Collection[int]) -> Ring:

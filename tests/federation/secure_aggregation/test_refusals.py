@@ -104,7 +104,7 @@ def test_a_server_that_asks_for_both_kinds_of_shares_gets_one_from_everybody() -
     # What came is one share of each kind, and either takes three.
     assert len(one[3]) == len(two[3]) == SHARE
     with pytest.raises(AbortedError, match="2 clients gave shares, 3 are needed"):
-        sum.server.open({0: one, 1: two})
+        sum.server.reveal({0: one, 1: two})
 
 
 def test_a_threshold_that_lets_both_secrets_out_is_no_threshold() -> None:
@@ -153,7 +153,7 @@ def test_a_signature_is_of_one_client_and_one_session() -> None:
         (lambda d: {n: one for n, one in d.items() if n}, "own keys are not in the directory"),
         (lambda d: {**d, 9: d[1]}, "do not take part"),
         (lambda d: {**d, 2: d[1]}, "stands twice"),
-        (lambda d: {0: d[0], 1: d[1]}, "2 clients published keys, 3 are needed"),
+        (lambda d: {0: d[0], 1: d[1]}, "keys of 2 clients were published, 3 are needed"),
         (lambda d: {**d, 1: replace(d[1], masking=d[2].sealing)}, "stands twice"),
         (lambda d: {**d, 1: replace(d[1], commitment=bytes(32))}, "not signed"),
     ],
@@ -200,7 +200,7 @@ def test_the_server_finds_wrong_shares_out() -> None:
     answers = sum.unmask()
     answers[0][2] = answers[0][2][:4] + bytes([answers[0][2][4] ^ 1]) + answers[0][2][5:]
     with pytest.raises(AbortedError, match="shares of client 2's seed are wrong"):
-        sum.server.open(answers)
+        sum.server.reveal(answers)
     sum = Sum(of(4), vectors(4, 6))
     sum.keys()
     sum.shares()
@@ -208,7 +208,7 @@ def test_the_server_finds_wrong_shares_out() -> None:
     answers = sum.unmask()
     answers[1][3] = answers[0][3]  # another's share, with its number
     with pytest.raises(AbortedError, match="2 shares of client 3's secret came, 3 are needed"):
-        sum.server.open(answers)
+        sum.server.reveal(answers)
 
 
 def test_the_server_adds_each_client_once_and_equal_lengths() -> None:
@@ -257,5 +257,5 @@ def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
     reborn()
     sum.masked(gone={2})
     reborn()
-    assert np.array_equal(sum.server.open(sum.unmask()), added(sum.inputs, {0, 1, 3}))
+    assert np.array_equal(sum.server.reveal(sum.unmask()), added(sum.inputs, {0, 1, 3}))
     assert not sum.clients[0].memory.held and not sum.clients[0].memory.secrets

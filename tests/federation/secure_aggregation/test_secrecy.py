@@ -71,7 +71,7 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
         assert secrets.joined(shares) != sum.clients[number]._own["masking"]
         for two in answers.values():
             assert two[number] not in shares  # nobody gave up a share of a survivor's key
-    total = sum.server.open(answers)
+    total = sum.server.reveal(answers)
     seeds = {n: secrets.joined([a[n] for a in list(answers.values())[:5]]).hex() for n in _HONEST}
     view = {
         "keys": {n: one.to_bytes()[:96].hex() for n, one in directory.items()},
@@ -157,4 +157,4 @@ def test_a_sum_below_the_quorum_keeps_its_masks() -> None:
     answers = sum.unmask()
     few = {client: answers[client] for client in (0, 1, 2)}
     with pytest.raises(AbortedError, match="3 clients gave shares, 4 are needed"):
-        sum.server.open(few)
+        sum.server.reveal(few)

@@ -1,0 +1,278 @@
+"""What a server that keeps to no rule gets of a node."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import Message
+from nodes_support import TINY, nodes
+from test_node_app import RUN, ask, counted, resolved, settings
+
+from fedsim.federation import wire
+from fedsim.federation.network.node_app import NodeApp
+from fedsim.federation.network.policy import Policy
+from fedsim.scenario import Scenario, expand
+from fedsim.training.schedule import Probe
+from fedsim.training.workload import Workload
+from fedsim.types import FedsimError, Tensors
+
+HELD = "[480, 479, 479]"
+NOISE = [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.0}]
+BATCH_NORM = {
+    "data": {"source": {"name": "digits", "size": 16}, "clients": 3},
+    "model": {"name": "convnet", "norm": "batch", "depth": 4, "width": 4},
+}
+EVAL = {"rounds": 2, "local": {"steps": 1, "batch_size": 4, "lr": 0.1, "mode": "eval"}}
+BINS = {"rounds": 3, "local": {"batch_size": 64, "sampling": "balls_in_bins"}}
+
+
+class Lying:
+    """A server of one scenario, which asks one node whatever it likes."""
+
+    def __init__(self, scenario: Scenario, apps: list[NodeApp], client: int = 0) -> None:
+        self.scenario, self.app = scenario, apps[client]
+        start = Workload(scenario, next(iter(scenario.defenses)))
+        self.parameters, self.buffers = start.initial()
+
+    def train(
+        self,
+        stack: str = "noise",
+        round: int = 1,
+        *,
+        weights: float = 0.0,
+        buffers: float = 0.0,
+        probe: Probe | None = None,
+        run: str = RUN,
+    ) -> Tensors:
+        """The update that the node answers with, at shifted weights and buffers."""
+        order = wire.order(
+            round,
+            wire.encode({name: value + weights for name, value in self.parameters.items()}),
+            wire.encode({n: v + buffers for n, v in wire.floating(self.buffers).items()}),
+            probe,
+        )
+        return wire.decode(
+            self.ask("train.probe" if probe else "train", order, stack, run).content[wire.ARRAYS]
+        )  # type: ignore[arg-type]
+
+    def ask(self, kind: str, content: Any, stack: str = "noise", run: str = RUN) -> Message:
+        """What the node answers."""
+        return ask(self.app, kind, settings(self.scenario, stack, run=run, held=HELD), content)
+
+
+def distance(one: Tensors, other: Tensors) -> float:
+    """RMS difference of an entry."""
+    parts = [(one[name] - other[name]).flatten() for name in one]
+    return float(torch.cat(parts).square().mean().sqrt())
+
+
+def test_two_stacks_of_a_run_have_no_noise_in_common(tmp_path: Path) -> None:
+    """Else the difference of their answers, at two weights, were free of noise."""
+    lying = Lying(resolved(defenses={"noise": NOISE, "again": NOISE}), nodes(tmp_path))
+    first, again = lying.train("noise"), lying.train("again", weights=0.1)
+    assert distance(first, again) > 1.2, "√2, of two independent draws of σ = 1"
+
+
+def test_noise_without_a_claim_is_of_one_value_alone(tmp_path: Path) -> None:
+    noise = [{"name": "gaussian_noise", "std": 1.0}]
+    lying = Lying(resolved(defenses={"noise": noise}), nodes(tmp_path))
+    first = lying.train()
+    assert distance(first, lying.train()) == 0, "a resumed run gets the same"
+    assert distance(first, lying.train(weights=0.1)) > 1.2
+
+
+def test_a_round_at_other_buffers_is_refused(tmp_path: Path) -> None:
+    scenario = resolved(defenses={"noise": NOISE}, training=EVAL, **BATCH_NORM)
+    lying = Lying(scenario, nodes(tmp_path))
+    lying.train()
+    with pytest.raises(FedsimError, match="not used twice"):
+        lying.train(buffers=1.0)
+
+
+def test_a_round_at_another_memory_is_refused(tmp_path: Path) -> None:
+    """Rounds that come in another order come with other batches."""
+    dp_sgd = [{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 1.0}]
+    lying = Lying(resolved(defenses={"noise": dp_sgd}, training=BINS), nodes(tmp_path))
+    lying.train(round=3)
+    lying.ask("query.identify", wire.greeting(0))
+    lying.train(round=1)
+    with pytest.raises(FedsimError, match="not used twice"):
+        lying.train(round=3)
+
+
+def test_a_run_is_of_one_scenario(tmp_path: Path) -> None:
+    """Else the truth of one would take the place of the other's."""
+    apps = nodes(tmp_path)
+    Lying(resolved(defenses={"noise": NOISE}), apps).train()
+    kept = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    louder = [NOISE[0], {**NOISE[1], "multiplier": 2.0}]
+    other = Lying(resolved(defenses={"noise": louder}), apps)
+    with pytest.raises(FedsimError, match="the run of another scenario"):
+        other.train()
+    with pytest.raises(FedsimError, match="the run of another scenario"):
+        other.ask("query.identify", wire.greeting(0))
+    for path, content in kept.items():
+        assert path.name == "releases.json" or path.read_bytes() == content
+    other.train(run=RUN[::-1])
+
+
+def test_a_client_is_asked_what_is_planned_of_it_alone(tmp_path: Path) -> None:
+    lying = Lying(resolved(defenses={"noise": NOISE}), nodes(tmp_path), client=1)
+    with pytest.raises(FedsimError, match="no such probe is planned for round 2 of client 1"):
+        lying.train(round=2, probe=Probe(batch_size=1, trial=0))
+    scenario = resolved(defenses={"noise": NOISE}, federation={"participation": 0.34})
+    taking_part = Workload(scenario, "noise").schedule.participants(1)
+    for client in range(3):
+        lying = Lying(scenario, nodes(tmp_path / "few"), client)
+        if client in taking_part:
+            lying.train()
+        else:
+            with pytest.raises(FedsimError, match=f"client {client} takes no part in round 1"):
+                lying.train()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"source": {"name": "mnist", "root": "elsewhere", "download": True}, "clients": 3},
+        {
+            "source": {"name": "digits", "size": 8},
+            "clients": 3,
+            "partition": {"name": "file", "path": "elsewhere"},
+        },
+    ],
+)
+def test_no_file_is_opened_that_a_policy_does_not_list(
+    data: dict[str, Any], tmp_path: Path
+) -> None:
+    (app, *_) = nodes(tmp_path)
+    with pytest.raises(FedsimError, match=r"elsewhere: .*\(paths\)"):
+        counted(app, resolved(data=data))
+
+
+def test_a_home_directory_is_no_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    policy = Policy(paths=[str(tmp_path)])
+    policy.check_path("weights.safetensors")
+    with pytest.raises(FedsimError, match="paths"):
+        policy.check_path("~/weights.safetensors")
+
+
+def test_what_a_stack_of_a_policy_leaves_out_has_its_default() -> None:
+    projection = {"name": "random_projection", "epsilon": 1.0, "delta": 1e-5}
+    policy = Policy(stacks=[[projection]])
+    plain = resolved().model_dump()
+
+    def asked(**more: Any) -> Scenario:
+        parameters = {"epsilon": 1.0, "delta": 1e-5, **more}
+        stack = [{"name": "random_projection", "parameters": parameters}]
+        return Scenario.model_validate({**plain, "defenses": {"own": stack}})
+
+    policy.check(asked(), "own")
+    policy.check(asked(shared_among=1), "own")
+    with pytest.raises(FedsimError, match="stacks"):
+        policy.check(asked(shared_among=10_000), "own")
+
+
+@pytest.mark.parametrize(
+    ("stack", "said"),
+    [
+        ([{"norm": 1.0}], "a defense has no name"),
+        ([{"name": "clip"}], "Clip: norm: Field required"),
+        ([{"name": "clipp", "norm": 1.0}], "did you mean 'clip'"),
+    ],
+)
+def test_a_stack_that_is_none_is_refused_with_the_policy(
+    stack: list[dict[str, Any]], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "policy.yaml").write_text(json.dumps({"stacks": [stack]}))
+    with pytest.raises(FedsimError, match=f"--policy: .*stacks: .*{said}"):
+        Policy.read(tmp_path / "policy.yaml")
+
+
+def test_nothing_passes_by_a_stack_that_a_policy_lists(tmp_path: Path) -> None:
+    """Batch norm's statistics of a client's data, which no defense acts on."""
+    scenario = resolved(defenses={"none": [], "noise": NOISE}, **BATCH_NORM)
+    (app, *_) = nodes(tmp_path, policy=Policy(stacks=[[], NOISE]))
+    with pytest.raises(FedsimError, match=r"defenses\.noise: batch-norm statistics"):
+        counted(app, scenario)
+    config = settings(scenario, "noise", held=HELD)
+    with pytest.raises(FedsimError, match=r"defenses\.noise: batch-norm statistics"):
+        ask(app, "query.identify", config, wire.greeting(0))
+    counted(app, resolved(defenses={"noise": NOISE}, training=EVAL, **BATCH_NORM))
+
+
+def of_table(source: dict[str, Any], clients: int, stack: list[dict[str, Any]]) -> Scenario:
+    """A scenario of sketches of a table."""
+    changes = {
+        "data": {"source": source, "clients": clients},
+        "learner": {"name": "sketch", "columns": 4},
+        "training": {"rounds": 1},
+        "defenses": {"noise": stack},
+        "attacks": [{"name": "membership_inference"}],
+        "observe": {"batch_sizes": [1]},
+        "knowledge": {"rows": "others"},
+    }
+    (variant,) = expand({**{k: v for k, v in TINY.items() if k != "model"}, **changes})
+    return variant.scenario
+
+
+def owned(folder: Path) -> Path:
+    """A table of its owner's."""
+    folder.mkdir(exist_ok=True)
+    lines = ["age,name,outcome", "0.5,Ada Lovelace,ill", "0.25,Kurt Gödel,well"]
+    path = folder / "patients.csv"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("features", "target"),
+    [
+        ("name", {"name": "outcome", "classes": ["ill", "well"]}),
+        ("age", {"name": "name", "classes": ["a", "b"]}),
+        ("other", {"name": "outcome", "classes": ["ill", "well"]}),
+    ],
+)
+def test_a_refusal_tells_nothing_of_the_data(
+    features: str,
+    target: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A schema that does not fit were otherwise answered with a cell, or with the columns."""
+    source = {
+        "name": "table",
+        "path": "theirs.csv",
+        "features": [{"name": features, "low": 0.0, "high": 1.0}],
+        "target": target,
+        "row_norm": 1.0,
+    }
+    scenario = of_table(source, 1, [])
+    (app,) = nodes(tmp_path / "homes", 1, data=str(owned(tmp_path / "mine")))
+    with pytest.raises(FedsimError, match="the node's own log says more") as refusal:
+        counted(app, scenario)
+    words = ("Ada", "ill", "well", "outcome", "patients", str(tmp_path))
+    assert not [word for word in words if word in str(refusal.value)]
+    assert "patients.csv" in capsys.readouterr().err
+
+
+def test_an_error_of_another_kind_is_told_by_its_name_alone(tmp_path: Path) -> None:
+    lying = Lying(resolved(defenses={"noise": NOISE}), nodes(tmp_path))
+    lying.parameters["other"] = torch.ones(3)
+    with pytest.raises(FedsimError, match=r"^KeyError: the node's own log says more$"):
+        lying.train()
+
+
+def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: Path) -> None:
+    stack = [{"name": "random_projection", "epsilon": 1.0, "delta": 1e-5, "leverage": 1e-6}]
+    scenario = of_table({"name": "diabetes", "row_norm": 1.0}, 3, stack)
+    (app, *_) = nodes(tmp_path)
+    with pytest.raises(FedsimError, match=r"assumes of them: the node's own log says more$"):
+        counted(app, scenario)
