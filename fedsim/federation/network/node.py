@@ -200,6 +200,7 @@ def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: thread
 
     def watch() -> None:
         while child.status is None and not stop.is_set():
+            child.bound_log()
             stop.wait(0.2)
         ended.set()
 
