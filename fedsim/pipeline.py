@@ -154,6 +154,7 @@ def up(
         raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
     wanted, root = variants[0].scenario, Path(out)
     paths.writable_folder(root, "--out")
+    earlier.refuse_other_run(root, dump(wanted), resume)
     source = wanted.data.source.parameters.get("path")
     named = [str(path) for path in (source, wanted.training.weights) if path]
     with started(
@@ -266,6 +267,7 @@ class _Plan:
         self.place = place
         self.resume = resume
         self.resolved = dump(scenario)
+        earlier.refuse_other_run(out, self.resolved, resume)  # before anybody is waited for
         self.device = resolve_device(scenario.device)
         cores = os.cpu_count() or 1
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)

@@ -47,14 +47,15 @@ class Log:
         self._file.close()
 
 
-def begin_anew(path: Path) -> bool:
-    """Empties a log that another program appends to, if it is full; whether it was.
+def begin_anew(path: Path) -> None:
+    """Empties a log that another program appends to, if it is full, but for its first lines.
 
-    What the program writes while this copies is lost.
+    They say who the program is: a SuperNode's number, say. What it writes while this copies is
+    lost.
     """
     with suppress(OSError):  # a full disk: it is tried again
         if path.stat().st_size > LOG_BYTES:
+            with path.open("rb") as file:
+                first = file.read(LOG_BYTES // 1024)
             shutil.copyfile(path, older(path))
-            os.truncate(path, 0)
-            return True
-    return False
+            os.truncate(path, first.rfind(b"\n") + 1)

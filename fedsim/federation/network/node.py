@@ -66,6 +66,7 @@ def serve(
         RunFailed: the SuperLink has not let this node in for a minute and a half.
     """
     flower.check_version()
+    app.refuse_missing_data()
     link.check(member.superlink, member.roots)
     if member.key is not None:
         flower.private_key(member.key)

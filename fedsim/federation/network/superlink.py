@@ -83,8 +83,8 @@ class Child:
 
     def bound_log(self) -> None:
         """Begin its file anew, if it is full (`log`)."""
-        if begin_anew(self._log):
-            self._begin = 0
+        begin_anew(self._log)
+        self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
         """Wait until it listens on `port` of loopback.

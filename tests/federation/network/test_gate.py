@@ -279,19 +279,20 @@ def test_a_log_never_outgrows_its_bound(tmp_path: Path, monkeypatch: pytest.Monk
 def test_the_log_of_a_program_begins_anew_while_it_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_module, "LOG_BYTES", 1000)
+    monkeypatch.setattr(log_module, "LOG_BYTES", 50_000)
     path = tmp_path / "node.log"
-    talk = "import time\nwhile True: print('word', flush=True); time.sleep(0.001)"
+    talk = "print('SuperNode ID: 7')\nwhile True: print('word' * 100, flush=True)"
     child = Child([sys.executable, "-c", talk], path)
     try:
         for _ in range(3):
-            until(lambda: path.stat().st_size > 1000, "a full log")
+            until(lambda: path.stat().st_size > 50_000, "a full log")
             child.bound_log()
             until(lambda: "word" in child.words(), "words in the new one")
     finally:
         child.stop()
-    assert b"\0" not in path.read_bytes()
-    assert log_module.older(path).stat().st_size > 1000
+    for text in (path.read_text(), log_module.older(path).read_text()):
+        assert text.startswith("SuperNode ID: 7\n") and "word" in text
+        assert "\0" not in text
 
 
 def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) -> None:
