@@ -42,6 +42,7 @@ from fedsim.training.server import Server
 from fedsim.training.source import data_source, load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
+from fedsim.words import number_of
 
 
 def run(
@@ -153,6 +154,7 @@ def up(
         raise FedsimError("sweep: fedsim up runs one scenario; choose a variant with --set")
     wanted, root = variants[0].scenario, Path(out)
     paths.writable_folder(root, "--out")
+    earlier.refuse_other_run(root, dump(wanted), resume)
     source = data_source(wanted).place
     named = [path for path in (source, wanted.data.partition.path, wanted.training.weights) if path]
     with started(
@@ -265,6 +267,7 @@ class _Plan:
         self.place = place
         self.resume = resume
         self.resolved = dump(scenario)
+        earlier.refuse_other_run(out, self.resolved, resume)  # before anybody is waited for
         self.device = resolve_device(scenario.device)
         cores = os.cpu_count() or 1
         fitting = 1 if self.device.startswith("cuda") else max(1, cores // scenario.threads)
@@ -378,7 +381,13 @@ class _Plan:
         done = {rows.key(row) for row in settled}
         every = self._jobs()
         pending = [(job, seen) for job, seen in every if job.key not in done]
-        display.stage(f"{self.place}attack", len(every), len(every) - len(pending))
+        waiting = [job for job, _ in pending if self._awaits_truth(job)]
+        finished = len(every) - len(pending)
+        if len(pending) > len(waiting) or not waiting:
+            display.stage(f"{self.place}attack", len(every) - len(waiting), finished)
+        if waiting:
+            count = number_of(len(waiting), "attack run")
+            display.note(f"{self.place}attack: the truth of {count} is still with the nodes")
         context = rows.Context(
             self.scenario,
             self.variant,
@@ -405,11 +414,10 @@ class _Plan:
             else:
                 lost = "the server received no usable update (see failures in rounds.jsonl)"
                 on_result(job, nothing_recorded(seen, lost))
-        jobs = [job for job, _ in pending if job.observation.exists()]
-        if self.deployed:
-            for job in [job for job in jobs if not self._has_truth(job)]:
-                on_result(job, unscored(files.load_observation(job.observation)))
-                jobs.remove(job)
+        for job in waiting:
+            seen = files.load_observation(job.observation)
+            record.append_line(path, context.row(job, unscored(seen)))
+        jobs = [job for job, _ in pending if job.observation.exists() and job not in waiting]
         if jobs:
             self._publish()
             run_jobs(
@@ -420,10 +428,12 @@ class _Plan:
                 on_result=on_result,
             )
 
-    def _has_truth(self, job: Job) -> bool:
-        """Whether every client of a recording has its truth here."""
+    def _awaits_truth(self, job: Job) -> bool:
+        """Whether the truth of a recording that is here is still with a node."""
+        if not self.deployed or not job.observation.exists():
+            return False
         seen = files.load_observation(job.observation)
-        return truth.count(self.out, seen.id) == seen.num_clients
+        return truth.count(self.out, seen.id) != seen.num_clients
 
     def _publish(self) -> None:
         """Write what every attack is granted of the test split."""
@@ -486,6 +496,7 @@ class _Plan:
                 "seconds": seconds,
                 "peak_memory_bytes": _peak_memory(),
                 "bytes_on_wire": sum(row["bytes_up"] + row["bytes_down"] for row in rounds),
+                "noise_key": "node" if self.deployed and self.deployed.secret else "scenario",
                 "notes": {
                     "lpips": self._lpips_note(),
                     "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
@@ -594,7 +605,7 @@ def _audited(row: record.Row | None) -> str:
 def _summary(job: Job, result: Result) -> str:
     psnr, guess = result.metrics["psnr"], result.baseline["psnr"]
     if result.reason:
-        return f"{job.title}: failed"
+        return f"{job.title}: {result.status}"
     if (auc := result.metrics["membership_auc"]) is not None:
         return f"{job.title}: AUC {auc:.2f} of membership (guess 0.50)"
     if psnr is None or guess is None:

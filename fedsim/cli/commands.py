@@ -94,6 +94,14 @@ def run(
     """
     if superlink is not None:
         network.refuse_unfit(superlink, roots)
+    network.refuse_without_superlink(
+        superlink,
+        {
+            "--root-certificates": roots is not None,
+            "--superexec-secret": secret is not None,
+            "--shared-seed": shared_seed,
+        },
+    )
     short = {"seed": seed, "device": device}
     overrides = [*(settings or []), *(f"{k}={v}" for k, v in short.items() if v is not None)]
     with exits():

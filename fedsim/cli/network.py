@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -70,7 +71,8 @@ def keys(
     with exits():
         from fedsim.federation.network.keys import make_keys
 
-        make_keys(folder, nodes, hosts, days=days)
+        for party in make_keys(folder, nodes, hosts, days=days):
+            typer.echo(party)
 
 
 def register(
@@ -85,12 +87,17 @@ def register(
     with exits():
         from fedsim.federation.network import flower, link
         from fedsim.system import paths
+        from fedsim.types import FedsimError
 
         flower.check_version()
         link.check(superlink, roots)
         reached = link.Link(superlink=superlink, roots=roots)
-        for path in public:
-            is_new = flower.register(reached, paths.content(path, paths.TEXT))
+        contents = [paths.named(path, "KEY", paths.TEXT) for path in public]
+        for path, content in zip(public, contents, strict=True):
+            try:
+                is_new = flower.register(reached, content)
+            except FedsimError as error:
+                raise FedsimError(f"{path}: {error}") from error
             typer.echo(f"{path.name}: {'registered' if is_new else 'was registered already'}")
 
 
@@ -173,6 +180,18 @@ def refuse_unfit(superlink: str, roots: Path | None) -> None:
     """Ends the command at once, before torch is imported, if nobody may connect so."""
     if reason := addresses.unfit(superlink, has_roots=roots is not None):
         typer.secho(f"--superlink: {reason}", err=True, fg="red")
+        raise typer.Exit(2)
+
+
+def refuse_without_superlink(superlink: str | None, given: Mapping[str, bool]) -> None:
+    """Ends the command if options of a network are given without one: it would run right here."""
+    lonely = [option for option, is_given in given.items() if is_given]
+    if superlink is None and lonely:
+        typer.secho(
+            f"{lonely[0]}: of a run over a network; name its SuperLink with --superlink HOST:PORT",
+            err=True,
+            fg="red",
+        )
         raise typer.Exit(2)
 
 

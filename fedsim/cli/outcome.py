@@ -33,13 +33,13 @@ def show(finished: Run) -> None:
 
 
 def outcome(folder: Path) -> str:
-    """Returns the leaderboard of a run, or what its defenses cost if nothing is attacked."""
-    from fedsim.report import attacks_nothing, describe, load_runs, undeclared, utility
+    """Returns the leaderboard of a run, or what its defenses cost if no attack is scored."""
+    from fedsim.report import attacks_nothing, awaited, describe, load_runs, undeclared, utility
 
     runs = load_runs([folder])
     shown = (
         describe(utility(runs))
-        if attacks_nothing(runs)
+        if attacks_nothing(runs) or awaited(runs)
         else leaderboard([folder], TableFormat.table)
     )
     return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
@@ -49,8 +49,9 @@ def leaderboard(folders: list[Path], format: TableFormat) -> str:
     """Returns the leaderboard over several runs, as wide as the terminal."""
     from shutil import get_terminal_size
 
-    from fedsim.report import leaderboard_rows, render
+    from fedsim.report import awaited, leaderboard_rows, load_runs, render
 
     width = get_terminal_size((120, 24)).columns
     rows = leaderboard_rows(folders)
-    return render(rows, format.value, width=width, color=sys.stdout.isatty())
+    waiting = awaited(load_runs(folders))
+    return render(rows, format.value, width=width, color=sys.stdout.isatty(), awaited=waiting)

@@ -1,7 +1,7 @@
 """What a run leaves for people: the leaderboard, the report, and pictures."""
 
 from fedsim.report.control import invalid_reasons, positive_controls
-from fedsim.report.facts import undeclared, unfinished, unseen
+from fedsim.report.facts import awaited, undeclared, unfinished, unseen
 from fedsim.report.figures import describe_variant
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.overview import save_overview
@@ -16,6 +16,7 @@ __all__ = [
     "LeaderboardRow",
     "ReportError",
     "attacks_nothing",
+    "awaited",
     "describe",
     "describe_variant",
     "invalid_reasons",

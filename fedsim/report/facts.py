@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fedsim.results.lines import ResultRow, canonical, nested
@@ -20,7 +21,7 @@ UNATTACKED = (
 def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     """Words in one sentence what was run."""
     if early := unfinished(runs):
-        return "; ".join(early) + "."
+        return (awaited(runs) or "; ".join(early)) + "."
     if not rows:
         return "This run has no results: no update was recorded, or no attack was run."
     clients = _same(run.setting("data", "clients") for run in runs)
@@ -101,11 +102,31 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(str(text) for key, text in items if key.startswith("effect.")))
 
 
+def awaited(runs: Sequence[Run]) -> str | None:
+    """Words that the runs are trained and none of their attacks can be scored yet; None if some
+    are, or if none ever will be."""
+    waiting = [run for run in runs if run.unscored]
+    if not waiting or any(run.rows for run in runs):
+        return None
+    count = number_of(sum(run.unscored for run in waiting), "attack run")
+    commands = " and ".join(map(_collect, waiting))
+    return (
+        "no attack is scored yet, since what the clients really used (the truth) is still with "
+        f"their nodes: {count} will be made and scored once {commands} has joined it to this run"
+    )
+
+
+def _collect(run: Run) -> str:
+    """Returns the command that joins a run's truth; nodes of `fedsim up` are in its folder."""
+    homes = "" if (run.folder / "nodes").is_dir() else " --from HOME (each node's folder)"
+    return f"fedsim collect {run.folder}{homes}"
+
+
 def unfinished(runs: Sequence[Run]) -> list[str]:
     """Returns a line for each run that has not ended, or is not scored, whose tables lack rows."""
     waiting = [
         f"UNSCORED: the truth of {number_of(run.unscored, 'attack run')} of {run.folder} is with "
-        f"the clients; join it with fedsim collect {run.folder}"
+        f"the clients; join it with {_collect(run)}"
         for run in runs
         if run.unscored
     ]
@@ -116,6 +137,29 @@ def unfinished(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.scenario_text is not None and not run.record
     ]
+
+
+@dataclass(frozen=True)
+class Again:
+    """Says how runs are repeated, and what then is the same."""
+
+    command: str
+    promise: str
+    """Ends the sentence that asks to run the scenario with the same versions."""
+
+
+def again(runs: Sequence[Run]) -> Again:
+    """Returns how to repeat `runs`, which are of one engine."""
+    same = "; on the same kind of machine it gives the same figures"
+    if not any(run.setting("federation", "engine") == "deployment" for run in runs):
+        return Again("fedsim run scenario.yaml", same)
+    if all(run.record.get("noise_key") == "scenario" for run in runs):
+        return Again("fedsim up scenario.yaml --shared-seed --out again", same)
+    return Again(
+        "fedsim up scenario.yaml --out again && fedsim collect again",
+        "; figures will differ, since each node draws batches and noise from a secret of its own, "
+        "and reads data of its own if it has any",
+    )
 
 
 def made_with(record: dict[str, Any]) -> list[tuple[str, str]]:

@@ -71,16 +71,19 @@ def _html(runs: Sequence[Run]) -> str:
 def _context(runs: Sequence[Run]) -> dict[str, Any]:
     results = measurements(runs)
     unattacked = not results and attacks_nothing(runs)
+    awaited = facts.awaited(runs)
     confidence = _confidence(runs)
     rows = aggregate(results, confidence=confidence)
     return {
         "title": ", ".join(_names(runs, results)) or "no results",
         "description": next((t for run in runs if (t := run.setting("description"))), ""),
         "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
-        "utility": utility(runs) if unattacked else [],
+        "utility": utility(runs) if unattacked or awaited else [],
+        "awaited": awaited is not None,
+        "again": facts.again(runs),
         "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
         "threats": threat_model(results),
-        "invalid": [] if unattacked else invalid_reasons(rows),
+        "invalid": [] if unattacked or awaited else invalid_reasons(rows),
         "confidence": f"{confidence:.0%}",
         "sections": [build_section(control, rows, runs) for control in positive_controls(rows)],
         "metrics": [

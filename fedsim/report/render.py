@@ -29,6 +29,7 @@ def render(
     *,
     width: int = 100,
     color: bool = False,
+    awaited: str | None = None,
 ) -> str:
     """Returns the leaderboard `rows` as text.
 
@@ -37,16 +38,24 @@ def render(
         format: of the text.
         width: of a table, in characters.
         color: whether a table has ANSI codes.
+        awaited: what no row is there yet for; None if there will be none.
     """
     if format == "json":
-        return _json(rows)
+        return _json(rows, awaited)
     if format == "csv":
-        return _csv(rows)
+        return _csv(rows, awaited)
+    if awaited:
+        return "UNSCORED: no attack is scored yet\n"
     return terminal_table(rows, width, color)
 
 
-def _json(rows: Sequence[LeaderboardRow]) -> str:
-    reasons, invalid = invalid_reasons(rows), invalid_comparisons(rows)
+def _reasons(rows: Sequence[LeaderboardRow], awaited: str | None) -> list[str]:
+    """Returns why nothing follows from the rows; of a run that waits, what it waits for."""
+    return [awaited] if awaited else invalid_reasons(rows)
+
+
+def _json(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
+    reasons, invalid = _reasons(rows, awaited), invalid_comparisons(rows)
     document = {
         "valid": not reasons,
         "invalid_reasons": reasons,
@@ -74,12 +83,12 @@ def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]
     }
 
 
-def _csv(rows: Sequence[LeaderboardRow]) -> str:
+def _csv(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
     invalid = invalid_comparisons(rows)
     text = io.StringIO()
     records = [{**_validity(row, invalid), **_flat(row)} for row in rows]
     # Without rows there is still the verdict.
-    records = records or [{"valid": False, "invalid_reason": " | ".join(invalid_reasons(rows))}]
+    records = records or [{"valid": False, "invalid_reason": " | ".join(_reasons(rows, awaited))}]
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(records)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from fedsim.contracts.defense import AggregationDefense
+from fedsim.contracts.defense import AggregationDefense, SecureAggregation
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.location import KeyPath
 from fedsim.scenario.model import Federation, Observe, PluginRef, Training
@@ -40,7 +40,8 @@ def check(
                 )
     if "eavesdropper" in observe.vantages and federation and not federation.tls:
         for name, refs in stacks.items():
-            if _aggregation(refs):
+            aggregation = _aggregation(refs)
+            if aggregation and not isinstance(aggregation, SecureAggregation):
                 yield (
                     ("defenses", name),
                     f"{refs[-1].name} is an ideal, which says what the server sees and not what "

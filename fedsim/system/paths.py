@@ -59,6 +59,18 @@ def regular(path: Path, max_bytes: int) -> Path:
         return path
 
 
+def named(path: Path, option: str, max_bytes: int) -> bytes:
+    """Returns the content of a file that a user has named with `option`.
+
+    Raises:
+        FedsimError: it is missing, may not be read, or is none that `regular` lets pass.
+    """
+    try:
+        return content(path, max_bytes)
+    except OSError as error:
+        raise FedsimError(f"{option}: {path}: {error.strerror}; check the path") from error
+
+
 @contextmanager
 def opened(path: Path, max_bytes: int) -> Iterator[BufferedReader]:
     """Opens the regular file at `path` for reading.

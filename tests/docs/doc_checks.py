@@ -63,6 +63,7 @@ SCHEMATIC = {
     ],
     "fedsim report DIR": ["fedsim report runs/quickstart"],
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
+    "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],
     "fedsim run scenario.yaml": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim validate SCENARIO --resolved": [
         "fedsim validate scenarios/quickstart.yaml --resolved",
@@ -418,6 +419,7 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.pipeline.up", run)
         patch.setattr("fedsim.pipeline.collect", collect)
         patch.setattr("fedsim.federation.network.node.serve", serve)
+        patch.setattr("fedsim.federation.network.link.check", serve)
         patch.setattr("fedsim.attacking.replay.attack", attack)
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)

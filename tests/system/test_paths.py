@@ -33,6 +33,7 @@ ALLOWED = {
     "fedsim/federation/network/up.py": "a key that it has just made",
     "fedsim/federation/network/superlink.py": "a log of its own",
     "fedsim/federation/network/gate.py": "a log of its own, in a process without torch",
+    "fedsim/federation/network/log.py": "likewise",
     "fedsim/federation/network/eavesdropper.py": "a capture of its own, likewise",
     "fedsim/federation/network/overheard.py": "parts of a capture, one at a time",
 }

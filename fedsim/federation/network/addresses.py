@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 
+_NAME_LENGTH = 253
+_NAME = re.compile(r"(?![0-9.]+$)[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?(\.[A-Za-z0-9_-]{1,63})*")
 _BACKLOG = 128
 """Clients that may wait to be accepted."""
 
@@ -19,6 +22,15 @@ def split(address: str) -> tuple[str, int]:
     if not host or not port.isdecimal():
         raise ValueError(f"{address!r} is not HOST:PORT")
     return host.strip("[]"), int(port)
+
+
+def is_host(text: str) -> bool:
+    """Whether `text` is an IP address or a host's name, without port or scheme."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return len(text) <= _NAME_LENGTH and bool(_NAME.fullmatch(text))
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
@@ -62,6 +63,9 @@ from fedsim.types import FedsimError
 VERSIONS = ("1.41",)
 """Of Flower, on which these internals were tried."""
 
+_NOT_FLEET = "not the Fleet API"
+"""What a gate answers to all but nodes."""
+_GATE_HINT = "this is a gate, for nodes alone: name the SuperLink's own address"
 REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
 """What a SuperNode writes when the SuperLink does not let it in: its key is not registered, or
 another node has it. Flower does not say which."""
@@ -135,8 +139,10 @@ def register(link: Link, public_key: bytes) -> bool:
     """
     try:
         key = load_ssh_public_key(public_key)
-    except ValueError as error:
-        raise FedsimError(f"no public key in OpenSSH's format: {error}") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise FedsimError(
+            "no public key in OpenSSH's format, which begins with ecdsa-sha2-nistp384"
+        ) from error
     pem = key.public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     client = ControlHttpClient.from_server_address(
         link.superlink,
@@ -210,7 +216,7 @@ def server_app(
     if link.secret is not None:
         interceptors.append(
             SuperExecAuthHttpInterceptor(
-                master_secret=paths.content(link.secret, paths.TEXT),
+                master_secret=paths.named(link.secret, "--superexec-secret", paths.TEXT),
                 protected_methods={"/flwr.proto.Runtime/AcquireTask"},
             )
         )
@@ -306,7 +312,8 @@ def _execute(runtime: str, token: str, answer: Callable[[Message, Context], Mess
             try:
                 reply = answer(message, context)
             except Exception as error:  # a client may fail in any way, and its node goes on
-                why = f"{type(error).__name__}: {error}"[:_REASON]
+                known = isinstance(error, FedsimError)
+                why = (str(error) if known else f"{type(error).__name__}: {error}")[:_REASON]
                 status = SubStatus.FAILED
                 reply = Message(
                     Error(code=ErrorCode.CLIENT_APP_RAISED_EXCEPTION, reason=why), reply_to=message
@@ -449,5 +456,6 @@ def _patient(seconds: float) -> RetryInvoker:
 def _said(error: httpx.HTTPError) -> str:
     if isinstance(error, httpx.HTTPStatusError):
         text = error.response.text[:_REASON].strip()
-        return f"status {error.response.status_code} {text}".strip()
+        hint = f"; {_GATE_HINT}" if text == _NOT_FLEET else ""
+        return f"status {error.response.status_code} {text}{hint}".strip()
     return f"{type(error).__name__} {error}".strip()

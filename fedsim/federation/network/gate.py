@@ -20,16 +20,17 @@ import socket
 import ssl
 import sys
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TextIO
+from typing import Protocol
 
 import h11
 
 from fedsim.federation.network import addresses
 from fedsim.federation.network.admission import BODY_LIMIT, Refusal, Signatures
+from fedsim.federation.network.log import Log
 from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperLink
 from fedsim.system import processes
 
@@ -59,7 +60,7 @@ class Gate:
     """A gate in a process of its own, which ends with the block and with this process.
 
     `address` is the HOST:PORT that it listens at (port 0 takes a free one). Its log has a line for
-    each refusal: time, client, status, reason, request.
+    each refusal: time, client, status, reason, request. A full log begins anew (`log`).
     """
 
     def __init__(self, listen: str, settings: Settings, *, log: Path | None = None) -> None:
@@ -104,10 +105,17 @@ class Gate:
         return self._process.pid
 
 
+class _Written(Protocol):
+    """Where the log goes."""
+
+    def write(self, text: str, /) -> object:
+        """Appends a line."""
+
+
 class _Server:
     """Accepts clients, and writes the log."""
 
-    def __init__(self, settings: Settings, since: float, log: TextIO) -> None:
+    def __init__(self, settings: Settings, since: float, log: _Written) -> None:
         self._settings, self._log = settings, log
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
@@ -162,7 +170,8 @@ class _Server:
         except h11.RemoteProtocolError as error:
             await self._refuse(passage, who, Refusal(error.error_status_hint, str(error)))
         except (OSError, h11.LocalProtocolError) as error:
-            self._refused(who, Refusal(400, f"broke off: {error}"), passage.request)
+            if passage.request:  # who only connects, to look at the certificate, asks for nothing
+                self._refused(who, Refusal(400, f"broke off: {error}"), passage.request)
         finally:
             await passage.close()
 
@@ -186,12 +195,13 @@ class _Server:
     def _refused(self, who: str, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
-        print(now, who, what, file=self._log, flush=True)
+        with suppress(OSError):  # a full disk behind the log does not close the gate
+            self._log.write(f"{now} {who} {what}\n")
 
 
 def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:
     with ExitStack() as stack:
-        stream = stack.enter_context(log.open("a", encoding="utf-8")) if log else sys.stderr
+        stream = stack.enter_context(closing(Log(log))) if log else sys.stderr
         asyncio.run(_Server(settings, since, stream).run(server))
 
 
@@ -211,12 +221,14 @@ def _listening(listen: str, settings: Settings) -> tuple[socket.socket, float]:
     return addresses.listener(listen), time.time()
 
 
-async def _until_terminated(server: socket.socket, since: float, settings: Settings) -> None:
+async def _until_terminated(
+    server: socket.socket, since: float, settings: Settings, log: _Written
+) -> None:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    await _Server(settings, since, sys.stderr).run(server)
+    await _Server(settings, since, log).run(server)
 
 
 def main() -> None:
@@ -228,15 +240,20 @@ def main() -> None:
         parser.add_argument(name, required=True, type=Path, metavar="FILE")
     parser.add_argument("--body-limit", type=int, default=BODY_LIMIT, metavar="BYTES")
     parser.add_argument("--connections", type=int, default=CONNECTIONS, metavar="N")
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="of refusals; default: standard error"
+    )
     given = vars(parser.parse_args())
-    listen = given.pop("listen")
+    listen, log = given.pop("listen"), given.pop("log")
     settings = Settings(**given)
     try:
         server, since = _listening(listen, settings)
+        stream = Log(log) if log else sys.stderr
     except (OSError, ValueError) as error:
-        parser.error(f"{error}; check address, certificate, key and roots")
+        parser.error(f"{error}; check address, certificate, key, roots and log")
+    print(f"gate at {addresses.address_of(server)}", flush=True)
     with server, suppress(asyncio.CancelledError):
-        asyncio.run(_until_terminated(server, since, settings))
+        asyncio.run(_until_terminated(server, since, settings, stream))
 
 
 if __name__ == "__main__":

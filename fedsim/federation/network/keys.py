@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from fedsim.federation.network import addresses
 from fedsim.federation.network.certificates import (
     make_authority,
     make_node_key,
@@ -30,8 +31,8 @@ SECRET_BYTES = 32
 _SECRET = "superexec.secret"  # noqa: S105 - the name of a file
 
 
-def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> None:
-    """Writes the folders of a SuperLink, its gate, a runner and `nodes` nodes.
+def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> list[Path]:
+    """Writes the folders of a SuperLink, its gate, a runner and `nodes` nodes; returns them.
 
     Args:
         folder: What they are made in; the folders may be there, as mounted volumes are.
@@ -40,10 +41,16 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> N
         days: After so many, the certificates end.
 
     Raises:
-        FedsimError: one of the files exists, or others may write into a folder. Nothing is written.
+        FedsimError: a host is none, one of the files exists, or others may write into a folder.
+            Nothing is written.
     """
     if not hosts:
         raise FedsimError("--host: name the SuperLink's and the gate's hosts, as nodes reach them")
+    for host in hosts:
+        if not addresses.is_host(host):
+            raise FedsimError(
+                f"--host: expected a name or an address alone, as in server.org, got {host!r}"
+            )
     with tempfile.TemporaryDirectory(prefix="fedsim-keys-") as made:
         authority = make_authority(Path(made) / "authority", hosts, days=days)
         root = paths.content(authority.certificate, paths.TEXT)
@@ -72,3 +79,4 @@ def make_keys(folder: Path, nodes: int, hosts: Sequence[str], *, days: int) -> N
     for party, files in parties.items():
         for name, content in {**files, "ca.crt": root}.items():
             write_private(folder / party / name, content)
+    return [folder / party for party in parties]

@@ -49,14 +49,17 @@ def check(address: str, roots: Path | None, option: str = "--superlink") -> None
     if reason := addresses.unfit(address, has_roots=roots is not None):
         raise FedsimError(f"{option}: {reason}")
     host, port = addresses.split(address)
+    context = None if roots is None else _trusting(roots)
     try:
         with socket.create_connection((host, port), timeout=_REACH_SECONDS) as plain:
-            if roots is None:
+            if context is None:
                 _refuse_tls(plain, address, option)
             else:
-                _refuse_certificate(plain, host, roots, address, option)
+                _refuse_certificate(plain, host, context, address, option)
     except OSError as error:
-        raise FedsimError(f"{option}: nobody answers at {address}: {error}") from error
+        raise FedsimError(
+            f"{option}: nobody answers at {address}: {error}; start it first, or check the address"
+        ) from error
 
 
 def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
@@ -72,13 +75,16 @@ def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:
         )
 
 
-def _refuse_certificate(
-    plain: socket.socket, host: str, roots: Path, address: str, option: str
-) -> None:
+def _trusting(roots: Path) -> ssl.SSLContext:
     try:
-        context = ssl.create_default_context(cafile=str(roots))
+        return ssl.create_default_context(cafile=str(roots))
     except (OSError, ssl.SSLError) as error:
         raise FedsimError(f"--root-certificates: {roots}: no certificate: {error}") from error
+
+
+def _refuse_certificate(
+    plain: socket.socket, host: str, context: ssl.SSLContext, address: str, option: str
+) -> None:
     try:
         with context.wrap_socket(plain, server_hostname=host):
             pass

@@ -66,6 +66,7 @@ def serve(
         RunFailed: the SuperLink has not let this node in for a minute and a half.
     """
     flower.check_version()
+    app.refuse_missing_data()
     link.check(member.superlink, member.roots)
     if member.key is not None:
         flower.private_key(member.key)
@@ -200,6 +201,7 @@ def _serve(child: Child, runtime: str, secret: bytes, app: NodeApp, stop: thread
 
     def watch() -> None:
         while child.status is None and not stop.is_set():
+            child.bound_log()
             stop.wait(0.2)
         ended.set()
 

@@ -66,6 +66,18 @@ class NodeApp:
         self._app = lru_cache(maxsize=1)(self._build)
         self._dataset = lru_cache(maxsize=1)(self._load)
 
+    def refuse_missing_data(self) -> None:
+        """Refuse data that are not there: the node would join, and fail once it is asked.
+
+        Raises:
+            FedsimError: there is no such file or folder.
+        """
+        if self._data != SCENARIO and not Path(self._data).exists():
+            raise FedsimError(
+                f"--data: {self._data}: no such file or folder; `{SCENARIO}` takes the client's "
+                "share of the scenario's own source"
+            )
+
     def __call__(self, message: Message, context: Context) -> Message:
         """Answer one message.
 
@@ -90,7 +102,10 @@ class NodeApp:
         run, held = _text(settings, "run"), _text(settings, "held")
         context.node_config["partition-id"] = self._number
         if message.metadata.message_type == f"query.{census.ACTION}":
-            return Message(self._counted(scenario), reply_to=message)
+            try:
+                return Message(self._counted(scenario), reply_to=message)
+            except FedsimError as error:  # the server knows no more of who this is
+                raise FedsimError(f"client {self._number}: {error}") from error
         return self._app(scenario, stack, run, held)(message, context)
 
     def _counted(self, written: str) -> RecordDict:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from fedsim.contracts import plugins
 from fedsim.contracts.stack import Stack
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
@@ -19,6 +21,9 @@ from fedsim.system import paths
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of
+
+_GROUPS = ["fedsim.learners", "fedsim.models", "fedsim.defenses"]
+"""Of what a node runs."""
 
 
 class Policy(BaseModel):
@@ -67,15 +72,19 @@ class Policy(BaseModel):
         if path is None:
             return cls()
         try:
-            written = yaml.safe_load(paths.text(path, paths.TEXT))
+            written = yaml.safe_load(paths.named(path, "--policy", paths.TEXT))
         except yaml.YAMLError as error:
             raise FedsimError(f"--policy: {path}: no YAML: {error}") from error
         try:
-            return cls.model_validate(written if written is not None else {})
+            policy = cls.model_validate(written if written is not None else {})
         except ValidationError as error:
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise FedsimError(f"--policy: {path}: {key}: {first['msg']}") from error
+        stated = [member.get("name") for stack in policy.stacks or [] for member in stack]
+        _refuse_unknown(f"--policy: {path}: stacks", stated, ["fedsim.defenses"])
+        _refuse_unknown(f"--policy: {path}: plugins", policy.plugins or [], _GROUPS)
+        return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
         """Refuse what is not allowed of `stack` of `scenario`.
@@ -165,6 +174,16 @@ class Releases:
             )
         self._count += 1
         write_bytes(self._path, json.dumps({"releases": self._count}).encode())
+
+
+def _refuse_unknown(where: str, stated: Sequence[Any], groups: Sequence[str]) -> None:
+    """Refuse a name that is none of what is installed in `groups`: it would allow nothing."""
+    known = [name for group in groups for name in plugins.names(group)]
+    for name in stated:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else " (see fedsim list)"
+            raise FedsimError(f"{where}: nothing installed is called {name!r}{hint}")
 
 
 def _within(path: str, allowed: str) -> bool:

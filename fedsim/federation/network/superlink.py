@@ -14,6 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
+from fedsim.federation.network.log import begin_anew
 from fedsim.types import FedsimError
 
 _PR_SET_PDEATHSIG = 1
@@ -79,6 +80,11 @@ class Child:
     def last_words(self) -> str:
         """Return the end of what it has said."""
         return self.words()[-_TAIL:].strip() or "nothing"
+
+    def bound_log(self) -> None:
+        """Begin its file anew, if it is full (`log`)."""
+        begin_anew(self._log)
+        self._begin = min(self._begin, self._log.stat().st_size)
 
     def await_port(self, port: int) -> None:
         """Wait until it listens on `port` of loopback.

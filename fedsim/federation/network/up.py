@@ -200,6 +200,8 @@ class _Watched:
     def _watch(self) -> None:
         while not self._stop.wait(_WATCH_SECONDS):
             for number, start in enumerate(list(self._starts)):
+                if isinstance(child := self._children[number], Child):
+                    child.bound_log()
                 if self._children[number].status not in (None, _REFUSED):
                     self._children[number].stop()  # and whatever it left behind
                     if self._stop.wait(_NODE_REST):

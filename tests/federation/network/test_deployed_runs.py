@@ -83,7 +83,43 @@ def test_what_is_unscored_counts_in_no_table(
     pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK)
     assert leaderboard_rows([out]) == []
     (line,) = unfinished(load_runs([out]))
-    assert "UNSCORED" in line and "fedsim collect" in line
+    assert "UNSCORED" in line and f"fedsim collect {out} --from HOME" in line
+
+
+def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedsim.cli.outcome import TableFormat, leaderboard, outcome
+
+    homes, out = tmp_path / "homes", tmp_path / "out"
+    connect(monkeypatch, nodes(homes))
+    pipeline.run(deployed(SMALL), out=out, workers=1, link=LINK, quiet=False)
+    assert "still with the nodes" in capsys.readouterr().err
+    page = (out / "report.html").read_text()
+    assert "INVALID" not in page and "<strong>UNSCORED</strong>" in page
+    assert f"fedsim collect {out}" in page and "Utility and privacy" in page
+    assert "INVALID" not in outcome(out) and "accuracy" in outcome(out)
+    assert leaderboard([out], TableFormat.table) == "UNSCORED: no attack is scored yet\n"
+    written = json.loads(leaderboard([out], TableFormat.json))
+    assert not written["valid"] and "is still with their nodes" in written["invalid_reasons"][0]
+
+    pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)
+    page = (out / "report.html").read_text()
+    assert "UNSCORED" not in page and "All attacks on all defenses" in page
+
+
+@pytest.mark.parametrize(
+    ("link", "command"),
+    [(SHARED, "fedsim up scenario.yaml --shared-seed"), (LINK, "&amp;&amp; fedsim collect again")],
+)
+def test_the_report_says_how_a_deployed_run_is_repeated(
+    link: Link, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect(monkeypatch, nodes(tmp_path / "homes", shared_seed=link.shared_seed))
+    out = tmp_path / "out"
+    pipeline.run(deployed(SMALL), out=out, workers=1, link=link)
+    page = (out / "report.html").read_text()
+    assert command in page and ("figures will differ" in page) != link.shared_seed
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -29,9 +29,11 @@ from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 from network_support import NEVER, free_port, until
 
 from fedsim.federation.network import gate as gate_module
-from fedsim.federation.network import passage
+from fedsim.federation.network import link, passage
+from fedsim.federation.network import log as log_module
 from fedsim.federation.network.certificates import Authority, make_authority
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.superlink import Child
 from fedsim.types import FedsimError
 
 KEY = ec.generate_private_key(ec.SECP384R1())
@@ -254,6 +256,63 @@ def test_a_line_of_the_log_cannot_be_forged(authority: Authority, gate: Gate, lo
     raw(authority, gate.address, b"POST /\xe2\x80\xa8\x1b[2K HTTP/1.1\r\nHost: a\r\n\r\n")
     assert log.read_text().isascii()
     assert "\x1b" not in log.read_text()
+
+
+def test_a_log_never_outgrows_its_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_module, "LOG_BYTES", 100)
+    path = tmp_path / "gate.log"
+    for _ in range(3):  # as of a gate that is started again
+        log = log_module.Log(path)
+        for number in range(50):
+            log.write(f"{number:>29}\n")
+        log.close()
+    older = log_module.older(path)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["gate.log", "gate.log.1"]
+    assert path.stat().st_size <= 100 and older.stat().st_size <= 100
+    assert [int(line) for line in (older.read_text() + path.read_text()).split()][-3:] == [
+        47,
+        48,
+        49,
+    ]
+
+
+def test_the_log_of_a_program_begins_anew_while_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_module, "LOG_BYTES", 50_000)
+    path = tmp_path / "node.log"
+    talk = "print('SuperNode ID: 7')\nwhile True: print('word' * 100, flush=True)"
+    child = Child([sys.executable, "-c", talk], path)
+    try:
+        for _ in range(3):
+            until(lambda: path.stat().st_size > 50_000, "a full log")
+            child.bound_log()
+            until(lambda: "word" in child.words(), "words in the new one")
+    finally:
+        child.stop()
+    for text in (path.read_text(), log_module.older(path).read_text()):
+        assert text.startswith("SuperNode ID: 7\n") and "word" in text
+        assert "\0" not in text
+
+
+def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) -> None:
+    class Full:
+        def write(self, text: str) -> None:
+            raise OSError(28, "No space left on device")
+
+    gate_module._Server(settings(authority, inside), 0, Full())._refused(
+        "-", gate_module.Refusal(503, "too many connections"), ""
+    )
+
+
+def test_who_only_connects_leaves_no_line(authority: Authority, gate: Gate, log: Path) -> None:
+    before = log.read_text()
+    for _ in range(3):
+        link.check(gate.address, authority.certificate)
+    with socket.create_connection(("127.0.0.1", int(gate.address.rpartition(":")[2]))) as plain:
+        plain.sendall(b"nothing of TLS")  # after which a line comes
+        until(lambda: len(log.read_text()) > len(before), "a line")
+    assert "broke off" not in log.read_text()[len(before) :]
 
 
 def test_plaintext_does_not_pass(gate: Gate, log: Path) -> None:

@@ -1,0 +1,61 @@
+"""A log of bounded size. Imports the standard library alone, as the gate does."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+LOG_BYTES = 8 * 2**20
+"""Once a log has so many bytes it begins anew; what it had stays beside it until the next time."""
+
+
+def older(path: Path) -> Path:
+    """Returns where the log at `path` keeps what it had before it began anew: `path` + .1."""
+    return path.with_name(path.name + ".1")
+
+
+class Log:
+    """Text appended to a file, which with the one before it never has more than 2 LOG_BYTES."""
+
+    def __init__(self, path: Path) -> None:
+        """Goes on with the file at `path`, or begins it.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._path = path
+        self._file = path.open("ab")
+
+    def write(self, text: str) -> None:
+        """Appends `text` at once.
+
+        Raises:
+            OSError: the disk is full, say.
+        """
+        content = text.encode()
+        if self._file.tell() + len(content) > LOG_BYTES:
+            self._file.close()
+            self._path.replace(older(self._path))
+            self._file = self._path.open("ab")
+        self._file.write(content)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Ends it."""
+        self._file.close()
+
+
+def begin_anew(path: Path) -> None:
+    """Empties a log that another program appends to, if it is full, but for its first lines.
+
+    They say who the program is: a SuperNode's number, say. What it writes while this copies is
+    lost.
+    """
+    with suppress(OSError):  # a full disk: it is tried again
+        if path.stat().st_size > LOG_BYTES:
+            with path.open("rb") as file:
+                first = file.read(LOG_BYTES // 1024)
+            shutil.copyfile(path, older(path))
+            os.truncate(path, first.rfind(b"\n") + 1)
