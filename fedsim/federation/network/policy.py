@@ -81,9 +81,7 @@ class Policy(BaseModel):
             first = error.errors()[0]
             key = ".".join(map(str, first["loc"])) or "the file"
             raise FedsimError(f"--policy: {path}: {key}: {first['msg']}") from error
-        stated = [member.get("name") for stack in policy.stacks or [] for member in stack]
-        _refuse_unknown(f"--policy: {path}: stacks", stated, ["fedsim.defenses"])
-        _refuse_unknown(f"--policy: {path}: plugins", policy.plugins or [], _GROUPS)
+        _refuse_unknown(f"--policy: {path}: plugins", policy.plugins or [])
         return policy
 
     def check(self, scenario: Scenario, stack: str) -> None:
@@ -176,9 +174,9 @@ class Releases:
         write_bytes(self._path, json.dumps({"releases": self._count}).encode())
 
 
-def _refuse_unknown(where: str, stated: Sequence[Any], groups: Sequence[str]) -> None:
-    """Refuse a name that is none of what is installed in `groups`: it would allow nothing."""
-    known = [name for group in groups for name in plugins.names(group)]
+def _refuse_unknown(where: str, stated: Sequence[str]) -> None:
+    """Refuse a name that is none of what is installed: it would allow nothing."""
+    known = [name for group in _GROUPS for name in plugins.names(group)]
     for name in stated:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)

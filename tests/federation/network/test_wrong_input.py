@@ -63,8 +63,8 @@ def test_a_missing_certificate_is_named_before_anybody_is_called() -> None:
     ("text", "why"),
     [
         ("plugins: [sgd, lenett]", "plugins: nothing installed .*'lenett'; did you mean 'lenet'"),
-        ("stacks: [[{name: clipp}]]", "stacks: nothing installed .*'clipp'; did you mean 'clip'"),
-        ("stacks: [[{norm: 1.0}]]", "stacks: nothing installed is called None"),
+        ("stacks: [[{name: clipp}]]", "stacks: .*'clipp' in defenses; did you mean 'clip'"),
+        ("stacks: [[{norm: 1.0}]]", "stacks: .*a defense has no name"),
     ],
 )
 def test_a_policy_names_what_is_installed(text: str, why: str, tmp_path: Path) -> None:
