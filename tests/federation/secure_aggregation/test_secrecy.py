@@ -149,6 +149,17 @@ def test_two_masked_vectors_of_one_input_have_nothing_in_common() -> None:
     assert (first.sent[0] == first.sent[1]).mean() < 0.01
 
 
+def test_what_two_agree_on_is_of_one_session_and_one_purpose() -> None:
+    one, other = bytes(range(32)), bytes(range(1, 33))
+    found = {
+        secrets.agreed(one, secrets.public_of(other), purpose, session)
+        for purpose in ("mask", "shares 0 1", "shares 1 0")
+        for session in (b"first", b"second")
+    }
+    assert len(found) == 6
+    assert secrets.agreed(other, secrets.public_of(one), "mask", b"first") in found
+
+
 def test_a_sum_below_the_quorum_keeps_its_masks() -> None:
     sum = Sum(of(5, 4 / 5), vectors(5, 10))
     sum.keys()
