@@ -1,4 +1,4 @@
-"""The table of docs/secure-aggregation.md: what is left of the noise if more collude or drop out."""
+"""The table of docs/secure-aggregation.md: the noise that is left if more collude or drop out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "secure-aggregation.md"
 def test_what_is_left_of_the_noise() -> None:
     defense = SecureAggregation(noise_multiplier=1.0, threshold=0.8, colluding=0.2)
     terms = defense.terms(Guarantee(sensitivity=1.0), 1)
-    rows = re.findall(r"^\| (10|8) \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (10|8) \| (\d\.\d\d \|.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert [int(count) for count, _ in rows] == [10, 8]
     for count, cells in rows:
         told = [float(cell) for cell in cells.split(" | ")]

@@ -1011,8 +1011,8 @@ MUTATIONS = (
         name="a model for one client alone is opened",
         item=18,
         file="fedsim/federation/secure_aggregation/client.py",
-        old='            if not self._identity.vouches(client, statement, signatures.get(client, b"")):\n',
-        new="            if client not in signatures:\n",
+        old='if not self._identity.vouches(client, statement, signatures.get(client, b"")):',
+        new="if client not in signatures:",
         tests=("tests/federation/secure_aggregation/test_refusals.py",),
     ),
     Mutation(
