@@ -420,6 +420,7 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.pipeline.collect", collect)
         patch.setattr("fedsim.federation.network.node.serve", serve)
         patch.setattr("fedsim.federation.network.link.check", serve)
+        patch.setattr("fedsim.federation.network.identities.read_identity", lambda *_: None)
         patch.setattr("fedsim.attacking.replay.attack", attack)
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)

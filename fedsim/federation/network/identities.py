@@ -37,7 +37,7 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
         return None
     if key is None or peers is None:
         raise FedsimError("--signing-key, --peers: give both, or neither")
-    secret = paths.content(key, paths.TEXT)
+    secret = paths.named(key, "--signing-key", paths.TEXT)
     if len(secret) != KEY:
         raise FedsimError(f"--signing-key: {key}: expected {KEY} bytes, got {len(secret)}")
     if key.stat().st_mode & 0o077:
@@ -46,8 +46,9 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
 
 
 def _peers(path: Path) -> Mapping[int, bytes]:
+    content = paths.named(path, "--peers", paths.TEXT)
     try:
-        written = json.loads(paths.text(path, paths.TEXT))
+        written = json.loads(content)
         found = {int(client): bytes.fromhex(key) for client, key in written.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise FedsimError(

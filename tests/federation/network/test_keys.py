@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from fedsim.cli.network import add_to
 from fedsim.federation.network.certificates import Authority
+from fedsim.federation.network.identities import read_identity
 from fedsim.federation.network.keys import make_keys
 from fedsim.types import FedsimError
 
@@ -19,8 +20,8 @@ PARTIES = {
     "superlink": {"ca.crt", "server.crt", "server.key", "superexec.secret"},
     "gate": {"ca.crt", "server.crt", "server.key"},
     "runner": {"ca.crt", "superexec.secret", "node-0.pub", "node-1.pub"},
-    "node-0": {"ca.crt", "key"},
-    "node-1": {"ca.crt", "key"},
+    "node-0": {"ca.crt", "key", "signing.key", "peers.json"},
+    "node-1": {"ca.crt", "key", "signing.key", "peers.json"},
 }
 
 
@@ -41,7 +42,12 @@ def test_each_party_gets_what_it_needs(tmp_path: Path) -> None:
         if "superexec.secret" in PARTIES[party]
     ]
     assert len(set(secrets)) == 1
-    assert (tmp_path / "node-0/key").read_bytes() != (tmp_path / "node-1/key").read_bytes()
+    for own in ("key", "signing.key"):
+        assert (tmp_path / "node-0" / own).read_bytes() != (tmp_path / "node-1" / own).read_bytes()
+    for node in (0, 1):
+        folder = tmp_path / f"node-{node}"
+        known = read_identity(folder / "signing.key", folder / "peers.json")
+        assert known is not None and known.peers[node] == known.public
 
 
 def test_keys_are_never_replaced(tmp_path: Path) -> None:
