@@ -13,6 +13,8 @@ from fedsim.words import number_of
 _VANTAGE = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "
     "server, or whoever reads its traffic",
+    "masked": "each client’s masked part of a secure sum: the attacker is the server, or whoever "
+    "reads its traffic",
     "aggregate": "only the combined update of a round, never one client’s: the attacker is the "
     "server behind secure aggregation",
     "client": "two consecutive global models, from whose difference it takes its own update off: "
@@ -51,7 +53,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     if rows[0].subject == "rows":
         return _row_threat_model(rows)
     views = [
-        _phrase(rows, _VANTAGE, lambda row: row.vantage),
+        _phrase(rows, _VANTAGE, _view(rows)),
         _phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")),
         _phrase(rows, _MODE, lambda row: row.training.get("mode")),
     ]
@@ -71,9 +73,20 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     ]
 
 
+def _view(rows: Sequence[ResultRow]) -> Callable[[ResultRow], str]:
+    """What the attacker of a row sees: single updates of a stack that shows sums are masked."""
+    summed = {row.defense.name for row in rows if row.vantage == "aggregate"}
+
+    def view(row: ResultRow) -> str:
+        alone = row.vantage in ("server", "eavesdropper")
+        return "masked" if alone and row.defense.name in summed else row.vantage
+
+    return view
+
+
 def _row_threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     views = [
-        _phrase(rows, _VANTAGE, lambda row: row.vantage),
+        _phrase(rows, _VANTAGE, _view(rows)),
         _phrase(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
     ]
     ranges = "the columns with their declared ranges, the bound on the norm of a row"
