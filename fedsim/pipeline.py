@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -275,7 +276,7 @@ class _Plan:
         self.link = link
         self.deployed: Deployed | None = None
         with fixed(scenario.threads):
-            self.servers = self._deployed() if link else self._here()
+            self.servers = self._deployed(quiet) if link else self._here()
             # Whatever an accountant refuses, it refuses before any training.
             claims = {
                 name: _accounted(f"{place}account {name}", server, quiet)
@@ -301,8 +302,14 @@ class _Plan:
             federation.check_sums(workload)
         return {**workloads}
 
-    def _deployed(self) -> dict[str, Server]:
+    def _deployed(self, quiet: bool) -> dict[str, Server]:
         """What the server of each stack's federation knows whose clients are elsewhere."""
+
+        def on_wait(there: int) -> None:
+            if not quiet:
+                wanted = number_of(self.scenario.data.clients, "node")
+                print(f"waiting: {there} of {wanted} there", file=sys.stderr)
+
         assert self.link is not None
         if self.scenario.audit:
             raise FedsimError(
@@ -310,7 +317,7 @@ class _Plan:
                 "they are; audit the scenario on another engine"
             )
         federation.check(self.scenario)
-        self.deployed = Deployed.of(self.out, self.scenario, self.link)
+        self.deployed = Deployed.of(self.out, self.scenario, self.link, on_wait)
         return self.deployed.servers(self.scenario)
 
     def execute(self, display: progress.Display) -> None:

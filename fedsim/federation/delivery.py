@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from flwr.app import Message, RecordDict
@@ -14,6 +14,8 @@ from fedsim.federation import wire
 from fedsim.types import FedsimError
 from fedsim.words import number_of, printable
 
+OnWait = Callable[[int], None]
+"""Told how many nodes are there, of those that have to come."""
 _POLL_SECONDS = 0.05
 _REASON = 500
 _GONE = (
@@ -86,7 +88,12 @@ def exchange(
 
 
 def roll_call(
-    grid: Grid, count: int, content: RecordDict, action: str, patience: float
+    grid: Grid,
+    count: int,
+    content: RecordDict,
+    action: str,
+    patience: float,
+    on_wait: OnWait | None = None,
 ) -> Iterator[tuple[int, RecordDict]]:
     """Query all nodes once there are `count`; yield (node, answer) of each.
 
@@ -99,12 +106,14 @@ def roll_call(
         action: Of each query.
         patience: Seconds in which as many nodes have to come. The first answer may take longer:
             nodes load their data for it.
+        on_wait: Told how many nodes are there, whenever that changes while more have to come.
 
     Raises:
         FedsimError: fewer come or answer in time, or one refuses, with its reason.
     """
     begun = time.monotonic()
     answered: set[int] = set()
+    told = -1
     while True:
         there = set(grid.get_node_ids())
         asked = sorted(there - answered)
@@ -118,6 +127,9 @@ def roll_call(
                 "SuperLink knows: one that was started anew without its database knows none"
             )
         if len(there) < count:
+            if on_wait and len(there) != told:
+                told = len(there)
+                on_wait(told)
             time.sleep(_POLL_SECONDS)
             continue
         messages = [Message(content, node, f"query.{action}") for node in asked]

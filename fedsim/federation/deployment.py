@@ -19,6 +19,7 @@ from fedsim.types import FedsimError
 
 if TYPE_CHECKING:
     from fedsim.federation.client_app import Job
+    from fedsim.federation.delivery import OnWait
     from fedsim.federation.server_app import OnRound
     from fedsim.scenario import Scenario
     from fedsim.training.server import Server
@@ -61,8 +62,10 @@ def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = 
         app(grid, context)
 
 
-def take_census(scenario: Scenario, link: Link) -> Census:
+def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:
     """Ask the nodes behind `link` how much each holds, and whether they would answer at all.
+
+    `on_wait` is told how many are there while more have to come.
 
     Raises:
         FedsimError: a client has no node or two, or a node refuses, with its reason.
@@ -71,7 +74,7 @@ def take_census(scenario: Scenario, link: Link) -> Census:
 
     settings = {"scenario": scenario.model_dump_json(), "stack": "", "run": "", "held": ""}
     with flower.server_app(link, settings, scenario.federation.timeout) as (grid, _):
-        return census.take(grid, scenario.data.clients, scenario.federation.timeout)
+        return census.take(grid, scenario.data.clients, scenario.federation.timeout, on_wait)
 
 
 def run_name(out: Path) -> str:

@@ -84,8 +84,10 @@ def test_a_node_that_refuses_is_not_asked_again() -> None:
 
 def test_too_few_nodes_are_waited_for_only_so_long() -> None:
     answers = Answers(client, [10])
+    told: list[int] = []
     with pytest.raises(FedsimError, match="1 node of 2 came in 0 s, and 0 answered"):
-        list(roll_call(answers.grid, 2, RecordDict(), "identify", 0.2))
+        list(roll_call(answers.grid, 2, RecordDict(), "identify", 0.2, told.append))
+    assert told == [1]  # once, and not at every look
 
 
 def test_a_node_that_was_away_for_a_round_is_the_same_client() -> None:

@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, RecordDict
 from flwr.serverapp import Grid
 
 from fedsim.federation import wire
-from fedsim.federation.delivery import roll_call
+from fedsim.federation.delivery import OnWait, roll_call
 from fedsim.training.census import Census
 from fedsim.types import FedsimError, Unit
 from fedsim.words import printable
@@ -33,15 +33,21 @@ def answer(client: int, held: int, statistics: Mapping[Unit, tuple[str, ...]]) -
     )
 
 
-def take(grid: Grid, clients: int, patience: float) -> Census:
-    """Ask all nodes, waiting up to `patience` seconds until as many as clients have answered.
+def take(grid: Grid, clients: int, patience: float, on_wait: OnWait | None = None) -> Census:
+    """Ask all nodes, waiting until as many as clients have answered.
+
+    Args:
+        grid: Of any engine.
+        clients: How many there have to be.
+        patience: For so many seconds.
+        on_wait: Told how many are there while more have to come.
 
     Raises:
         FedsimError: too few come, one refuses (with its reason), or two say they are one client.
     """
     held: dict[int, int] = {}
     statistics: dict[str, list[str]] = {unit: [] for unit in _UNITS}
-    for _, content in roll_call(grid, clients, RecordDict(), ACTION, patience):
+    for _, content in roll_call(grid, clients, RecordDict(), ACTION, patience, on_wait):
         client, count, reasons = _read(content)
         if client in held:
             raise FedsimError(f"two nodes say that they are client {client}; give each its own")

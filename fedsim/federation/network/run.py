@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.federation import NO_LINK
+from fedsim.federation.delivery import OnWait
 from fedsim.federation.deployment import run_name, take_census
 from fedsim.federation.network import link as links
 from fedsim.federation.network.home import run_folder
@@ -42,8 +43,16 @@ class Deployed:
     """Of the server's noise; None: it follows from the scenario's seed, as that of all nodes."""
 
     @classmethod
-    def of(cls, out: Path, scenario: Scenario, link: Link) -> Deployed:
+    def of(
+        cls, out: Path, scenario: Scenario, link: Link, on_wait: OnWait | None = None
+    ) -> Deployed:
         """Ask the nodes behind `link`; a run that is resumed keeps its secret.
+
+        Args:
+            out: The run's folder.
+            scenario: That they are to answer.
+            link: To their SuperLink.
+            on_wait: Told how many are there while more have to come.
 
         Raises:
             FedsimError: the SuperLink is not reachable or not safe, or a node refuses.
@@ -56,7 +65,7 @@ class Deployed:
                 f"{link.superlink} is {'plaintext' if link.roots is None else 'encrypted'}: say "
                 "what the wire is that an eavesdropper listens on"
             )
-        census = take_census(scenario, link)
+        census = take_census(scenario, link, on_wait)
         path = out / "server.secret"
         if link.shared_seed:
             return cls(census, None)
