@@ -155,7 +155,7 @@ class SecureAggregation(Protocol):
             yield Update(
                 tensors=_within(update.tensors, self.range),
                 buffers=_within(update.buffers, self.buffer_range),
-                num_examples=1 if self.noise_multiplier else update.num_examples,
+                num_examples=update.num_examples,
             )
 
 

@@ -25,6 +25,7 @@ from fedsim_defenses.least_squares import LeastSquaresMechanism
 from fedsim_defenses.local_aggregation import LocalAggregation
 from fedsim_defenses.quantization import Quantization
 from fedsim_defenses.random_projection import RandomProjection
+from fedsim_defenses.secure_aggregation import SecureAggregation
 from fedsim_defenses.top_k import TopK
 from fedsim_defenses.truncated_laplace import TruncatedLaplace
 
@@ -138,6 +139,18 @@ class TestTruncatedLaplace(StatisticDefenseContract):
 class TestTruncatedLaplaceOfThePaper(StatisticDefenseContract):
     def make(self) -> TruncatedLaplace:
         return TruncatedLaplace(beta=0.1, epsilon=1.0, delta=1e-3, calibration="paper")
+
+
+class TestSecureAggregation(AggregationDefenseContract):
+    def make(self) -> SecureAggregation:
+        return SecureAggregation(range=1e3, buffer_range=1e3)
+
+
+class TestSecureAggregationWithNoise(AggregationDefenseContract):
+    def make(self) -> SecureAggregation:
+        return SecureAggregation(
+            range=1e3, buffer_range=1e3, noise_multiplier=2.0, threshold=0.8, colluding=0.2
+        )
 
 
 def test_no_bundled_defense_is_left_out() -> None:
