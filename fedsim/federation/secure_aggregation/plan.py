@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from fedsim.federation import wire
+from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.secure_aggregation.layout import Layout
 from fedsim.federation.secure_aggregation.secrets import digest
 from fedsim.federation.secure_aggregation.terms import Terms
@@ -33,10 +34,11 @@ def terms(server: Server, round: int) -> Terms:
     """
     participants = server.schedule.participants(round)
     agreed = server.sum_terms(None)
-    named = [server.scenario.seed, server.stack_name, round, participants]
-    share = [agreed.threshold, agreed.colluding]
+    # All that decides what clients add: shown another scenario, a client is in another session.
+    named = [fingerprint(server.scenario, server.stack_name), server.census.held]
+    at = [server.stack_name, round, participants]
     return Terms(
-        session=digest(b"session", json.dumps([*named, *share]).encode()),
+        session=digest(b"session", json.dumps([*named, *at]).encode()),
         participants=tuple(participants),
         threshold=agreed.threshold,
         colluding=agreed.colluding,
