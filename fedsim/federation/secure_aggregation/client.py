@@ -180,7 +180,8 @@ class Client:
             note: Called before it signs; may refuse.
 
         Raises:
-            AbortedError: the lists overlap, are too short, or not of those whose shares it holds;
+            AbortedError: the lists overlap, are too short, or not of those whose shares it holds,
+                or name a neighbour in the sum whose shares it does not hold;
                 not all survivors have signed what this client has; or this is not the stage.
         """
         with self._stage("agree"):
@@ -191,8 +192,12 @@ class Client:
                 raise AbortedError("the lists name clients that published no keys")
             if self._me not in in_sum:
                 raise AbortedError("this client's own vector is not in the sum")
-            if not set(map(int, self.memory.held)) <= in_sum | out:
+            held = set(map(int, self.memory.held))
+            if not held <= in_sum | out:
                 raise AbortedError("the lists leave out a client whose shares this client holds")
+            if not in_sum & set(self._neighbours(self._directory())) <= held:
+                # It has no mask in common with this one: the sum could be opened without it.
+                raise AbortedError("the sum is of a client whose shares were withheld")
             if len(in_sum) < self._terms.quorum:
                 raise AbortedError(
                     f"a sum of {number_of(len(in_sum), 'client')} is not opened: "

@@ -128,6 +128,24 @@ def test_a_sum_of_fewer_than_the_quorum_is_not_opened_by_lists_that_differ() -> 
             sum.clients[client].unmask(sum.server.agreed)
 
 
+def test_a_sum_counts_nobody_whose_shares_were_withheld() -> None:
+    """Six clients: 2 and 3 are said to be in a sum, and their boxes were passed on to nobody.
+
+    0 and 1 have masks in common with each other and with 4 and 5, that are said to be lost: the
+    sum over two would open as one of four.
+    """
+    sum = Sum(of(6), vectors(6, 6))
+    sum.keys()
+    sum.shares()
+    signatures = {}
+    for client in range(4):
+        boxes = {n: box for n, box in sum.server.boxes_for(client).items() if n not in (2, 3)}
+        _, signatures[client] = sum.clients[client].masked(boxes, sum.inputs[client].copy, MODEL)
+    for client in range(4):
+        with pytest.raises(AbortedError, match="whose shares were withheld"):
+            sum.clients[client].agree(range(4), [4, 5], signatures)
+
+
 def test_consent_to_another_sum_is_none() -> None:
     """Nor are signatures of the model, or of strangers to the sum."""
     for replayed in ("masked", "elsewhere"):
