@@ -184,7 +184,7 @@ class TapGrid(Grid):
             planted=None if planted is trained else wire.encode(planted),
         )
         with self._averaging(server.schedule.probes(self._round)):
-            opened = sum.run(clients, model, on_masked)
+            opened, why = sum.run(clients, model, on_masked), "too_few"
             updates: list[Update] = []
             if opened is not None:
                 try:
@@ -194,7 +194,7 @@ class TapGrid(Grid):
                     ]
                 except AbortedError as error:
                     tally.say(f"secure aggregation: {error}")
-                    opened = None
+                    opened, why = None, "malformed"
             for part, update in enumerate(updates):
                 record(part, -1, update, len(sum.arrived))
         left_out = set(self._participants) - set(sum.arrived)
@@ -202,7 +202,7 @@ class TapGrid(Grid):
             if left_out and server.schedule.is_observed(self._round):
                 self._tell_left_out(probe, left_out)
         if opened is None:
-            tally.failures["too_few"] += len(clients) - tally.failed
+            tally.failures[why] += len(clients) - tally.failed
             tally.probe_failures += len(parts) - 1
             return []
         tally.accepted = tuple(opened.clients)
