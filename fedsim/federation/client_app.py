@@ -71,6 +71,7 @@ def build(
     app.train(wire.KEYS)(sums.keys)
     app.train(wire.SHARES)(sums.shares)
     app.train(wire.MASKED)(sums.masked)
+    app.train(wire.AGREE)(sums.agree)
     app.train(wire.UNMASK)(sums.unmask)
     app.query(wire.IDENTIFY)(client.identify)
     app.query(wire.LEFT_OUT)(client.left_out)

@@ -5,7 +5,7 @@ remember between rounds (error feedback, noise).
     OUT/client_state/<stack>/client-0000/sent-0001.safetensors      what it sent in round 1, if it
                                                                     looks at the next global model
     OUT/client_state/<stack>/client-0000/answered.jsonl             at which inputs it has answered
-    OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it opened secure sums
+    OUT/client_state/<stack>/client-0000/opened.jsonl               for whom it agreed to open sums
     OUT/client_state/<stack>/client-0000/sum.json                   what it is to unmask, and when
 
 A file per round lets a resumed run go back to the state that its checkpoint saw.
@@ -115,16 +115,16 @@ class ClientState:
         use_once(path, asked, inputs, f"client {self.client}")
 
     def open_sum(self, round: int, survivors: Collection[int]) -> None:
-        """Note that the client opens the secure sum of `round` for these clients, and no others.
+        """Note that the client agrees to a sum of `round` for these clients, and for no others.
 
         Of two sums that differ in who is in them, the difference is what a client sent.
 
         Raises:
-            FedsimError: it has opened that round's for others.
+            FedsimError: it has agreed to that round's for others.
         """
         path = self._path(0).with_name("opened.jsonl")
         members = {"survivors": torch.tensor(sorted(survivors))}
-        use_once(path, (round,), [members], f"client {self.client}", "part of the sum's masks")
+        use_once(path, (round,), [members], f"client {self.client}", "consent to a sum")
 
     def save_sum(self, round: int, memory: Mapping[str, Any]) -> None:
         """Keep what the client remembers of the secure sum of `round`, from others than its owner.

@@ -85,6 +85,11 @@ class Tally:
     bytes_up: int = 0
     bytes_down: int = 0
 
+    @property
+    def failed(self) -> int:
+        """How many answers are left out, of training."""
+        return sum(self.failures.values())
+
     def fail(self, verdict: Verdict, client: int, probe: Probe | None) -> None:
         """Count an answer that is left out."""
         if probe:

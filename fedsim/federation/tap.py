@@ -29,6 +29,7 @@ from fedsim.federation.screening import Tally, judge
 from fedsim.federation.secure_aggregation import plan
 from fedsim.federation.secure_aggregation.fixed_point import Ring
 from fedsim.federation.secure_aggregation.rounds import Model, SecureSum
+from fedsim.federation.secure_aggregation.terms import AbortedError
 from fedsim.federation.spool import BUDGET, Spool, lazy_record, scratch
 from fedsim.recording.files import save_observation
 from fedsim.training.schedule import Probe
@@ -183,18 +184,25 @@ class TapGrid(Grid):
             planted=None if planted is trained else wire.encode(planted),
         )
         with self._averaging(server.schedule.probes(self._round)):
-            opened = sum.run(clients, model, on_masked)
-            updates = []
+            opened, why = sum.run(clients, model, on_masked), "too_few"
+            updates: list[Update] = []
             if opened is not None:
-                for part in range(len(parts)):
-                    updates.append(layout.sum_of(opened.total, part, len(opened.clients)))
-                    record(part, -1, updates[part], len(opened.clients))
+                try:
+                    updates = [
+                        layout.sum_of(opened.total, part, len(opened.clients))
+                        for part in range(len(parts))
+                    ]
+                except AbortedError as error:
+                    tally.say(f"secure aggregation: {error}")
+                    opened, why = None, "malformed"
+            for part, update in enumerate(updates):
+                record(part, -1, update, len(sum.arrived))
         left_out = set(self._participants) - set(sum.arrived)
         for probe in parts:
             if left_out and server.schedule.is_observed(self._round):
                 self._tell_left_out(probe, left_out)
         if opened is None:
-            tally.failures["too_few"] += len(sum.arrived)
+            tally.failures[why] += len(clients) - tally.failed
             tally.probe_failures += len(parts) - 1
             return []
         tally.accepted = tuple(opened.clients)

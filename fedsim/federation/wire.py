@@ -33,7 +33,7 @@ IDENTIFY = "identify"
 LEFT_OUT = "left_out"
 """Action of a query: your answer to this order is no part of what was recorded."""
 
-KEYS, SHARES, MASKED, UNMASK = "keys", "shares", "masked", "unmask"
+KEYS, SHARES, MASKED, AGREE, UNMASK = "keys", "shares", "masked", "agree", "unmask"
 """Actions of training messages: the stages of a secure sum."""
 
 ARRAYS = "arrays"

@@ -26,6 +26,7 @@ from fedsim.federation import client_app, wire
 from fedsim.federation.client_app import Job
 from fedsim.federation.local import LocalGrid, identity
 from fedsim.federation.secure_aggregation import messages, plan
+from fedsim.federation.secure_aggregation.client import STAGES
 from fedsim.recording.truth import count, load_truth
 from fedsim.scenario import Scenario
 from fedsim.types import FedsimError, GroundTruth
@@ -156,9 +157,7 @@ def test_nothing_of_one_client_crosses_the_wire_but_masked(tmp_path: Path) -> No
         return reply
 
     train_with_fault(wanted, tmp_path, listen, "secure")
-    assert [stage for stage, *_ in sent[:16]] == [
-        stage for stage in ("keys", "shares", "masked", "unmask") for _ in range(4)
-    ]
+    assert [stage for stage, *_ in sent[:20]] == [stage for stage in STAGES for _ in range(4)]
     parameters, buffers = own.initial()
     result = own.client_update(1, 1, parameters, buffers, {})
     flat = torch.cat([value.flatten() for value in result.update.tensors.values()])
@@ -171,7 +170,7 @@ def test_nothing_of_one_client_crosses_the_wire_but_masked(tmp_path: Path) -> No
     assert abs(float(correlation)) < 5 / math.sqrt(len(flat))
 
 
-@pytest.mark.parametrize("stage", ["keys", "shares", "masked", "unmask"])
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("mode", "reason"), [("raises", "client_error"), ("empty", "malformed")])
 def test_who_is_lost_in_a_stage_is_left_out_and_the_run_goes_on(
     tmp_path: Path, stage: str, mode: str, reason: str
@@ -188,7 +187,7 @@ def test_who_is_lost_in_a_stage_is_left_out_and_the_run_goes_on(
     records = train_with_fault(secure(), tmp_path, fault, "secure")
     assert len(records) == 3
     for record in records:
-        in_sum = 4 if stage == "unmask" else 3
+        in_sum = 4 if stage in ("agree", "unmask") else 3
         assert record.aggregated == in_sum
         assert sum(record.failures.values()) == 4 - in_sum
         assert record.failures[reason] == 4 - in_sum
@@ -208,6 +207,53 @@ def test_too_few_open_nothing_and_the_model_stays(tmp_path: Path) -> None:
         assert record.failures["client_error"] == record.failures["too_few"] == 2
         assert any("2 clients sent a masked vector, 3 are needed" in d for d in record.details)
     assert same(final_model(tmp_path, wanted, "secure"), final_model_at_start(wanted))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_participant_is_aggregated_or_a_failure(tmp_path: Path, stage: str) -> None:
+    def fault(number: int, message: Message, honest: Callable[[], Message]) -> Message:
+        if number < 2 and stages(message) == stage:
+            raise RuntimeError("gone")
+        return honest()
+
+    for record in train_with_fault(secure(observe=PROBES), tmp_path, fault, "secure"):
+        assert record.aggregated == 0
+        assert sum(record.failures.values()) == 4
+
+
+def test_a_sum_that_counts_more_than_there_can_be_is_not_used(tmp_path: Path) -> None:
+    """Client 2 sends noise, which nobody can tell from a masked vector; the run goes on."""
+
+    def fault(number: int, message: Message, honest: Callable[[], Message]) -> Message:
+        reply = honest()
+        if number == 2 and stages(message) == "masked":
+            vector = wire.decode(wire.arrays_of(reply.content, wire.ARRAYS))["vector"]
+            vector = vector + torch.randint(2**20, 2**30, vector.shape, dtype=torch.int32)
+            reply.content[wire.ARRAYS] = wire.encode({"vector": vector})
+        return reply
+
+    wanted = secure(observe=PROBES)
+    for record in train_with_fault(wanted, tmp_path, fault, "secure"):
+        assert record.aggregated == 0
+        assert record.failures["malformed"] == sum(record.failures.values()) == 4
+        assert any("says that it is of" in line for line in record.details)
+    assert same(final_model(tmp_path, wanted, "secure"), final_model_at_start(wanted))
+    assert not list((tmp_path / "observations").rglob("aggregate-*"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"defenses": {**STACKS, "secure": [CLIP, {**SECURE, "parameters": {"range": 1e12}}]}},
+        {"training__local": {"lr": 1e-12}},
+        {"observe": PROBES},
+    ],
+)
+def test_clients_that_were_shown_different_scenarios_are_in_no_sum(change: dict[str, Any]) -> None:
+    """Others whose numbers are all 0 would leave one client's update alone in the sum."""
+    one, other = (plan.terms(workload(w, "secure"), 1) for w in (secure(), secure(**change)))
+    assert one.participants == other.participants
+    assert one.session != other.session
 
 
 def test_a_server_that_shows_one_client_another_model_opens_nothing(tmp_path: Path) -> None:
@@ -269,8 +315,8 @@ def test_a_server_cannot_ask_for_the_update_as_it_is(tmp_path: Path) -> None:
 def test_a_stack_without_secure_sums_answers_none_of_their_orders(tmp_path: Path) -> None:
     with identity():
         clients = _Clients(secure(), tmp_path, "plain")
-        for action in (".keys", ".shares", ".masked", ".unmask"):
-            reply = clients.ask(0, action, messages.order(messages.table(1, {})))
+        for action in STAGES:
+            reply = clients.ask(0, f".{action}", messages.order(messages.table(1, {})))
             assert reply.has_error() and "no secure sums" in reply.error.reason
 
 
@@ -308,7 +354,7 @@ def test_a_round_is_opened_for_one_set_of_clients(tmp_path: Path) -> None:
                 signatures[client] = bytes(wire.config_of(answer.content)["signature"])  # type: ignore[arg-type]
             lost = set(range(4)) - survivors
             return [
-                clients.ask(client, ".unmask", messages.unmask_order(1, signatures, lost))
+                clients.ask(client, ".agree", messages.agree_order(1, signatures, lost))
                 for client in sorted(survivors)
             ]
 
@@ -337,7 +383,8 @@ def test_secrets_lie_in_a_file_of_the_owner_and_are_gone_at_the_end(tmp_path: Pa
         reply = honest()
         if client == 0 and stages(message) == "masked":
             modes.append(path.stat().st_mode & 0o777)
-            assert json.loads(path.read_text())["memory"]["secrets"]
+            memory = json.loads(path.read_text())["memory"]
+            assert memory["held"] and not memory["secrets"]
         return reply
 
     train_with_fault(secure(), tmp_path, listen, "secure")
@@ -363,7 +410,7 @@ def test_secrets_lie_in_a_file_of_the_owner_and_are_gone_at_the_end(tmp_path: Pa
         RecordDict({wire.CONFIG: ConfigRecord({wire.ROUND: 1}), wire.ARRAYS: ArrayRecord()}),
     ],
 )
-@pytest.mark.parametrize("action", [".shares", ".masked", ".unmask"])
+@pytest.mark.parametrize("action", [".shares", ".masked", ".agree", ".unmask"])
 def test_malformed_orders_are_refused(tmp_path: Path, content: RecordDict, action: str) -> None:
     with identity():
         reply = _Clients(secure(), tmp_path).ask(0, action, content)

@@ -56,4 +56,6 @@ def _peers(path: Path) -> Mapping[int, bytes]:
         ) from error
     if odd := [client for client, key in found.items() if len(key) != KEY]:
         raise FedsimError(f"--peers: {path}: the key of client {odd[0]} is not {KEY} bytes")
+    if len(set(found.values())) < len(written):
+        raise FedsimError(f"--peers: {path}: two clients have one key, so that one would be two")
     return found

@@ -44,7 +44,8 @@ class Policy(BaseModel):
     minimum_clients: Annotated[int, Field(ge=1)] = 1
     """Of a federation in which it takes part."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
-    """Of a round's participants, to whose secure sum it adds its own update."""
+    """Of a round's participants, to whose secure sum it adds its own update; with 2 or more, it
+    releases nothing behind a stack that has no secure sums."""
 
     @field_validator("stacks")
     @classmethod
@@ -110,13 +111,18 @@ class Policy(BaseModel):
             )
 
     def check_release(self, workload: Workload) -> None:
-        """Refuse what would pass by a stack that the policy lists, and secure sums of too few.
+        """Refuse what would pass by a stack that the policy lists, and sums of too few or of none.
 
         Raises:
-            FedsimError: something would, or a round has fewer participants than it takes.
+            FedsimError: something would, or an update is added to fewer than it has to be.
         """
         cohort = len(workload.schedule.participants(1))
-        if workload.protocol and cohort < self.minimum_cohort:
+        if not workload.protocol and self.minimum_cohort > 1:
+            raise FedsimError(
+                f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
+                " none as it is (minimum_cohort); end the stack with secure_aggregation"
+            )
+        if cohort < self.minimum_cohort:
             raise FedsimError(
                 "federation.participation: this node adds its update to those of "
                 f"{number_of(self.minimum_cohort, 'participant')} or more, got {cohort} "

@@ -1,4 +1,4 @@
-"""How a ClientApp answers the four orders of a secure sum.
+"""How a ClientApp answers the five orders of a secure sum.
 
 What the client has to remember from one to the next lies on its own disk: each message may come to
 another process.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Protocol
 
@@ -61,7 +61,7 @@ class Computes(Protocol):
 
 
 class Answers:
-    """The handlers of the four stages."""
+    """The handlers of the five stages."""
 
     def __init__(self, own: Computes, party: Party | None) -> None:
         """`party`: who it is; None in a simulation, in which the scenario's seed gives all keys."""
@@ -71,7 +71,6 @@ class Answers:
         """Publish keys for this round's sum, and forget those of any other."""
         sum, _ = self._sum(message, context, begins=True)
         published = sum.client.keys(sum.secret)
-        sum.keep(sum.client.memory)
         return _reply(message, messages.table(sum.round, {sum.number: published.to_bytes()}))
 
     def shares(self, message: Message, context: Context) -> Message:
@@ -79,7 +78,6 @@ class Answers:
         sum, record = self._sum(message, context)
         listed = messages.read_table(record)
         boxes = sum.client.shares({c: Published.from_bytes(one) for c, one in listed.items()})
-        sum.keep(sum.client.memory)
         return _reply(message, messages.table(sum.round, boxes))
 
     def masked(self, message: Message, context: Context) -> Message:
@@ -118,18 +116,21 @@ class Answers:
             return plan.layout(workload, sum.round).vector(updates, stream)
 
         vector, signature = sum.client.masked(messages.read_table(record), compute, model)
-        sum.keep(sum.client.memory)
         return Message(messages.masked_answer(vector, signature), reply_to=message)
 
-    def unmask(self, message: Message, context: Context) -> Message:
-        """Give up shares, so that the sum can be opened: for one set of clients in each round."""
+    def agree(self, message: Message, context: Context) -> Message:
+        """Sign who is in the sum: one set of clients in each round."""
         sum, record = self._sum(message, context)
-        signatures, lost = messages.read_unmask(record)
-        shares = sum.client.unmask(list(signatures), lost, signatures)
-        sum.keep(sum.client.memory)
-        ClientState(self._own.out, self._own.workload.stack_name, sum.number).open_sum(
-            sum.round, signatures
-        )
+        signatures, lost = messages.read_agree(record)
+        state = ClientState(self._own.out, self._own.workload.stack_name, sum.number)
+        note = partial(state.open_sum, sum.round, signatures)
+        signature = sum.client.agree(list(signatures), lost, signatures, note)
+        return _reply(message, messages.table(sum.round, {sum.number: signature}))
+
+    def unmask(self, message: Message, context: Context) -> Message:
+        """Give up shares, so that the sum can be opened."""
+        sum, record = self._sum(message, context)
+        shares = sum.client.unmask(messages.read_table(record))
         return _reply(message, messages.table(sum.round, shares))
 
     def _sum(
@@ -160,7 +161,7 @@ class Answers:
 
         kept = {} if begins else state.sum_of(round)
         client = Client(plan.terms(workload, round), number, party.identity, Memory(**kept), keep)
-        return _Sum(client=client, round=round, number=number, keep=keep, secret=secret), record
+        return _Sum(client=client, round=round, number=number, secret=secret), record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +171,6 @@ class _Sum:
     client: Client
     round: int
     number: int
-    keep: Callable[[Memory], None]
     secret: Callable[[str], bytes]
 
 

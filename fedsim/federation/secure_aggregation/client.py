@@ -1,13 +1,15 @@
-"""A client's side of a secure sum: four answers, each given once, and what it refuses.
+"""A client's side of a secure sum: five answers, each given once, and what it refuses.
 
 Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017,
-Figure 4, with the neighbours of Bell et al., CCS 2020. The signatures that make all clients sure
-that they see the same are of `masked`, and are checked in `unmask`.
+Figure 4, with the neighbours of Bell et al., CCS 2020. Clients sign twice what they were shown: in
+`masked` the keys and the model, which `agree` checks, and in `agree` who is in the sum, which
+`unmask` checks. So a server that tells clients different things opens nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,11 +22,11 @@ from fedsim.federation.secure_aggregation.keys import (
     check_distinct,
     digest_of,
 )
-from fedsim.federation.secure_aggregation.secrets import SHARE, digest
+from fedsim.federation.secure_aggregation.secrets import SHARE, digest, listed
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.words import number_of
 
-STAGES = ("keys", "shares", "masked", "unmask")
+STAGES = ("keys", "shares", "masked", "agree", "unmask")
 
 
 @dataclass
@@ -34,12 +36,14 @@ class Memory:
     done: int = 0
     """How many of the stages it has answered."""
     secrets: dict[str, str] = field(default_factory=dict)
-    """`sealing` and `masking` keys and the `seed` of its own mask; forgotten at the end."""
+    """`sealing` and `masking` keys and the `seed` of its own mask; forgotten once it has masked."""
     directory: dict[str, str] = field(default_factory=dict)
     held: dict[str, str] = field(default_factory=dict)
-    """Shares of its neighbours' secrets, and of its own."""
+    """Shares of its neighbours' secrets, and of its own; forgotten at the end."""
     statement: str = ""
-    """What it has signed, and takes for what the others have."""
+    """What it has signed last, and takes for what the others have."""
+    survivors: list[int] = field(default_factory=list)
+    """Who is in the sum, as it has agreed to."""
 
     def to_json(self) -> dict[str, Any]:
         """For a file: `Memory(**read)` is this again."""
@@ -80,18 +84,18 @@ class Client:
         Raises:
             AbortedError: this is not the stage.
         """
-        self._enter("keys")
-        own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
-        self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
-        session = self._terms.session
-        unsigned = Published(
-            sealing=secrets.public_of(own["sealing"]),
-            masking=secrets.public_of(own["masking"]),
-            commitment=secrets.commitment(own["seed"], session),
-            signature=b"",
-        )
-        signature = self._identity.sign(unsigned.statement(self._me, session))
-        return Published(**{**vars(unsigned), "signature": signature})
+        with self._stage("keys"):
+            own = {purpose: secret(purpose) for purpose in ("sealing", "masking", "seed")}
+            self.memory.secrets = {purpose: value.hex() for purpose, value in own.items()}
+            session = self._terms.session
+            unsigned = Published(
+                sealing=secrets.public_of(own["sealing"]),
+                masking=secrets.public_of(own["masking"]),
+                commitment=secrets.commitment(own["seed"], session),
+                signature=b"",
+            )
+            signature = self._identity.sign(unsigned.statement(self._me, session))
+            return Published(**{**vars(unsigned), "signature": signature})
 
     def shares(self, directory: Directory) -> dict[int, bytes]:
         """Split both secrets among the neighbours; returns a sealed box for each.
@@ -99,26 +103,28 @@ class Client:
         Raises:
             AbortedError: the directory is not one that it may be, or this is not the stage.
         """
-        self._enter("shares")
-        self._check(directory)
-        self.memory.directory = {str(c): one.to_bytes().hex() for c, one in directory.items()}
-        neighbours = self._neighbours(directory)
-        holders = sorted([self._me, *neighbours])
-        needed = self._terms.shares(len(holders))
-        if len(holders) < needed:
-            raise AbortedError(f"{number_of(len(holders), 'client')} cannot hold {needed} shares")
-        seed, masking = (
-            secrets.split(self._secret(purpose), needed, len(holders))
-            for purpose in ("seed", "masking")
-        )
-        boxes = {}
-        for holder, *two in zip(holders, seed, masking, strict=True):
-            if holder == self._me:
-                self.memory.held[str(holder)] = b"".join(two).hex()
-            else:
-                key = self._agreed(directory[holder].sealing, "sealing", self._way(holder))
-                boxes[holder] = secrets.sealed(key, b"".join(two), self._way(holder).encode())
-        return boxes
+        with self._stage("shares"):
+            self._check(directory)
+            self.memory.directory = {str(c): one.to_bytes().hex() for c, one in directory.items()}
+            neighbours = self._neighbours(directory)
+            holders = sorted([self._me, *neighbours])
+            needed = self._terms.shares
+            if len(holders) < needed:
+                raise AbortedError(
+                    f"{number_of(len(holders), 'client')} cannot hold {needed} shares"
+                )
+            seed, masking = (
+                secrets.split(self._secret(purpose), needed, len(holders))
+                for purpose in ("seed", "masking")
+            )
+            boxes = {}
+            for holder, *two in zip(holders, seed, masking, strict=True):
+                if holder == self._me:
+                    self.memory.held[str(holder)] = b"".join(two).hex()
+                else:
+                    key = self._agreed(directory[holder].sealing, "sealing", self._way(holder))
+                    boxes[holder] = secrets.sealed(key, b"".join(two), self._way(holder).encode())
+            return boxes
 
     def masked(
         self, boxes: Mapping[int, bytes], compute: Callable[[], Ring], model: bytes
@@ -134,83 +140,139 @@ class Client:
             AbortedError: too few have shared theirs, a box is not for this client, or this is not
                 the stage.
         """
-        self._enter("masked")
-        directory = self._directory()
-        neighbours = self._neighbours(directory)
-        if not set(boxes) <= set(neighbours):
-            raise AbortedError("boxes are of clients that are no neighbours")
-        alive = sorted([self._me, *boxes])
-        needed = self._terms.shares(len(neighbours) + 1)
-        if len(alive) < needed:
-            raise AbortedError(
-                f"{number_of(len(alive), 'client')} of the neighbourhood shared secrets, "
-                f"{needed} are needed"
-            )
-        for sender, box in boxes.items():
-            way = self._way(self._me, sender)
-            key = self._agreed(directory[sender].sealing, "sealing", way)
-            self.memory.held[str(sender)] = secrets.opened(key, box, way.encode()).hex()
-        vector, session = compute(), self._terms.session
-        secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
-        for other in boxes:
-            key = self._agreed(directory[other].masking, "masking", "mask")
-            secrets.add_mask(vector, key, +1 if self._me < other else -1)
-        statement = digest(b"masked", session, digest_of(directory), model)
-        self.memory.statement = statement.hex()
-        return vector, self._identity.sign(statement)
+        with self._stage("masked"):
+            directory = self._directory()
+            neighbours = self._neighbours(directory)
+            if not set(boxes) <= set(neighbours):
+                raise AbortedError("boxes are of clients that are no neighbours")
+            alive = sorted([self._me, *boxes])
+            needed = self._terms.shares
+            if len(alive) < needed:
+                raise AbortedError(
+                    f"{number_of(len(alive), 'client')} of the neighbourhood shared secrets, "
+                    f"{needed} are needed"
+                )
+            for sender, box in boxes.items():
+                way = self._way(self._me, sender)
+                key = self._agreed(directory[sender].sealing, "sealing", way)
+                self.memory.held[str(sender)] = secrets.opened(key, box, way.encode()).hex()
+            vector, session = compute(), self._terms.session
+            secrets.add_mask(vector, secrets.own_mask(self._secret("seed"), session), +1)
+            for other in boxes:
+                key = self._agreed(directory[other].masking, "masking", "mask")
+                secrets.add_mask(vector, key, +1 if self._me < other else -1)
+            self.memory.secrets = {}
+            return vector, self._sign(digest(b"masked", session, digest_of(directory), model))
 
-    def unmask(
-        self, survivors: Collection[int], lost: Collection[int], signatures: Mapping[int, bytes]
-    ) -> dict[int, bytes]:
-        """Give up shares: of survivors' seeds, and of the masking keys of those that are lost.
-
-        Never both of anybody, nor anything a second time.
+    def agree(
+        self,
+        survivors: Collection[int],
+        lost: Collection[int],
+        signatures: Mapping[int, bytes],
+        note: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """Sign who is in the sum, if it may be opened for them.
 
         Args:
             survivors: Whose masked vectors are in the sum.
             lost: Who shared secrets and sent no vector.
             signatures: Of all survivors, of the directory and the model.
+            note: Called before it signs; may refuse.
 
         Raises:
-            AbortedError: the lists overlap, are too short, or not of those whose shares it holds;
+            AbortedError: the lists overlap, are too short, or not of those whose shares it holds,
+                or name a neighbour in the sum whose shares it does not hold;
                 not all survivors have signed what this client has; or this is not the stage.
         """
-        self._enter("unmask")
-        in_sum, out = set(survivors), set(lost)
-        if len(in_sum) < len(survivors) or len(out) < len(lost) or in_sum & out:
-            raise AbortedError("a client stands twice in the lists of the sum and of the lost")
-        if not in_sum | out <= set(map(int, self.memory.directory)):
-            raise AbortedError("the lists name clients that published no keys")
-        if self._me not in in_sum:
-            raise AbortedError("this client's own vector is not in the sum")
-        held = {int(client): bytes.fromhex(two) for client, two in self.memory.held.items()}
-        if not set(held) <= in_sum | out:
-            raise AbortedError("the lists leave out a client whose shares this client holds")
-        if len(in_sum) < self._terms.quorum:
-            raise AbortedError(
-                f"a sum of {number_of(len(in_sum), 'client')} is not opened: "
-                f"{self._terms.quorum} are needed"
-            )
-        statement = bytes.fromhex(self.memory.statement)
-        for client in sorted(in_sum):
-            if not self._identity.vouches(client, statement, signatures.get(client, b"")):
+        with self._stage("agree"):
+            in_sum, out = set(survivors), set(lost)
+            if len(in_sum) < len(survivors) or len(out) < len(lost) or in_sum & out:
+                raise AbortedError("a client stands twice in the lists of the sum and of the lost")
+            if not in_sum | out <= set(map(int, self.memory.directory)):
+                raise AbortedError("the lists name clients that published no keys")
+            if self._me not in in_sum:
+                raise AbortedError("this client's own vector is not in the sum")
+            held = set(map(int, self.memory.held))
+            if not held <= in_sum | out:
+                raise AbortedError("the lists leave out a client whose shares this client holds")
+            if not in_sum & set(self._neighbours(self._directory())) <= held:
+                # It has no mask in common with this one: the sum could be opened without it.
+                raise AbortedError("the sum is of a client whose shares were withheld")
+            if len(in_sum) < self._terms.quorum:
                 raise AbortedError(
-                    f"client {client} has not signed the model and the keys that this one was shown"
+                    f"a sum of {number_of(len(in_sum), 'client')} is not opened: "
+                    f"{self._terms.quorum} are needed"
                 )
-        given = {
-            client: two[:SHARE] if client in in_sum else two[SHARE:] for client, two in held.items()
-        }
-        self.memory = Memory(done=self.memory.done)
-        return given
+            for client in sorted(in_sum):
+                if not self._vouches(client, signatures):
+                    raise AbortedError(
+                        f"client {client} has not signed the model and the keys that this one was "
+                        "shown"
+                    )
+            note()
+            self.memory.survivors = sorted(in_sum)
+            members = (listed(dict.fromkeys(clients, b"")) for clients in (in_sum, out))
+            return self._sign(digest(b"agree", bytes.fromhex(self.memory.statement), *members))
 
-    def _enter(self, stage: str) -> None:
-        """Count the stage as answered before anything is computed."""
+    def unmask(self, signatures: Mapping[int, bytes]) -> dict[int, bytes]:
+        """Give up shares: of survivors' seeds, and of the masking keys of those that are lost.
+
+        Never both of anybody, nor anything a second time. As a quorum has signed one pair of lists,
+        no other pair has one: two have an honest client in common, who signs once.
+
+        Args:
+            signatures: Of those who agreed, of who is in the sum.
+
+        Raises:
+            AbortedError: too few have agreed to what this client has; or this is not the stage.
+        """
+        with self._stage("unmask"):
+            in_sum = set(self.memory.survivors)
+            agreed = sum(self._vouches(client, signatures) for client in in_sum)
+            if agreed < self._terms.quorum:
+                raise AbortedError(
+                    f"{number_of(agreed, 'client')} signed the lists of the sum and of the lost "
+                    f"that this one was shown, {self._terms.quorum} are needed"
+                )
+            held = {int(client): bytes.fromhex(two) for client, two in self.memory.held.items()}
+            self._forget()
+            return {
+                client: two[:SHARE] if client in in_sum else two[SHARE:]
+                for client, two in held.items()
+            }
+
+    @contextmanager
+    def _stage(self, stage: str) -> Iterator[None]:
+        """Count the stage as answered before anything is computed; forget all if it fails.
+
+        It keeps what is remembered at the end of the block.
+        """
         at = STAGES.index(stage)
         if self.memory.done != at:
             expected = STAGES[self.memory.done] if self.memory.done < len(STAGES) else "no more"
             raise AbortedError(f"{stage} was asked for, and {expected} is next")
         self.memory.done += 1
         self._keep(self.memory)
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+        finally:
+            self._keep(self.memory)
+
+    def _forget(self) -> None:
+        """Forget all but which stages were answered."""
+        self.memory = Memory(done=self.memory.done)
+
+    def _sign(self, statement: bytes) -> bytes:
+        self.memory.statement = statement.hex()
+        return self._identity.sign(statement)
+
+    def _vouches(self, client: int, signatures: Mapping[int, bytes]) -> bool:
+        """Whether `client` has signed what this one has signed last."""
+        statement = bytes.fromhex(self.memory.statement)
+        return self._identity.vouches(client, statement, signatures.get(client, b""))
 
     def _check(self, directory: Directory) -> None:
         if not set(directory) <= set(self._terms.participants):

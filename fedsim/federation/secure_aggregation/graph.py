@@ -9,9 +9,14 @@ Overhead, CCS 2020, Section 3). k is the least for which, of whatever is opened,
   collude, but for a chance of 2^-40;
 - a sum is opened at all if 5% drop out: t of every neighbourhood are left, but for one of 2^-20.
 
+A server chooses who is in the directory that decides the order: so the chance of collusion is that
+of one of no more than a quorum, with all that collude in it, and it is 2^-80 for one directory, of
+which the server may try 2^40. The chances are hypergeometric, for an attacker who chose its clients
+beforehand.
+
 t is the threshold's share of k + 1. Whoever is in the sum had its seed revealed by t holders, of
 whom more than k / 2 are then honest neighbours that are in the sum, too: so each side of the ring
-has one. The chances are hypergeometric, for an attacker who chose its clients beforehand.
+has one.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ from fedsim.federation.secure_aggregation.quorum import least
 
 COMPLETE_BELOW = 100
 """With fewer clients, all are neighbours."""
-_SECRECY, _COMPLETION = 2.0**-40, 2.0**-20
+_SECRECY, _COMPLETION = 2.0**-80, 2.0**-20
 _DROPOUTS = 0.05
 _LEAST = 4
 
@@ -41,14 +46,14 @@ def degree(clients: int, threshold: float, colluding: float) -> int:
         return clients - 1
     from scipy.stats import hypergeom
 
-    others, bad = clients - 1, math.floor(colluding * clients)
-    gone = math.floor(_DROPOUTS * clients)
-    for neighbours in range(_LEAST, others, 2):
+    bad, gone = math.floor(colluding * clients), math.floor(_DROPOUTS * clients)
+    others, fewest = clients - 1, least(clients, threshold) - 1
+    for neighbours in range(_LEAST, fewest, 2):
         needed = least(neighbours + 1, threshold)
         too_many = needed - 1 - neighbours // 2
         if too_many < 1:
             continue
-        seen = clients * float(hypergeom.sf(too_many - 1, others, bad, neighbours))
+        seen = clients * float(hypergeom.sf(too_many - 1, fewest, bad, neighbours))
         lost = clients * float(hypergeom.sf(neighbours + 1 - needed, others, gone, neighbours))
         if seen <= _SECRECY and lost <= _COMPLETION:
             return neighbours

@@ -3,7 +3,8 @@
 keys     order: the round                              answer: public keys
 shares   order: everybody's public keys                answer: a sealed box for each neighbour
 masked   order: the model, the neighbours' boxes       answer: the masked vector, a signature
-unmask   order: who is in the sum, all signatures      answer: shares
+agree    order: who is in the sum, all signatures      answer: a signature of that
+unmask   order: these signatures                       answer: shares
 """
 
 from __future__ import annotations
@@ -140,12 +141,12 @@ def read_masked(content: RecordDict, length: int, ring_bits: int) -> tuple[Ring,
     return ring, signature
 
 
-def unmask_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
-    """An order that asks for shares: who has signed is in the sum."""
+def agree_order(round: int, signatures: Mapping[int, bytes], lost: Collection[int]) -> RecordDict:
+    """An order that asks for consent: who has signed the model is in the sum."""
     return order(table(round, signatures, **{_LOST: lost}))
 
 
-def read_unmask(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
+def read_agree(record: ConfigRecord) -> tuple[dict[int, bytes], list[int]]:
     """The signatures of those in the sum, and who is lost.
 
     Raises:

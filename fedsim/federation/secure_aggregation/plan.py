@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from fedsim.federation import wire
+from fedsim.federation.checkpoint import fingerprint
 from fedsim.federation.secure_aggregation.layout import Layout
 from fedsim.federation.secure_aggregation.secrets import digest
 from fedsim.federation.secure_aggregation.terms import Terms
@@ -33,10 +34,11 @@ def terms(server: Server, round: int) -> Terms:
     """
     participants = server.schedule.participants(round)
     agreed = server.sum_terms(None)
-    named = [server.scenario.seed, server.stack_name, round, participants]
-    share = [agreed.threshold, agreed.colluding]
+    # All that decides what clients add: shown another scenario, a client is in another session.
+    named = [fingerprint(server.scenario, server.stack_name), list(server.census.held)]
+    at = [server.stack_name, round, participants]
     return Terms(
-        session=digest(b"session", json.dumps([*named, *share]).encode()),
+        session=digest(b"session", json.dumps([*named, *at]).encode()),
         participants=tuple(participants),
         threshold=agreed.threshold,
         colluding=agreed.colluding,
@@ -55,7 +57,8 @@ def check(server: Server) -> None:
         return
     with blaming(f"defenses.{server.stack_name}"):
         terms(server, 1)
-        for round in (1, server.scenario.training.rounds):
+        rounds = range(1, server.scenario.training.rounds + 1)
+        for round in {1, *filter(server.schedule.is_observed, rounds)}:
             planned = layout(server, round)
             for part, agreed in enumerate(planned.sums):
                 planned.fixed_point(part)

@@ -1,4 +1,4 @@
-"""How a server carries out one round's secure sum over any Flower grid, in four exchanges.
+"""How a server carries out one round's secure sum over any Flower grid, in five exchanges.
 
 A client that fails in a stage is out of the sum. If too few are left, nothing is opened, and the
 round goes on without an update.
@@ -94,6 +94,7 @@ class SecureSum:
             self._keys(clients)
             self._shares()
             self._masked(model, on_masked)
+            self._agree()
             return self._unmask()
         except AbortedError as error:
             self._tally.say(f"secure aggregation: {error}")
@@ -103,7 +104,7 @@ class SecureSum:
         order = messages.order(messages.table(self._round, {}))
         for client, reply in self._exchange(wire.KEYS, dict.fromkeys(clients, order)):
             with self._losing(client):
-                self._published[client] = _published(reply.content, client)
+                self._published[client] = Published.from_bytes(_own(reply.content, client))
         self._server.publish(self._published)
 
     def _shares(self) -> None:
@@ -135,20 +136,29 @@ class SecureSum:
                 self.arrived.append(client)
                 on_masked(client, vector)
 
-    def _unmask(self) -> Opened:
+    def _agree(self) -> None:
         survivors = self._server.survivors
-        order = messages.unmask_order(self._round, self._server.signatures, self._server.lost)
+        order = messages.agree_order(self._round, self._server.signatures, self._server.lost)
+        for client, reply in self._exchange(
+            wire.AGREE, dict.fromkeys(survivors, order), is_lost=False
+        ):
+            with self._losing(client, is_lost=False):
+                self._server.agree(client, _own(reply.content, client))
+
+    def _unmask(self) -> Opened:
+        agreed = self._server.agreed
+        order = messages.order(messages.table(self._round, agreed))
         answers: dict[int, Mapping[int, bytes]] = {}
         last: Message | None = None
         for client, reply in self._exchange(
-            wire.UNMASK, dict.fromkeys(survivors, order), is_lost=False
+            wire.UNMASK, dict.fromkeys(agreed, order), is_lost=False
         ):
             with self._losing(client, is_lost=False):
                 answers[client] = messages.read_table(wire.config_of(reply.content))
                 last = reply
         total = self._server.reveal(answers)
         assert last is not None
-        return Opened(total=total, clients=survivors, reply=last)
+        return Opened(total=total, clients=self._server.survivors, reply=last)
 
     def _exchange(
         self,
@@ -191,12 +201,12 @@ class SecureSum:
         if is_lost:
             self._tally.fail(verdict, client, None)
         else:
-            self._tally.say(f"client {client} gave no shares: {verdict.reason}: {verdict.text}")
+            self._tally.say(f"client {client} did not help: {verdict.reason}: {verdict.text}")
 
 
-def _published(content: RecordDict, client: int) -> Published:
-    """What a client published for itself."""
+def _own(content: RecordDict, client: int) -> bytes:
+    """What a client says for itself."""
     table = messages.read_table(wire.config_of(content))
     if set(table) != {client}:
-        raise AbortedError("the keys are of another client")
-    return Published.from_bytes(table[client])
+        raise AbortedError("the answer is of another client")
+    return table[client]

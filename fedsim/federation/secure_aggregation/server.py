@@ -27,6 +27,7 @@ class Server:
         self._directory: Directory = {}
         self._boxes: dict[int, Mapping[int, bytes]] = {}
         self._signatures: dict[int, bytes] = {}
+        self._agreed: dict[int, bytes] = {}
         self._total: Ring | None = None
 
     def publish(self, directory: Directory) -> None:
@@ -109,6 +110,20 @@ class Server:
         """Who shared secrets and sent no vector, ascending."""
         return [client for client in self.sharers if client not in self._signatures]
 
+    def agree(self, client: int, signature: bytes) -> None:
+        """Take the signature of a survivor, of who is in the sum."""
+        self._agreed[client] = signature
+
+    @property
+    def agreed(self) -> Mapping[int, bytes]:
+        """Signatures by those who agreed.
+
+        Raises:
+            AbortedError: they are too few.
+        """
+        self._enough(len(self._agreed), "agreed to who is in the sum")
+        return self._agreed
+
     def reveal(self, answers: Mapping[int, Mapping[int, bytes]]) -> Ring:
         """Take all masks off the sum, by the shares that each client has given.
 
@@ -141,7 +156,7 @@ class Server:
     def _secret(self, client: int, answers: Mapping[int, Mapping[int, bytes]]) -> bytes:
         """What its holders' shares reveal."""
         holders = sorted([client, *self.neighbours(client)])
-        needed = self._terms.shares(len(holders))
+        needed = self._terms.shares
         shares = []
         for place, holder in enumerate(holders, start=1):
             share = answers.get(holder, {}).get(client)

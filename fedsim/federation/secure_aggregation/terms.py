@@ -58,7 +58,7 @@ class Terms:
     def neighbours(self, client: int, directory: Collection[int], digest: bytes) -> list[int]:
         """With whom `client` shares masks and secrets, ascending; the relation is symmetric.
 
-        All others, where there are fewer than 100 or the graph would be nearly complete. Else k of
+        All others, where there are fewer than 100 or no smaller number would do. Else k of
         them, on a ring of the clients in an order that `digest` decides: those within k / 2 places
         (a Harary graph: Bell et al., CCS 2020, Section 3).
 
@@ -69,7 +69,7 @@ class Terms:
         """
         everyone = sorted(directory)
         reach = self._degree // 2
-        if self.complete or 2 * reach >= len(everyone) - 1:
+        if self.complete:
             return [other for other in everyone if other != client]
         seed = int.from_bytes(hashlib.sha256(b"graph" + self.session + digest).digest(), "big")
         order = np.random.default_rng(seed).permutation(len(everyone))
@@ -78,15 +78,14 @@ class Terms:
         steps = [*range(-reach, 0), *range(1, reach + 1)]
         return sorted(ring[(at + step) % len(ring)] for step in steps)
 
-    def shares(self, holders: int) -> int:
-        """How many of `holders` shares reveal a secret.
+    @property
+    def shares(self) -> int:
+        """How many shares reveal a secret.
 
-        Of the complete graph it is the quorum whoever has published keys: else a server that leaves
-        clients out would lower it.
+        It does not depend on who has published keys: else a server that leaves clients out would
+        lower it.
         """
-        if self.complete:
-            return self.quorum
-        return least(min(holders, self._degree + 1), self.threshold)
+        return self.quorum if self.complete else least(self._degree + 1, self.threshold)
 
     @property
     def complete(self) -> bool:

@@ -16,6 +16,7 @@ from fedsim.federation.network import flower, link
 from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.policy import Policy
+from fedsim.federation.secure_aggregation.identity import Identity
 
 LINK = Link(superlink="127.0.0.1:9")
 
@@ -44,6 +45,7 @@ def nodes(
     data: str = SCENARIO,
     policy: Policy | None = None,
     shared_seed: bool = False,
+    identities: Mapping[int, Identity] | None = None,
 ) -> list[NodeApp]:
     """As many nodes, by client, with folders below `home`."""
     return [
@@ -53,6 +55,7 @@ def nodes(
             home / f"node-{client}",
             policy or Policy(),
             shared_seed=shared_seed,
+            identity=identities[client] if identities else None,
         )
         for client in range(count)
     ]

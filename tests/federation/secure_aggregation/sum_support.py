@@ -77,21 +77,25 @@ class Sum:
                 self.sent[one] = vector.copy()
                 self.server.add(one, vector, signature)
 
-    def unmask(self, gone: Collection[int] = NOBODY) -> dict[int, dict[int, bytes]]:
+    def agree(self, gone: Collection[int] = NOBODY) -> None:
         survivors, server = self.server.survivors, self.server
-        return {
-            one: self.clients[one].unmask(survivors, server.lost, server.signatures)
-            for one in survivors
-            if one not in gone
-        }
+        for one in survivors:
+            if one not in gone:
+                lists = survivors, server.lost, server.signatures
+                server.agree(one, self.clients[one].agree(*lists))
+
+    def unmask(self, gone: Collection[int] = NOBODY) -> dict[int, dict[int, bytes]]:
+        agreed = self.server.agreed
+        return {one: self.clients[one].unmask(agreed) for one in agreed if one not in gone}
 
     def run(self, *gone: Collection[int]) -> Ring:
         """The opened sum; `gone` says who stays away from which stage on."""
-        away = [set().union(*gone[: stage + 1]) for stage in range(4)]
+        away = [set().union(*gone[: stage + 1]) for stage in range(5)]
         self.keys(away[0])
         self.shares(away[1])
         self.masked(away[2])
-        return self.server.reveal(self.unmask(away[3]))
+        self.agree(away[3])
+        return self.server.reveal(self.unmask(away[4]))
 
 
 def added(inputs: Mapping[int, Ring], clients: Collection[int]) -> Ring:

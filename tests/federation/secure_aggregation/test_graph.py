@@ -18,7 +18,7 @@ def test_of_few_clients_all_are_neighbours(count: int) -> None:
     terms, everyone = of(count), set(range(count))
     for one in range(count):
         assert set(terms.neighbours(one, everyone, b"keys")) == everyone - {one}
-    assert terms.complete and terms.shares(count) == terms.quorum
+    assert terms.complete and terms.shares == terms.quorum
 
 
 @pytest.mark.parametrize("count", [100, 101, 300])
@@ -37,11 +37,14 @@ def test_of_many_it_is_a_ring_that_both_ends_know(count: int) -> None:
 def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: float) -> None:
     """Reckoned anew from the hypergeometric distribution's own terms."""
 
+    fewest = least(count, 2 / 3) - 1
+
     def chances(size: int) -> tuple[float, float]:
+        """Of collusion where the server leaves out as many honest clients as it may."""
         needed = least(size + 1, 2 / 3)
         bad, gone = math.floor(colluding * count), math.floor(0.05 * count)
         many, lost = needed - 1 - size // 2, size + 2 - needed
-        seen = sum(hypergeom.pmf(k, count - 1, bad, size) for k in range(many, size + 1))
+        seen = sum(hypergeom.pmf(k, fewest, bad, size) for k in range(many, size + 1))
         late = sum(hypergeom.pmf(k, count - 1, gone, size) for k in range(lost, size + 1))
         return count * seen if many >= 1 else 1.0, count * late
 
@@ -49,10 +52,27 @@ def test_the_degree_is_the_least_with_the_stated_chances(count: int, colluding: 
     if size == count - 1:
         return
     seen, late = chances(size)
-    assert seen <= 2.0**-40 and late <= 2.0**-20
+    assert seen <= 2.0**-80 and late <= 2.0**-20
+    assert size < fewest
     for smaller in range(4, size, 2):
         seen, late = chances(smaller)
-        assert seen > 2.0**-40 or late > 2.0**-20
+        assert seen > 2.0**-80 or late > 2.0**-20
+
+
+@pytest.mark.parametrize(("count", "threshold"), [(100, 0.75), (1000, 0.75), (400, 0.6)])
+def test_no_client_has_fewer_neighbours_because_others_published_no_keys(
+    count: int, threshold: float
+) -> None:
+    """Else a share of them would be colluding that the threshold is not made for."""
+    terms = Terms(
+        session=b"", participants=tuple(range(count)), threshold=threshold, colluding=0.05
+    )
+    directory = range(terms.quorum)
+    size = degree(count, threshold, 0.05)
+    for one in (0, terms.quorum - 1):
+        found = len(terms.neighbours(one, directory, b"keys"))
+        assert found == (terms.quorum - 1 if terms.complete else size)
+        assert terms.complete or terms.shares == least(size + 1, threshold)
 
 
 def test_shared_noise_raises_the_quorum() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from sum_support import MODEL, Sum, added, fresh, identities, of, vectors
 
-from fedsim.federation.secure_aggregation.client import Client, Memory
+from fedsim.federation.secure_aggregation.client import STAGES, Client, Memory
 from fedsim.federation.secure_aggregation.keys import Published
-from fedsim.federation.secure_aggregation.secrets import BOX, SHARE
+from fedsim.federation.secure_aggregation.secrets import BOX
 from fedsim.federation.secure_aggregation.terms import AbortedError, Terms
 from fedsim.types import FedsimError
 
@@ -19,7 +19,7 @@ from fedsim.types import FedsimError
 def _at(stage: int, count: int = 4) -> Sum:
     """A sum of four after so many stages; three are its quorum."""
     sum = Sum(of(count), vectors(count, 6))
-    for step in (sum.keys, sum.shares, sum.masked)[:stage]:
+    for step in (sum.keys, sum.shares, sum.masked, sum.agree)[:stage]:
         step()
     return sum
 
@@ -30,23 +30,21 @@ def _at(stage: int, count: int = 4) -> Sum:
         ("keys", lambda sum, one: one.keys(fresh)),
         ("shares", lambda sum, one: one.shares(sum.directory)),
         ("masked", lambda sum, one: one.masked(sum.server.boxes_for(0), sum.inputs[0].copy, MODEL)),
-        (
-            "unmask",
-            lambda sum, one: one.unmask(sum.server.survivors, [], sum.server.signatures),
-        ),
+        ("agree", lambda sum, one: one.agree(sum.server.survivors, [], sum.server.signatures)),
+        ("unmask", lambda sum, one: one.unmask(sum.server.agreed)),
     ],
 )
-@pytest.mark.parametrize("done", range(5))
+@pytest.mark.parametrize("done", range(6))
 def test_a_stage_is_answered_once_and_in_its_turn(
     name: str, ask: Callable[[Sum, Client], object], done: int
 ) -> None:
-    sum = _at(3)
-    if done == 4:
+    sum = _at(4)
+    if done == 5:
         sum.unmask()
-    stage = ("keys", "shares", "masked", "unmask").index(name)
+    stage = STAGES.index(name)
     client = sum.clients[0]
     client.memory.done = done
-    if stage == done and stage != 3:
+    if stage == done and stage != 4:
         return  # is its turn: asked again with a memory that has moved on, which no client has
     if stage == done:
         assert set(ask(sum, client)) == {0, 1, 2, 3}  # type: ignore[call-overload]
@@ -66,7 +64,7 @@ def test_a_stage_counts_as_answered_before_it_is() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         client.keys(killed)
-    assert kept == [1]
+    assert set(kept) == {1}
     with pytest.raises(AbortedError, match="shares is next"):
         Client(of(3), 0, own, Memory(done=1)).keys(fresh)
 
@@ -88,7 +86,7 @@ def test_lists_that_overlap_or_are_foreign_or_short(
     """Both kinds of shares of a client are what an active server would need of it."""
     sum = _at(3)
     with pytest.raises(AbortedError, match=message):
-        sum.clients[0].unmask(*lists, sum.server.signatures)
+        sum.clients[0].agree(*lists, sum.server.signatures)
 
 
 def test_a_server_that_asks_for_both_kinds_of_shares_gets_one_from_everybody() -> None:
@@ -96,15 +94,100 @@ def test_a_server_that_asks_for_both_kinds_of_shares_gets_one_from_everybody() -
     sum = _at(3)
     everyone, without = [0, 1, 2, 3], [0, 1, 2]
     signatures = sum.server.signatures
-    one = sum.clients[0].unmask(everyone, [], signatures)
-    two = sum.clients[1].unmask(without, [3], signatures)
-    for client in (sum.clients[0], sum.clients[1]):
-        with pytest.raises(AbortedError, match="no more is next"):
-            client.unmask(without, [3], signatures)
-    # What came is one share of each kind, and either takes three.
-    assert len(one[3]) == len(two[3]) == SHARE
-    with pytest.raises(AbortedError, match="2 clients gave shares, 3 are needed"):
-        sum.server.reveal({0: one, 1: two})
+    for client in (0, 3):
+        sum.server.agree(client, sum.clients[client].agree(everyone, [], signatures))
+    for client in (1, 2):
+        sum.server.agree(client, sum.clients[client].agree(without, [3], signatures))
+    for one in sum.clients.values():
+        with pytest.raises(AbortedError, match="unmask is next"):
+            one.agree(without, [3], signatures)
+        with pytest.raises(AbortedError, match=r"2 clients signed the lists .* 3 are needed"):
+            one.unmask(sum.server.agreed)
+        assert not one.memory.held
+
+
+def test_a_sum_of_fewer_than_the_quorum_is_not_opened_by_lists_that_differ() -> None:
+    """Six clients, of whom four are to be in a sum, and each is told of two that are lost.
+
+    With no say of the others each would give shares, and those of the keys of 0, 1 and 2 were
+    enough: the server would see the sum over 3, 4 and 5.
+    """
+    sum = Sum(of(6), vectors(6, 6))
+    sum.keys()
+    sum.shares()
+    sum.masked()
+    lost = {0: [1, 2], 1: [0, 2], 2: [0, 1], 3: [0, 1], 4: [1, 2], 5: [0, 2]}
+    assert sum.terms.quorum == 4
+    assert all([*lost.values()].count(pair) <= 2 for pair in lost.values())
+    for client, out in lost.items():
+        rest = [one for one in range(6) if one not in out]
+        lists = rest, out, sum.server.signatures
+        sum.server.agree(client, sum.clients[client].agree(*lists))
+    for client in lost:
+        with pytest.raises(AbortedError, match=r"signed the lists .* 4 are needed"):
+            sum.clients[client].unmask(sum.server.agreed)
+
+
+def test_a_sum_counts_nobody_whose_shares_were_withheld() -> None:
+    """Six clients: 2 and 3 are said to be in a sum, and their boxes were passed on to nobody.
+
+    0 and 1 have masks in common with each other and with 4 and 5, that are said to be lost: the
+    sum over two would open as one of four.
+    """
+    sum = Sum(of(6), vectors(6, 6))
+    sum.keys()
+    sum.shares()
+    signatures = {}
+    for client in range(4):
+        boxes = {n: box for n, box in sum.server.boxes_for(client).items() if n not in (2, 3)}
+        _, signatures[client] = sum.clients[client].masked(boxes, sum.inputs[client].copy, MODEL)
+    for client in range(4):
+        with pytest.raises(AbortedError, match="whose shares were withheld"):
+            sum.clients[client].agree(range(4), [4, 5], signatures)
+
+
+def test_consent_to_another_sum_is_none() -> None:
+    """Nor are signatures of the model, or of strangers to the sum."""
+    for replayed in ("masked", "elsewhere"):
+        sum, other = _at(4), _at(4)
+        source = sum.server.signatures if replayed == "masked" else other.server.agreed
+        with pytest.raises(AbortedError, match="0 clients signed the lists"):
+            sum.clients[0].unmask(source)
+
+
+def test_who_is_refused_its_note_does_not_sign() -> None:
+    sum = _at(3)
+
+    def refuse() -> None:
+        raise FedsimError("agreed to another")
+
+    with pytest.raises(FedsimError, match="agreed to another"):
+        sum.clients[0].agree(range(4), [], sum.server.signatures, refuse)
+    assert not sum.clients[0].memory.held and sum.clients[0].memory.done == 4
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3, 4])
+def test_what_fails_is_forgotten_and_what_is_out_of_turn_is_not(stage: int) -> None:
+    sum = _at(stage)
+    client = sum.clients[0]
+    with pytest.raises(AbortedError, match="was asked for"):
+        client.keys(fresh)
+    assert client.memory.secrets or client.memory.held
+    with pytest.raises(AbortedError):
+        _fails(client, stage)
+    assert client.memory == Memory(done=stage + 1)
+
+
+def _fails(client: Client, stage: int) -> None:
+    """A stage that is refused."""
+    if stage == 1:
+        client.shares({})
+    elif stage == 2:
+        client.masked({}, list, MODEL)
+    elif stage == 3:
+        client.agree([], [], {})
+    else:
+        client.unmask({})
 
 
 def test_a_threshold_that_lets_both_secrets_out_is_no_threshold() -> None:
@@ -122,7 +205,7 @@ def test_a_model_that_is_not_everyones_is_not_opened() -> None:
     sum.masked(models={2: b"another"})
     for client in range(4):
         with pytest.raises(AbortedError, match="has not signed the model"):
-            sum.clients[client].unmask(sum.server.survivors, [], sum.server.signatures)
+            sum.clients[client].agree(sum.server.survivors, [], sum.server.signatures)
 
 
 def test_two_directories_are_not_opened() -> None:
@@ -196,7 +279,7 @@ def test_boxes_of_too_few_or_of_strangers() -> None:
 
 def test_the_server_finds_wrong_shares_out() -> None:
     """One that lies about a share cannot move the sum; nothing is opened."""
-    sum = _at(3)
+    sum = _at(4)
     answers = sum.unmask()
     answers[0][2] = answers[0][2][:4] + bytes([answers[0][2][4] ^ 1]) + answers[0][2][5:]
     with pytest.raises(AbortedError, match="shares of client 2's seed are wrong"):
@@ -205,6 +288,7 @@ def test_the_server_finds_wrong_shares_out() -> None:
     sum.keys()
     sum.shares()
     sum.masked(gone={3})
+    sum.agree()
     answers = sum.unmask()
     answers[1][3] = answers[0][3]  # another's share, with its number
     with pytest.raises(AbortedError, match="2 shares of client 3's secret came, 3 are needed"):
@@ -256,6 +340,8 @@ def test_what_a_client_remembers_survives_a_process_for_each_message() -> None:
     sum.shares()
     reborn()
     sum.masked(gone={2})
+    reborn()
+    sum.agree()
     reborn()
     assert np.array_equal(sum.server.reveal(sum.unmask()), added(sum.inputs, {0, 1, 3}))
     assert not sum.clients[0].memory.held and not sum.clients[0].memory.secrets

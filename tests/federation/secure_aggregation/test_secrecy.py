@@ -58,7 +58,11 @@ def _seen(inputs: dict[int, Ring], moved: Ring | None, monkeypatch: pytest.Monke
     sum.shares()
     sum.masked()
     held = {number: dict(sum.clients[number].memory.held) for number in _COLLUDING}
-    keys = {number: dict(sum.clients[number].memory.secrets) for number in _COLLUDING}
+    keys = {
+        number: {purpose: own.hex() for purpose, own in sum.clients[number]._own.items()}
+        for number in _COLLUDING
+    }
+    sum.agree()
     answers = sum.unmask()
     monkeypatch.setattr(secrets, "add_mask", honest_mask)
     for number in _HONEST:
@@ -165,6 +169,7 @@ def test_a_sum_below_the_quorum_keeps_its_masks() -> None:
     sum.keys()
     sum.shares()
     sum.masked()
+    sum.agree()
     answers = sum.unmask()
     few = {client: answers[client] for client in (0, 1, 2)}
     with pytest.raises(AbortedError, match="3 clients gave shares, 4 are needed"):

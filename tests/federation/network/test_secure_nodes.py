@@ -1,0 +1,155 @@
+"""Secure sums of nodes: with whom, on whose terms, and what a server that lies gets of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from flwr.app import Message, RecordDict
+from nodes_support import LINK, TINY, connect, nodes
+from test_node_app import ask, resolved, settings
+
+from fedsim import pipeline
+from fedsim.federation import wire
+from fedsim.federation.network.identities import make_signing_keys, read_identity
+from fedsim.federation.network.node_app import NodeApp
+from fedsim.federation.network.policy import Policy
+from fedsim.federation.secure_aggregation import messages
+from fedsim.federation.secure_aggregation.identity import Identity
+from fedsim.scenario import Scenario
+from fedsim.types import FedsimError
+
+HELD = "[480, 479, 479]"
+CLIP = {"name": "clip", "norm": 1.0}
+SECURE = [CLIP, {"name": "secure_aggregation"}]
+STACKS = {"none": [CLIP], "secure": SECURE}
+
+
+def secure(**changes: Any) -> Scenario:
+    return resolved(defenses=STACKS, **changes)
+
+
+def identities(count: int = 3) -> dict[int, Identity]:
+    keys = [Ed25519PrivateKey.generate() for _ in range(count)]
+    peers = {client: key.public_key().public_bytes_raw() for client, key in enumerate(keys)}
+    return {client: Identity(key=key, peers=peers) for client, key in enumerate(keys)}
+
+
+def answer(
+    app: NodeApp, scenario: Scenario, stage: str, table: Mapping[int, bytes], stack: str = "secure"
+) -> Message:
+    content = messages.order(messages.table(1, table))
+    return ask(app, f"train.{stage}", settings(scenario, stack, held=HELD), content)
+
+
+def test_nodes_add_up_under_keys_that_no_seed_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apps = nodes(tmp_path / "homes", identities=identities())
+    connect(monkeypatch, apps)
+    out = tmp_path / "out"
+    federation = {"engine": "deployment"}
+    wanted = {**TINY, "defenses": {"secure": SECURE}, "federation": federation}
+    pipeline.run(wanted, out=out, workers=1, link=LINK)
+    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert [row["aggregated"] for row in rounds] == [3, 3]
+    first, second = (
+        messages.read_table(wire.config_of(answer(apps[0], secure(), "keys", {}).content))
+        for _ in range(2)
+    )
+    assert first != second
+
+
+def test_nodes_that_were_shown_different_scenarios_are_in_no_sum(tmp_path: Path) -> None:
+    """The server tells 1 and 2 of a learning rate of nothing, so that the sum were 0's update."""
+    apps = nodes(tmp_path, identities=identities())
+    local = {"steps": 1, "batch_size": 4}
+    told = [
+        secure(training={"rounds": 2, "local": {**local, "lr": lr}}) for lr in (0.1, 1e-12, 1e-12)
+    ]
+    keys: dict[int, bytes] = {}
+    for app, scenario in zip(apps, told, strict=True):
+        keys |= messages.read_table(wire.config_of(answer(app, scenario, "keys", {}).content))
+    for app, scenario in zip(apps, told, strict=True):
+        with pytest.raises(FedsimError, match="are not signed by it"):
+            answer(app, scenario, "shares", keys)
+
+
+@pytest.mark.parametrize(
+    ("policy", "stack", "changes", "said"),
+    [
+        ({"minimum_cohort": 3}, "secure", {}, None),
+        ({"minimum_cohort": 4}, "secure", {}, r"4 participants or more, got 3"),
+        ({"minimum_cohort": 3}, "none", {}, r"releases none as it is \(minimum_cohort\)"),
+        (
+            {"minimum_cohort": 3},
+            "secure",
+            {"federation": {"participation": 0.67}},
+            r"3 participants or more, got 2",
+        ),
+        ({"stacks": [SECURE]}, "secure", {}, None),
+        (
+            {"stacks": [[CLIP, {"name": "secure_aggregation", "threshold": 0.9}]]},
+            "secure",
+            {},
+            r"does not allow this stack",
+        ),
+        (
+            {"stacks": [[CLIP, {"name": "secure_aggregation", "noise_multiplier": 1.0}]]},
+            "secure",
+            {},
+            r"does not allow this stack",
+        ),
+    ],
+)
+def test_a_policy_holds_of_sums(
+    policy: dict[str, Any], stack: str, changes: dict[str, Any], said: str | None, tmp_path: Path
+) -> None:
+    (app, *_) = nodes(tmp_path, policy=Policy.model_validate(policy), identities=identities())
+    if said is None:
+        assert answer(app, secure(**changes), "keys", {}, stack).has_content()
+        return
+    for kind in ("train", "train.probe", "train.keys", "train.masked", "train.unmask"):
+        with pytest.raises(FedsimError, match=said):
+            config = settings(secure(**changes), stack, held=HELD)
+            ask(app, kind, config, RecordDict())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda own, others: None, "knows no keys of its peers"),
+        (lambda own, others: Identity(key=own.key, peers=others), "has another key there"),
+        (
+            lambda own, others: Identity(key=own.key, peers={0: own.public, 1: others[1]}),
+            "no key of client 2",
+        ),
+    ],
+)
+def test_a_node_takes_part_only_with_peers_that_its_owner_knows(
+    change: Any, said: str, tmp_path: Path
+) -> None:
+    own, others = identities()[0], identities()[0].peers
+    (app, *_) = nodes(tmp_path)
+    app._identity = change(own, others)
+    with pytest.raises(FedsimError, match=said):
+        answer(app, secure(), "keys", {})
+
+
+def test_two_peers_have_two_keys(tmp_path: Path) -> None:
+    keys, public = make_signing_keys(2)
+    key, peers = tmp_path / "signing.key", tmp_path / "peers.json"
+    key.write_bytes(keys[0])
+    key.chmod(0o600)
+    peers.write_bytes(public)
+    found = read_identity(key, peers)
+    assert found is not None and found.peers[0] == found.public
+    written = json.loads(public)
+    for twice in ({"0": written["0"], "1": written["0"]}, {**written, "01": written["1"]}):
+        peers.write_text(json.dumps(twice))
+        with pytest.raises(FedsimError, match="two clients have one key"):
+            read_identity(key, peers)
