@@ -1011,8 +1011,8 @@ MUTATIONS = (
         name="a model for one client alone is opened",
         item=18,
         file="fedsim/federation/secure_aggregation/client.py",
-        old='if not self._identity.vouches(client, statement, signatures.get(client, b"")):',
-        new="if client not in signatures:",
+        old="                if not self._vouches(client, signatures):\n",
+        new="                if client not in signatures:\n",
         tests=("tests/federation/secure_aggregation/test_refusals.py",),
     ),
     Mutation(
@@ -1035,8 +1035,8 @@ MUTATIONS = (
         name="few clients share masks with some of the others",
         item=18,
         file="fedsim/federation/secure_aggregation/terms.py",
-        old="if self.complete or 2 * reach",
-        new="if 2 * reach",
+        old="        if self.complete:\n",
+        new="        if 2 * reach >= len(everyone) - 1:\n",
         tests=("tests/federation/secure_aggregation/test_graph.py",),
     ),
     Mutation(
@@ -1083,8 +1083,8 @@ MUTATIONS = (
         name="a round is opened for two sets of clients",
         item=18,
         file="fedsim/federation/secure_aggregation/answers.py",
-        old="            sum.round, signatures\n",
-        new="            sum.round, {}\n",
+        old="partial(state.open_sum, sum.round, signatures)",
+        new="partial(state.open_sum, sum.round, {})",
         tests=("tests/federation/test_federation_secure.py",),
     ),
     Mutation(
@@ -1094,5 +1094,27 @@ MUTATIONS = (
         old='purpose.encode() + b"\\0" + session',
         new='purpose.encode() + b"\\0"',
         tests=("tests/federation/secure_aggregation/test_secrecy.py",),
+    ),
+    Mutation(
+        name="lists of a sum that only one client was shown",
+        item=18,
+        file="fedsim/federation/secure_aggregation/client.py",
+        old="            if agreed < self._terms.quorum:\n",
+        new="            if agreed < 1:\n",
+        tests=(
+            "tests/federation/secure_aggregation/test_refusals.py",
+            "tests/federation/network/test_secure_nodes.py",
+        ),
+    ),
+    Mutation(
+        name="a client in the sum that had no mask in common with others",
+        item=18,
+        file="fedsim/federation/secure_aggregation/client.py",
+        old="            if not in_sum & set(self._neighbours(self._directory())) <= held:\n",
+        new="            if not in_sum:\n",
+        tests=(
+            "tests/federation/secure_aggregation/test_refusals.py",
+            "tests/federation/network/test_secure_nodes.py",
+        ),
     ),
 )
