@@ -100,8 +100,11 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
         ring, signature = clock.of("masked", side.masked, received, vector.copy, b"model")
         clock.of("server", server.add, n, ring, signature)
         clock.of("plain", np.add, plain, update.tensors["w"].numpy(), plain)
+    lists = server.survivors, server.lost, server.signatures
+    for n, side in enumerate(sides[lost:], start=lost):
+        server.agree(n, clock.of("agree", side.agree, *lists))
     answers = {
-        n: clock.of("unmask", side.unmask, server.survivors, server.lost, server.signatures)
+        n: clock.of("unmask", side.unmask, server.agreed)
         for n, side in enumerate(sides[lost:], start=lost)
     }
     total = clock.of("server", server.reveal, answers)
@@ -111,11 +114,12 @@ def case(clients: int, parameters: int) -> dict[str, Any]:
         wire.size(messages.order(messages.table(1, boxes)))
         + wire.size(messages.order(messages.table(1, {0: directory[0].to_bytes()})))
         + wire.size(messages.masked_answer(total, bytes(64)))
+        + wire.size(messages.order(messages.table(1, {lost: server.agreed[lost]})))
         + wire.size(messages.order(messages.table(1, answers[lost])))
     )
     client = {
         name: statistics.median(clock.seconds[name])
-        for name in ("keys", "shares", "encoding", "masked", "unmask")
+        for name in ("keys", "shares", "encoding", "masked", "agree", "unmask")
     }
     return {
         "clients": clients,
