@@ -260,7 +260,7 @@ check_stranger() {
     local address
     address=$(docker inspect -f '{{with index .NetworkSettings.Networks "fedsim-check_inside"}}{{.IPAddress}}{{end}}' "$(container superlink)")
     local register=(fedsim register /tmp/keys/runner/node-0.pub --root-certificates /keys/ca.crt)
-    local made="fedsim keys /tmp/keys --nodes 1 --host stranger"
+    local made="fedsim keys /tmp/keys --nodes 1 --host stranger >/dev/null"
     local mounted=(--volume fedsim-check_keys-node-0:/keys:ro)
 
     said=$(run_image --network fedsim-check_outside "${mounted[@]}" -- \
@@ -282,7 +282,7 @@ check_stranger() {
     said=$(run_image --network fedsim-check_outside "${mounted[@]}" -- timeout 200 sh -c "$made && \
         fedsim node --superlink gate:9000 --root-certificates /keys/ca.crt --key /tmp/keys/node-0/key \
         --client 0 --data scenario --home /tmp/home 2>&1 | grep -m 1 joined") || true
-    [ "$said" = "not joined; trying again" ] || fail "an unregistered node: ${said:-says nothing}"
+    [[ $said == "not joined: the SuperLink refuses its key: "* ]] || fail "an unregistered node: ${said:-says nothing}"
 
     # The same words pass where they may, so that the refusals above mean something.
     run_image --network fedsim-check_inside "${mounted[@]}" -- \

@@ -63,3 +63,16 @@ def test_only_who_collects_sees_the_truth() -> None:
     for node in NODES:
         assert {name for name in SERVICES if node in mounted(name)} == {node, "collect"}
         assert mounted("collect")[node].endswith(":ro")
+
+
+def test_what_the_check_reads_is_what_is_said() -> None:
+    """`docker/check.sh` takes minutes; the words that it looks for stand in the source."""
+    script = (ROOT / "docker" / "check.sh").read_text()
+    looked_for = {
+        "the SuperLink refuses its key: ": "fedsim/federation/network/node.py",
+        "not joined: ": "fedsim/federation/network/node.py",
+        "nobody answers": "fedsim/federation/network/link.py",
+        "not the Fleet API": "fedsim/federation/network/admission.py",
+    }
+    for words, path in looked_for.items():
+        assert words in script and words in (ROOT / path).read_text(), words
