@@ -5,6 +5,9 @@
     finished = fedsim.run("scenarios/quickstart.yaml")
     fedsim.attack(finished.observations()[0], "inverting_gradients")
 
+    seen = fedsim.observe(model, gradient, input_shape=(3, 32, 32), classes=10, batch_size=1)
+    fedsim.attack(seen, "inverting_gradients", truth=(images, labels))
+
 Names are loaded when first used, so `import fedsim` costs nothing.
 """
 
@@ -14,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
     from fedsim.pipeline import run
@@ -25,13 +29,14 @@ if TYPE_CHECKING:
 _HOMES = {
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
+    "observe": "fedsim.attacking.observe",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "run"]
+__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run"]
 
 
 def __getattr__(name: str) -> Any:

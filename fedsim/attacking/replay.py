@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from fedsim import scoring
 from fedsim.attacking import jobs
 from fedsim.attacking.knowledge import Public
@@ -17,7 +20,15 @@ from fedsim.recording import files
 from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
-from fedsim.types import FedsimError, Observation, Reconstruction, RowTruth, Truth
+from fedsim.types import (
+    FedsimError,
+    GroundTruth,
+    Observation,
+    Reconstruction,
+    RowTruth,
+    Truth,
+)
+from fedsim.words import number_of
 
 
 def attack(
@@ -30,7 +41,7 @@ def attack(
     seed: int | None = None,
     device: str = "cpu",
     threads: int = 1,
-    truth: str | Path | None = None,
+    truth: str | Path | tuple[Tensor, Tensor] | None = None,
     on_progress: jobs.OnProgress | None = None,
 ) -> tuple[Reconstruction, dict[str, Any]]:
     """Attack one recording.
@@ -44,8 +55,10 @@ def attack(
         device: Where a recording given by path is attacked (`cpu`, `cuda`, `auto`).
         threads: That compute, at least 1; the recorded run's (`threads` of its scenario) give the
             same bytes.
-        truth: The run's folder that holds `truth/`, and the public images. For a recording given
-            by path it is found by itself. Without truth nothing is scored.
+        truth: What the client really used, as (images, labels): pixels in [0, 1] of shape
+            (N, C, H, W), and N integers. Or the run's folder that holds `truth/`, and the public
+            images; for a recording given by path it is found by itself. Without truth nothing is
+            scored.
         on_progress: Told of the attack's loss now and then.
 
     Returns:
@@ -56,13 +69,18 @@ def attack(
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
     """
-    root = Path(truth) if truth else None
+    given = truth if isinstance(truth, tuple) else None
+    root = Path(truth) if isinstance(truth, str | Path) else None
     if not isinstance(observation, Observation):
         path = Path(observation)
         observation = files.load_observation(path, resolve_device(device))
         root = root or files.root_of(path)
     known = root is not None and has_truth(root, observation.id)
-    victim = load_truth(root, observation.id, observation.num_clients) if root and known else None
+    victim: Truth | None = None
+    if given is not None:
+        victim = _given(observation, *given)
+    elif root and known:
+        victim = load_truth(root, observation.id, observation.num_clients)
     if victim is None and (secrets := grant.from_truth()):
         raise FedsimError(
             f"{', '.join(secrets)}: only the ground truth holds that, and none was found: name the "
@@ -102,6 +120,28 @@ def attack(
         "missing": scores and scores.missing,
         "cost": jobs.cost(solution),
     }
+
+
+def _given(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:
+    """The truth that a caller states, if it can be that of the observation."""
+    shape = (observation.num_images, *observation.model.input_shape)
+    if tuple(images.shape) != shape:
+        raise FedsimError(f"truth: expected images of shape {shape}, got {tuple(images.shape)}")
+    low, high = float(images.min()), float(images.max())
+    if not 0 <= low <= high <= 1:
+        raise FedsimError(
+            f"truth: expected pixels in [0, 1], got {low:.3g} to {high:.3g}: before normalization"
+        )
+    classes = observation.model.num_classes
+    whole = labels.dtype in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+    if tuple(labels.shape) != shape[:1] or not whole:
+        raise FedsimError(
+            f"truth: expected {number_of(shape[0], 'integer label')}, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < classes:
+        raise FedsimError(f"truth: expected labels of 0 to {classes - 1}")
+    return GroundTruth(images=images.detach().cpu().float(), labels=labels.detach().cpu().long())
 
 
 def _scores(found: Reconstruction, truth: Truth | None) -> scoring.Scores | None:

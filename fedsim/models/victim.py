@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import ValidationError
 
+from fedsim.models import live
 from fedsim.models.base import Classifier, build
 from fedsim.types import FedsimError, Observation
 
@@ -16,7 +17,8 @@ def rebuild(observation: Observation) -> Classifier:
         FedsimError: the weights are those of another model.
     """
     try:
-        model = build(observation.model, seed=0)
+        name = observation.model.name
+        model = live.again(name) if live.is_live(name) else build(observation.model, seed=0)
         state = {**observation.parameters, **observation.buffers}
         lost, extra = model.load_state_dict(state, strict=False)
     except (RuntimeError, ValidationError) as error:

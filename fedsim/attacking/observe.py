@@ -1,0 +1,206 @@
+"""Makes an observation of anybody's model and update: what an attacker on a server holds."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.models import live
+from fedsim.types import (
+    Algorithm,
+    Effect,
+    FedsimError,
+    LocalTraining,
+    Mode,
+    ModelSpec,
+    Observation,
+    Tensors,
+)
+from fedsim.words import number_of
+
+_LOCAL = ("steps", "lr", "momentum", "batches")
+_NAMED = 3
+"""Parameters that a message names at most."""
+
+
+def observe(
+    model: nn.Module,
+    update: Mapping[str, Tensor],
+    *,
+    input_shape: tuple[int, int, int],
+    classes: int,
+    batch_size: int,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    algorithm: Algorithm = "fedsgd",
+    local: Mapping[str, Any] | None = None,
+    mode: Mode = "train",
+    head: str | None = None,
+    buffers: Mapping[str, Tensor] | None = None,
+    seed: int = 0,
+) -> Observation:
+    """What a server sees of one client that trained `model` on images, without any defense.
+
+    The loss is the mean cross-entropy of the batch, to which attacks compare what they try.
+
+    Args:
+        model: At the weights that the client started from; takes normalized images (B, C, H, W) and
+            returns logits (B, K), or something with `logits`. It is copied and stays as it is.
+        update: By the names of `model.named_parameters()`: the gradient (`fedsgd`), or the weights
+            after local training less those before (`fedavg`). Parameters that need no gradient may
+            be left out.
+        input_shape: (C, H, W) of an image.
+        classes: K.
+        batch_size: Images that the update was computed from; of several local steps, in each.
+        mean: Of each channel, which the client's pixels in [0, 1] were normalized by; default 0.
+        std: As `mean`; default 1.
+        algorithm: `fedsgd` or `fedavg`.
+        local: Of `fedavg`: `steps` and `lr`; `momentum` (default 0); `batches`, `different`
+            (default) or `same` in each step.
+        mode: In which the client's layers computed: `train` or `eval`.
+        head: Name of the linear layer that classifies, where it is not the last one.
+        buffers: New batch-norm buffers that the client sent beside the update, by their names.
+        seed: Of attacks.
+
+    Raises:
+        FedsimError: something does not fit the model, with what was expected.
+    """
+    training = _training(algorithm, local, mode, batch_size)
+    shape = _shape(input_shape)
+    if classes < 2:
+        raise FedsimError(f"classes: expected at least 2, got {classes}")
+    apart, names = live.taken_apart(model, shape, classes, head)
+    idle = live.unused(apart, mode, shape)
+    every = dict(model.named_parameters())
+    trained = {n: p for n, p in every.items() if p.requires_grad and names[n] not in idle}
+    frozen = [name for name in every if name not in trained]
+    update = {n: value for n, value in update.items() if n not in frozen or bool(value.any())}
+    _check(update, trained, "update")
+    state = apart.state_dict(keep_vars=False)
+    held = {**{name: state[names[name]] for name in names if names[name] in state}}
+    statistics = dict(model.named_buffers())
+    sent = dict(buffers or {})
+    _check(sent, {name: statistics[name] for name in sent if name in statistics}, "buffers")
+    spec = ModelSpec(
+        name=live.keep(apart, type(model).__name__),
+        parameters={},
+        input_shape=shape,
+        num_classes=classes,
+        mean=_channels("mean", mean, shape[0], 0.0),
+        std=_channels("std", std, shape[0], 1.0),
+    )
+    return Observation(
+        id=f"{spec.name.replace(':', '-')}/round-0001/client-0000-training",
+        update=_renamed(update, names),
+        buffers_update=_renamed(sent, names),
+        parameters={names[name]: held[name].detach().clone() for name in trained},
+        buffers={
+            names[name]: held[name].detach().clone()
+            for name in (*statistics, *frozen)
+            if name in held
+        },
+        spec=spec,
+        training=training,
+        defense=(),
+        effect=Effect(),
+        vantage="server",
+        round=1,
+        client=0,
+        num_clients=1,
+        trial=0,
+        seed=seed,
+    )
+
+
+def _training(
+    algorithm: Algorithm, local: Mapping[str, Any] | None, mode: Mode, batch_size: int
+) -> LocalTraining:
+    if algorithm not in get_args(Algorithm):
+        raise FedsimError(f"algorithm: expected fedsgd or fedavg, got {algorithm!r}")
+    if mode not in get_args(Mode):
+        raise FedsimError(f"mode: expected train or eval, got {mode!r}")
+    if batch_size < 1:
+        raise FedsimError(f"batch_size: expected at least 1, got {batch_size}")
+    given = dict(local or {})
+    if odd := [key for key in given if key not in _LOCAL]:
+        close = difflib.get_close_matches(odd[0], _LOCAL, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise FedsimError(f"local: unknown key {odd[0]!r}{hint} (known: {', '.join(_LOCAL)})")
+    if algorithm == "fedsgd":
+        if given:
+            raise FedsimError("local: a gradient has no local steps; use algorithm='fedavg'")
+        return LocalTraining(algorithm="fedsgd", steps=1, batch_size=batch_size, lr=1.0, mode=mode)
+    if missing := [key for key in ("steps", "lr") if key not in given]:
+        raise FedsimError(
+            f"local: {missing[0]} is missing: of weights after local training, an attack has to "
+            "know how many steps there were and of which size"
+        )
+    if int(given["steps"]) < 1:
+        raise FedsimError(f"local.steps: expected at least 1, got {given['steps']}")
+    if not 0 < float(given["lr"]) < math.inf:
+        raise FedsimError(f"local.lr: expected a finite number above 0, got {given['lr']}")
+    if not 0 <= float(given.get("momentum", 0.0)) < 1:
+        raise FedsimError(f"local.momentum: expected 0 to below 1, got {given['momentum']}")
+    if given.get("batches", "different") not in ("same", "different"):
+        raise FedsimError(f"local.batches: expected same or different, got {given['batches']!r}")
+    return LocalTraining(
+        algorithm="fedavg",
+        steps=int(given["steps"]),
+        batch_size=batch_size,
+        lr=float(given["lr"]),
+        momentum=float(given.get("momentum", 0.0)),
+        mode=mode,
+        batches=given.get("batches", "different"),
+    )
+
+
+def _shape(input_shape: Sequence[int]) -> tuple[int, int, int]:
+    if len(input_shape) != 3 or min(input_shape) < 1:
+        raise FedsimError(f"input_shape: expected (C, H, W), got {tuple(input_shape)}")
+    channels, height, width = map(int, input_shape)
+    return channels, height, width
+
+
+def _channels(
+    name: str, values: Sequence[float] | None, channels: int, default: float
+) -> tuple[float, ...]:
+    if values is None:
+        return (default,) * channels
+    if len(values) != channels or not all(map(math.isfinite, values)):
+        raise FedsimError(
+            f"{name}: expected {number_of(channels, 'finite number')}, one a channel, got {values}"
+        )
+    if name == "std" and min(values) <= 0:
+        raise FedsimError(f"std: expected numbers above 0, got {values}")
+    return tuple(map(float, values))
+
+
+def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
+    """Refuse tensors of other names, shapes or kinds than those wanted."""
+    if lost := [name for name in wanted if name not in given]:
+        raise FedsimError(
+            f"{what}: {number_of(len(lost), 'parameter')} of the model missing: "
+            f"{', '.join(lost[:_NAMED])}"
+        )
+    for name, value in given.items():
+        if name not in wanted:
+            close = difflib.get_close_matches(name, list(wanted), n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise FedsimError(f"{what}: the model has no {name!r}{hint}")
+        if not isinstance(value, Tensor) or value.shape != wanted[name].shape:
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise FedsimError(
+                f"{what}.{name}: expected a tensor of shape {tuple(wanted[name].shape)}, "
+                f"got {shape}"
+            )
+        if not torch.isfinite(value.float()).all():
+            raise FedsimError(f"{what}.{name}: holds NaN or infinity")
+
+
+def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    return {names[name]: value.detach().clone() for name, value in tensors.items()}

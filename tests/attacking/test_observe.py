@@ -1,0 +1,264 @@
+"""Anybody's model and update: taken apart, attacked, scored against a truth that is handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedsim
+from fedsim.models.victim import rebuild
+from fedsim.types import FedsimError, Observation
+
+SHAPE, CLASSES = (1, 8, 8), 5
+MEAN, STD = (0.4,), (0.25,)
+
+
+class Net(nn.Module):
+    """As users write them: a batch norm, a dropout, a classifier that has a name of its own."""
+
+    def __init__(self, answer: Callable[[Tensor], Any] = lambda logits: logits) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.act = nn.Sigmoid()
+        self.drop = nn.Dropout(0.5)
+        self.classifier = nn.Linear(6 * 64, CLASSES)
+        self.answer = answer
+
+    def forward(self, images: Tensor) -> Any:
+        hidden = self.act(self.norm(self.conv(images)))
+        return self.answer(self.classifier(self.drop(hidden.flatten(1))))
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    stream = torch.Generator().manual_seed(5)
+    coarse = torch.rand(2, 1, 3, 3, generator=stream)
+    smooth = F.interpolate(coarse, size=SHAPE[1:], mode="bilinear", align_corners=True)
+    return smooth, torch.tensor([3, 1])
+
+
+def built(answer: Callable[[Tensor], Any] = lambda logits: logits) -> Net:
+    torch.manual_seed(0)
+    return Net(answer)
+
+
+def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """In evaluation mode, as PyTorch gives it."""
+    answer = model.eval()((images - MEAN[0]) / STD[0])
+    loss = F.cross_entropy(getattr(answer, "logits", answer), labels)
+    named = dict(model.named_parameters())
+    return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+
+
+def seen(model: nn.Module, update: Mapping[str, Tensor], **changes: Any) -> Observation:
+    given: dict[str, Any] = {
+        "input_shape": SHAPE,
+        "classes": CLASSES,
+        "batch_size": 2,
+        "mean": MEAN,
+        "std": STD,
+        "mode": "eval",
+    }
+    return fedsim.observe(model, update, **{**given, **changes})
+
+
+def test_the_copy_computes_what_the_model_does_and_the_model_stays(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    model = built()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    observation = seen(model, gradient(model, *batch))
+    copy = rebuild(observation).eval()
+    images = torch.rand(3, *SHAPE)
+    assert torch.allclose(copy(images), model.eval()(images), atol=1e-6)
+    assert copy.features(images).shape == (3, 6 * 64)
+    assert set(observation.update) == set(observation.parameters)
+    assert {"head.weight", "head.bias", "body.module.conv.weight"} <= set(observation.update)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert model.drop.p == 0.5
+
+
+def test_labels_and_images_are_recovered_and_scored(batch: tuple[Tensor, Tensor]) -> None:
+    model = built()
+    images, labels = batch[0][:1], batch[1][:1]
+    observation = seen(model, gradient(model, images, labels), batch_size=1)
+    _, row = fedsim.attack(observation, "label_inference", truth=(images, labels))
+    assert row["metrics"]["label_accuracy"] == 1.0
+    found, row = fedsim.attack(
+        observation, "deep_leakage", {"iterations": 300}, truth=(images, labels)
+    )
+    assert row["metrics"]["psnr"] > 50
+    assert row["server"] == "honest"
+    assert found.images is not None and found.images.shape == images.shape
+    assert fedsim.attack(observation, "label_inference")[1]["metrics"] is None
+
+
+def test_weights_after_local_steps(batch: tuple[Tensor, Tensor]) -> None:
+    model = built().eval()
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    images, labels = batch[0][:1], batch[1][:1]
+    for _ in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model((images - MEAN[0]) / STD[0]), labels).backward()
+        optimizer.step()
+    update = {name: p.detach() - start[name] for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(start[name])
+    observation = seen(
+        model,
+        update,
+        batch_size=1,
+        algorithm="fedavg",
+        local={"steps": 3, "lr": 0.05, "batches": "same"},
+    )
+    _, row = fedsim.attack(observation, "deep_leakage", {"iterations": 300}, truth=(images, labels))
+    assert row["metrics"]["psnr"] > 50
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda logits: SimpleNamespace(logits=logits, hidden_states=None),
+        lambda logits: (logits, None),
+    ],
+    ids=["transformers", "tuple"],
+)
+def test_logits_may_be_wrapped(answer: Callable[[Tensor], Any], batch: Any) -> None:
+    plain, wrapped = built(), built(answer)
+    update = gradient(plain, *batch)
+    assert "head.weight" in seen(wrapped, update).update
+
+
+def test_a_classifier_that_is_no_linear_layer_is_all_body(batch: tuple[Tensor, Tensor]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, CLASSES, 3), nn.ReLU(inplace=True), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+    )
+    observation = seen(model, gradient(model, *batch))
+    assert all(name.startswith("body.") for name in observation.update)
+    _, row = fedsim.attack(
+        observation,
+        "inverting_gradients",
+        {"iterations": 5},
+        truth=batch,
+        grant=fedsim.Grant(labels="known"),
+    )
+    assert row["metrics"]["psnr"] is not None
+
+
+def test_what_follows_the_last_linear_layer_stays_part_of_the_body(batch: Any) -> None:
+    """A temperature behind it: logits are not its output, so that it is no head."""
+    model = built(lambda logits: logits / 2)
+    assert "body.module.classifier.weight" in seen(model, gradient(model, *batch)).update
+    with pytest.raises(FedsimError, match="not the output of classifier"):
+        seen(model, gradient(model, *batch), head="classifier")
+
+
+def test_frozen_and_unused_parameters_may_be_left_out(batch: tuple[Tensor, Tensor]) -> None:
+    model = built()
+    model.idle = nn.Linear(2, 2)
+    model.conv.requires_grad_(False)
+    update = {
+        name: value
+        for name, value in gradient(built(), *batch).items()
+        if not name.startswith("conv")
+    }
+    observation = seen(model, update)
+    assert not any("idle" in name or "conv" in name for name in observation.parameters)
+    rebuilt = rebuild(observation)
+    assert torch.equal(rebuilt.state_dict()["body.module.conv.weight"], model.conv.weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"classes": 4}, r"expected logits of shape \(B, 4\)"),
+        ({"classes": 1}, "classes: expected at least 2"),
+        ({"input_shape": (3, 8, 8)}, "does not take images"),
+        ({"input_shape": (8, 8)}, r"input_shape: expected \(C, H, W\)"),
+        ({"batch_size": 0}, "batch_size: expected at least 1"),
+        ({"mean": (0.1, 0.2)}, "mean: expected 1 finite number"),
+        ({"std": (0.0,)}, "std: expected numbers above 0"),
+        ({"mode": "training"}, "mode: expected train or eval"),
+        ({"algorithm": "sgd"}, "algorithm: expected fedsgd or fedavg"),
+        ({"local": {"steps": 2}}, "a gradient has no local steps"),
+        ({"algorithm": "fedavg"}, "local: steps is missing"),
+        ({"algorithm": "fedavg", "local": {"stepz": 1}}, "did you mean 'steps'"),
+        ({"algorithm": "fedavg", "local": {"steps": 0, "lr": 1}}, "local.steps: expected"),
+        ({"algorithm": "fedavg", "local": {"steps": 1, "lr": 0}}, "local.lr: expected"),
+        ({"head": "conv"}, "head: conv is no linear layer with 5 outputs"),
+        ({"buffers": {"norm.mean": torch.zeros(6)}}, "buffers: the model has no"),
+    ],
+)
+def test_what_does_not_fit_the_model_is_refused(
+    changes: dict[str, Any], message: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    model = built()
+    with pytest.raises(FedsimError, match=message):
+        seen(model, gradient(model, *batch), **changes)
+
+
+def _without(update: dict[str, Tensor]) -> dict[str, Tensor]:
+    del update["conv.bias"]
+    return update
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_without, "1 parameter of the model missing: conv.bias"),
+        (lambda u: {**u, "conv.wieght": u["conv.weight"]}, "did you mean 'conv.weight'"),
+        (lambda u: {**u, "conv.bias": torch.zeros(7)}, r"conv.bias: expected a tensor of shape"),
+        (lambda u: {**u, "conv.bias": u["conv.bias"] * torch.nan}, "holds NaN"),
+    ],
+)
+def test_updates_of_another_model_are_refused(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    message: str,
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    model = built()
+    with pytest.raises(FedsimError, match=message):
+        seen(model, change(gradient(model, *batch)))
+
+
+@pytest.mark.parametrize(
+    ("truth", "message"),
+    [
+        ((torch.rand(3, *SHAPE), torch.tensor([1, 2, 3])), "expected images of shape"),
+        ((torch.rand(2, *SHAPE) * 2, torch.tensor([1, 2])), "before normalization"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1.0, 2.0])), "2 integer labels"),
+        ((torch.rand(2, *SHAPE), torch.tensor([1, 5])), "labels of 0 to 4"),
+    ],
+)
+def test_truths_that_are_none(
+    truth: tuple[Tensor, Tensor], message: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    model = built()
+    with pytest.raises(FedsimError, match=message):
+        fedsim.attack(seen(model, gradient(model, *batch)), "label_inference", truth=truth)
+
+
+def test_tied_weights_are_refused() -> None:
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, CLASSES)
+    )
+    model[2].weight = model[1].weight
+    with pytest.raises(FedsimError, match="tied weights"):
+        seen(model, {})
+
+
+def test_a_model_of_another_process_is_named() -> None:
+    from fedsim.models import live
+
+    with pytest.raises(FedsimError, match=r"call fedsim\.observe again"):
+        live.again("live:Net-999999")
