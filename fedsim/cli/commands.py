@@ -219,6 +219,66 @@ def leaderboard(
 
 
 @app.command()
+def check(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    max_psnr: Annotated[
+        float | None, typer.Option(help="dB that the best image of any attack may have.")
+    ] = None,
+    max_gain: Annotated[
+        float | None,
+        typer.Option(
+            help="dB over guessing that any attack may gain, at the interval's upper end."
+        ),
+    ] = None,
+    max_epsilon: Annotated[
+        float | None, typer.Option(help="ε of all that a run releases; ∞ is above any.")
+    ] = None,
+    defenses: Annotated[
+        list[str] | None,
+        typer.Option("--defense", help="That counts; may be repeated. Default: all defended."),
+    ] = None,
+) -> None:
+    """Hold runs to limits: status 1 with a line for each that is broken, or was not measured.
+
+    DIR is the folder of a run, or of a sweep. A table that is INVALID keeps to no limit.
+    """
+    with exits():
+        from fedsim.report.limits import broken_limits
+
+        lines = broken_limits(
+            folders,
+            max_psnr=max_psnr,
+            max_gain=max_gain,
+            max_epsilon=max_epsilon,
+            defenses=defenses or [],
+        )
+        _judge(lines, "all limits are kept")
+
+
+@app.command()
+def compare(
+    before: Annotated[Path, typer.Argument(metavar="BEFORE")],
+    after: Annotated[Path, typer.Argument(metavar="AFTER")],
+) -> None:
+    """Compare two runs: status 1 with a line for each attack that gains more than its interval was.
+
+    BEFORE and AFTER are folders of runs, or of sweeps. A larger ε, and what is not measured any
+    more, are lines, too.
+    """
+    with exits():
+        from fedsim.report.limits import grown
+
+        _judge(grown(before, after), f"nothing leaks more in {after} than in {before}")
+
+
+def _judge(lines: list[str], good: str) -> None:
+    """Prints the lines and ends with 1, or prints what is good."""
+    typer.echo("\n".join(lines) if lines else good)
+    if lines:
+        raise typer.Exit(1)
+
+
+@app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
     out: Annotated[

@@ -62,6 +62,10 @@ SCHEMATIC = {
         "fedsim privacy audit gaussian sensitivity=1 sigma=2 --delta 1e-5",
     ],
     "fedsim report DIR": ["fedsim report runs/quickstart"],
+    "fedsim check DIR --max-gain 3 --max-epsilon 8": [
+        "fedsim check runs/quickstart --max-gain 3 --max-epsilon 8"
+    ],
+    "fedsim compare BEFORE AFTER": ["fedsim compare runs/quickstart runs/quickstart"],
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],
     "fedsim run scenario.yaml": ["fedsim run scenarios/quickstart.yaml"],
@@ -422,6 +426,8 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.federation.network.link.check", serve)
         patch.setattr("fedsim.federation.network.identities.read_identity", lambda *_: None)
         patch.setattr("fedsim.attacking.replay.attack", attack)
+        patch.setattr("fedsim.report.limits.broken_limits", lambda folders, **_: from_runs(folders))
+        patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)
         yield

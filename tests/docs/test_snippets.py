@@ -106,7 +106,7 @@ BROKEN = {
     "wrong key": ("sh", "fedsim run scenarios/quickstart.yaml --set training.round=3", "rounds"),
     "wrong value": ("sh", "fedsim run scenarios/quickstart.yaml --set seed=x", "seed"),
     "wrong command": ("sh", "fedsim runs scenarios/quickstart.yaml", "No such command"),
-    "wrong command in a sentence": ("inline", "fedsim check", "No such command"),
+    "wrong command in a sentence": ("inline", "fedsim chekc", "No such command"),
     "second of a line": ("sh", "fedsim list && fedsim lists", "No such command"),
     "unknown attack": (
         "sh",
