@@ -65,7 +65,8 @@ def keys(
 ) -> None:
     """Make certificates, node keys and the SuperLink's secret: a folder for each party.
 
-    DIR gets superlink/, gate/, runner/, node-0/, and so on; hand each to its owner alone. The
+    DIR gets superlink/, gate/, runner/, node-0/, and so on; hand each to its owner alone. A node's
+    has what it signs secure sums with, too: signing.key, and peers.json of all public halves. The
     authority's key is forgotten: for another node, make all keys anew.
     """
     with exits():

@@ -34,7 +34,15 @@ def show(finished: Run) -> None:
 
 def outcome(folder: Path) -> str:
     """Returns the leaderboard of a run, or what its defenses cost if no attack is scored."""
-    from fedsim.report import attacks_nothing, awaited, describe, load_runs, undeclared, utility
+    from fedsim.report import (
+        attacks_nothing,
+        awaited,
+        describe,
+        load_runs,
+        standing_still,
+        undeclared,
+        utility,
+    )
 
     runs = load_runs([folder])
     shown = (
@@ -42,7 +50,7 @@ def outcome(folder: Path) -> str:
         if attacks_nothing(runs) or awaited(runs)
         else leaderboard([folder], TableFormat.table)
     )
-    return "\n".join([shown.rstrip("\n"), *undeclared(runs)])
+    return "\n".join([shown.rstrip("\n"), *undeclared(runs), *standing_still(runs)])
 
 
 def leaderboard(folders: list[Path], format: TableFormat) -> str:

@@ -1,7 +1,7 @@
 """What a run leaves for people: the leaderboard, the report, and pictures."""
 
 from fedsim.report.control import invalid_reasons, positive_controls
-from fedsim.report.facts import awaited, undeclared, unfinished, unseen
+from fedsim.report.facts import awaited, standing_still, undeclared, unfinished, unseen
 from fedsim.report.figures import describe_variant
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.overview import save_overview
@@ -27,6 +27,7 @@ __all__ = [
     "save_grid",
     "save_grids",
     "save_overview",
+    "standing_still",
     "undeclared",
     "unfinished",
     "unseen",

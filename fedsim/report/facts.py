@@ -77,7 +77,22 @@ def client_failures(runs: Sequence[Run]) -> list[str]:
             counts[(row.defense, "probes without a recording")] += row.probe_failures
             details |= {f"{row.defense}, round {row.round}: {text}": None for text in row.details}
     lines = [f"{stack}, {reason} ({count})" for (stack, reason), count in counts.items() if count]
-    return lines + list(details)
+    return standing_still(runs) + lines + list(details)
+
+
+def standing_still(runs: Sequence[Run]) -> list[str]:
+    """Returns a line for each stack with rounds in which no update moved the model."""
+    lines = []
+    for run in runs:
+        for stack in dict.fromkeys(row.defense for row in run.rounds):
+            rounds = [row for row in run.rounds if row.defense == stack and row.participants]
+            still = sum(row.aggregated == 0 for row in rounds)
+            if still:
+                lines.append(
+                    f"{stack}: the model stayed as it was in {still} of "
+                    f"{number_of(len(rounds), 'round')}, without any update; rounds.jsonl says why"
+                )
+    return list(dict.fromkeys(lines))
 
 
 def notes(runs: Sequence[Run]) -> list[str]:

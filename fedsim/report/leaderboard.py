@@ -50,7 +50,7 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
         _aggregate(group, confidence, yielded.get(group[0].attack.name, COMPARABLE))
         for group in groups.values()
     ]
-    return _mark_strongest(_sorted(lines))
+    return _mark_strongest(_sorted(_mark_masked(lines)))
 
 
 def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
@@ -81,6 +81,17 @@ def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
         )
 
     return sorted(lines, key=rank)
+
+
+def _mark_masked(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
+    """Marks single updates of defenses that show sums, too: they are masked vectors."""
+
+    def key(line: LeaderboardRow) -> tuple[str, ...]:
+        return (line.scenario, line.variant, line.dataset, line.model, line.defense)
+
+    summed = {key(line) for line in lines if line.vantage == "aggregate"}
+    alone = ("server", "eavesdropper")
+    return [replace(line, masked=line.vantage in alone and key(line) in summed) for line in lines]
 
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:

@@ -107,6 +107,7 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "attack": row.attack,
         "strongest": row.strongest,
         "vantage": row.vantage,
+        "masked": row.masked,
         "server": row.server,
         **row.knowledge.model_dump(),
         "batch_size": row.batch_size,

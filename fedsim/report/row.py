@@ -119,6 +119,8 @@ class LeaderboardRow:
     membership_tpr_limit: float | None
     seconds: float | None
     """Mean seconds of a trial."""
+    masked: bool = False
+    """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
     """Whether the attack worked, is not `blind`, and gains most on this defense of all such
     attacks."""
@@ -128,6 +130,22 @@ class LeaderboardRow:
         """Identifies the comparison; only rows of one comparison are ranked together."""
         watcher = watcher_of(self.vantage)
         return (self.scenario, self.variant, self.dataset, self.model, self.server, watcher)
+
+    @property
+    def sight(self) -> str:
+        """Names what is seen: "masked" (a part of a secure sum), else the vantage.
+
+        Empty for a client's update as the server sees it, which is the usual case.
+        """
+        if self.masked:
+            return "masked"
+        return "" if self.vantage == "server" else self.vantage
+
+    @property
+    def attack_on(self) -> str:
+        """Names the attack, and what it is on behind defenses that combine updates."""
+        combined = self.masked or self.vantage == "aggregate"
+        return f"{self.attack} ({self.sight})" if combined else self.attack
 
     @property
     def standing(self) -> tuple[float, ...]:

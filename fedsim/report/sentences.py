@@ -34,8 +34,8 @@ def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     best = max(tried, key=lambda row: (not members_fit_any_release(row), row.strength[-1]))
     area = format_summary(best.metrics["membership_auc"], 2)
     text = (
-        f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack}, batch size "
-        f"{best.batch_size}"
+        f"members told from others with an AUC of {area} (coin: 0.50) by {best.attack_on}, batch "
+        f"size {best.batch_size}"
     )
     if best.no_control:
         text += f" ({best.no_control})"
@@ -52,7 +52,7 @@ def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -
         return ""
     over = "guessing and over another update" if row.over_other else "guessing"
     return (
-        f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack} gained "
+        f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack_on} gained "
         f"{REQUIRED_GAIN:g} dB or more over {over}; {leaking.confidence:.0%} interval of that "
         f"chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
     )
@@ -76,7 +76,7 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
             return f"No attack on {row.subject} was run against this defense."
         best = f", in the best trial {span.min:.3f}" if span.min < span.mean / 2 else ""
         text = (
-            f"{row.attack} leaves a span error of {span.mean:.3f} of the features {where}{best} "
+            f"{row.attack_on} leaves a span error of {span.mean:.3f} of the features {where}{best} "
             f"(0: all of their span is recovered; {row.guessed_span:.3g}: what guessing leaves)"
         )
         other = row.span_over_other
@@ -93,21 +93,21 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
                 finding = f"beats guessing, but {extent} with another client’s update"
             return (
                 "No attack does reliably better on this update than on another: "
-                f"{row.attack} {finding}, {where}. {no_proof}"
+                f"{row.attack_on} {finding}, {where}. {no_proof}"
             )
         return (
-            f"The strongest attack, {row.attack}, {finding}: {_gain(gain, signed=True)} "
+            f"The strongest attack, {row.attack_on}, {finding}: {_gain(gain, signed=True)} "
             f"{where}. {no_proof}"
         )
     worst = row.worst["psnr"]
     if level == "partial" and row.own_gain and min(gain.certain, row.own_gain.certain) <= 0:
         return (
-            f"{row.attack} reconstructs {row.subject} in some trials, the best by "
+            f"{row.attack_on} reconstructs {row.subject} in some trials, the best by "
             f"{row.own_gain.max:.1f} dB, and not reliably: {_gain(gain, signed=True)} {where}."
         )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
     return (
-        f"{row.attack} reconstructs {row.subject} better than guessing by {_gain(gain)} "
+        f"{row.attack_on} reconstructs {row.subject} better than guessing by {_gain(gain)} "
         f"{where}.{tail}"
     )
 
@@ -146,7 +146,9 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     informed, _, share, best = max(candidates, key=lambda entry: entry[:3])
     guessed = best.baseline["label_accuracy"]
     guess = "" if guessed is None else f" (guessing: {guessed:.0%})"
-    text = f"{share:.0%} of labels recovered{guess} by {best.attack}, batch size {best.batch_size}"
+    text = (
+        f"{share:.0%} of labels recovered{guess} by {best.attack_on}, batch size {best.batch_size}"
+    )
     if best.no_control:
         text += f" ({best.no_control})"
     elif not informed:

@@ -106,6 +106,11 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
         f"B: {size}",
         "ok: trials that succeeded of all; failed ones count as guessing",
     ]
+    if any(row.masked for row in rows):
+        sentences.append(
+            "masked: on a client's part of a secure sum, as if it were an update; aggregate: on "
+            "the sum"
+        )
     meanings = _LEGEND if of_images else _LEGEND | _LEGEND_OF_ROWS
     explained = {*shown, *({_CLAIM} & set(_filled(rows)))}
     sentences += [
@@ -274,8 +279,8 @@ def _cases(row: LeaderboardRow, names: Sequence[str]) -> list[str]:
 
 def _own_cases(row: LeaderboardRow, varying: Sequence[str]) -> list[str]:
     """Words what sets a row apart; the server's vantage is the usual one and is not named."""
-    vantage = [row.vantage] if "vantage" in varying and row.vantage != "server" else []
-    return vantage + _cases(row, [name for name in varying if name != "vantage"])
+    sight = [row.sight] if row.sight and (row.masked or "vantage" in varying) else []
+    return sight + _cases(row, [name for name in varying if name != "vantage"])
 
 
 def _malicious(row: LeaderboardRow) -> list[str]:

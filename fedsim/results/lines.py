@@ -246,6 +246,8 @@ class RoundRow(RowPart):
     defense: str
     round: int
     participants: list[int] = []
+    aggregated: int | None = None
+    """How many updates moved the model; None if the line does not say."""
     train_loss: float | None = None
     test_loss: float | None = None
     test_accuracy: float | None = None

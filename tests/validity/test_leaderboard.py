@@ -27,6 +27,7 @@ from fedsim.report import (
     render,
     save_grid,
     section,
+    standing_still,
     write_report,
 )
 from fedsim.report.recovered import accused
@@ -805,3 +806,44 @@ def test_features_that_are_guessed_as_well_are_no_leak_and_no_control(tmp_path: 
         assert control.status == status
         assert "no control: one trial" in control.reason
         assert judged(rows).level == level
+
+
+def test_a_masked_vector_is_told_from_an_update(tmp_path: Path) -> None:
+    """Behind a secure sum the server's rows are of masked vectors; behind `aggregate` are none."""
+
+    def seen(vantage: str, defense: str) -> dict[str, Any]:
+        return {
+            **line(12.0, defense=defense, stack=[{"name": "clip", "parameters": {"norm": 1.0}}]),
+            "vantage": vantage,
+        }
+
+    rows = board(
+        tmp_path,
+        [
+            line(20.0),
+            seen("server", "clipped"),
+            seen("server", "secure"),
+            seen("aggregate", "secure"),
+            seen("aggregate", "plain"),
+        ],
+    )
+    assert [(row.defense, row.vantage) for row in rows if row.masked] == [("secure", "server")]
+    named = {row.attack_on for row in rows if row.defense == "secure"}
+    assert named == {f"{rows[0].attack} (masked)", f"{rows[0].attack} (aggregate)"}
+    text = render(rows, width=120)
+    assert text.count(f"{rows[0].attack} masked") == 1
+    assert "masked: on a client's part of a secure sum" in text
+
+
+def test_rounds_without_an_update_are_told(tmp_path: Path) -> None:
+    """The accuracy behind closed sums is that of the model at its start."""
+    board(tmp_path, [line(20.0)])
+    rounds = [
+        {"defense": stack, "round": round, "participants": [0, 1], "aggregated": count}
+        for stack, counts in (("none", (2, 2)), ("secure", (0, 2)))
+        for round, count in enumerate(counts, start=1)
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in rounds)
+    (tmp_path / "rounds.jsonl").write_text(text)
+    (told,) = standing_still(load_runs([tmp_path]))
+    assert told.startswith("secure: the model stayed as it was in 1 of 2 rounds")

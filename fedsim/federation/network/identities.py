@@ -39,7 +39,10 @@ def read_identity(key: Path | None, peers: Path | None) -> Identity | None:
         raise FedsimError("--signing-key, --peers: give both, or neither")
     secret = paths.named(key, "--signing-key", paths.TEXT)
     if len(secret) != KEY:
-        raise FedsimError(f"--signing-key: {key}: expected {KEY} bytes, got {len(secret)}")
+        raise FedsimError(
+            f"--signing-key: {key}: expected {KEY} bytes, got {len(secret)}: a private Ed25519 key "
+            f"without wrapping, as {KEY_NAME} of `fedsim keys` (docs/secure-aggregation.md)"
+        )
     if key.stat().st_mode & 0o077:
         raise FedsimError(f"--signing-key: {key}: others may read it; chmod 600 {key}")
     return Identity(key=Ed25519PrivateKey.from_private_bytes(secret), peers=_peers(peers))

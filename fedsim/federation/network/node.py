@@ -67,6 +67,7 @@ def serve(
     """
     flower.check_version()
     app.refuse_missing_data()
+    app.refuse_other_identity()
     link.check(member.superlink, member.roots)
     if member.key is not None:
         flower.private_key(member.key)

@@ -66,6 +66,18 @@ class NodeApp:
         self._app = lru_cache(maxsize=1)(self._build)
         self._dataset = lru_cache(maxsize=1)(self._load)
 
+    def refuse_other_identity(self) -> None:
+        """Refuse a signing key that its peers do not know as this client's.
+
+        Raises:
+            FedsimError: the file of peers has another key for this client, or none.
+        """
+        if self._identity and self._identity.peers.get(self._number) != self._identity.public:
+            raise FedsimError(
+                f"--peers: client {self._number} has another key there than --signing-key, or "
+                "none; check --client, and that both files are of this node"
+            )
+
     def refuse_missing_data(self) -> None:
         """Refuse data that are not there: the node would join, and fail once it is asked.
 
@@ -158,11 +170,8 @@ class NodeApp:
                 "its peers, so that a server could invent them; start it with --signing-key and "
                 "--peers (`fedsim keys` makes both)"
             )
+        self.refuse_other_identity()
         peers = self._identity.peers
-        if peers.get(self._number) != self._identity.public:
-            raise FedsimError(
-                f"--peers: client {self._number} has another key there than --signing-key"
-            )
         if lacking := set(range(workload.scenario.data.clients)) - set(peers):
             raise FedsimError(f"--peers: no key of client {min(lacking)}, who is to take part")
         return Party(identity=self._identity, fresh=not self._shared_seed)

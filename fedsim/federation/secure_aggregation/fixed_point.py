@@ -59,8 +59,8 @@ class FixedPoint:
         if self.std and self.std < LEAST_NOISE * self.step:
             raise FedsimError(
                 f"secure_aggregation.noise_multiplier: a client's noise of {self.std:.3g} is lost "
-                f"in steps of {self.step:.3g}; give more, or a smaller range (a client's part has "
-                f"to be {LEAST_NOISE * self.step:.3g} or more)"
+                f"in steps of {self.step:.3g}, of which it has to be {LEAST_NOISE:g} wide; give "
+                f"{math.ceil(LEAST_NOISE * self.step / self.std)} times as much, or a smaller range"
             )
 
     @property

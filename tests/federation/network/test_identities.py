@@ -135,3 +135,15 @@ def test_signing_keys_that_are_none(tmp_path: Path) -> None:
     key.write_bytes(b"short")
     with pytest.raises(FedsimError, match="expected 32 bytes, got 5"):
         read_identity(key, peers)
+
+
+def test_a_node_with_keys_of_another_client_does_not_start(tmp_path: Path) -> None:
+    files = _files(tmp_path / "keys", 2)
+    for app in _nodes(tmp_path / "homes", files):
+        app.refuse_other_identity()
+    for app in _nodes(tmp_path / "swapped", files[::-1]):
+        with pytest.raises(FedsimError, match=r"another key there.*check --client"):
+            app.refuse_other_identity()
+    (stranger,) = _files(tmp_path / "others", 1)
+    with pytest.raises(FedsimError, match="check --client"):
+        _nodes(tmp_path / "strangers", [stranger.rename(files[0])])[0].refuse_other_identity()
