@@ -84,6 +84,8 @@ def test_the_copy_computes_what_the_model_does_and_the_model_stays(
     after = model.state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert model.drop.p == 0.5
+    copy.train()  # in which the model would draw a mask each time
+    assert torch.equal(copy(images), copy(images))
 
 
 def test_labels_and_images_are_recovered_and_scored(batch: tuple[Tensor, Tensor]) -> None:

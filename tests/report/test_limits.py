@@ -9,6 +9,7 @@ from synthetic_run import STACKS, Stack, write_run
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
+from fedsim.report import leaderboard_rows
 from fedsim.report.limits import broken_limits, grown
 from fedsim.results.reading import ReportError
 
@@ -33,8 +34,18 @@ def test_limits_hold_of_defended_stacks_or_of_those_that_are_named(run_folder: P
 
 
 def test_the_upper_end_of_the_gain_counts(run_folder: Path) -> None:
-    (line,) = broken_limits([run_folder], max_gain=5.0, defenses=["pruning"])[:1]
-    assert "pruning, inverting_gradients" in line and "(up to +" in line
+    """A limit between the mean and the end of its interval is broken."""
+    row = next(
+        each
+        for each in leaderboard_rows([run_folder])
+        if each.defense == "pruning" and each.own_gain and each.own_gain.high is not None
+    )
+    assert row.own_gain and row.own_gain.high is not None
+    between = (row.own_gain.mean + row.own_gain.high) / 2
+    named = f"pruning, {row.attack}, batch size {row.batch_size}, "
+    for limit, is_broken in ((between, True), (row.own_gain.high + 0.1, False)):
+        lines = broken_limits([run_folder], max_gain=limit, defenses=["pruning"])
+        assert any(line.startswith(named) and "(up to +" in line for line in lines) == is_broken
     assert broken_limits([run_folder], max_gain=60.0) == []
 
 
