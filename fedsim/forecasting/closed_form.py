@@ -1,0 +1,21 @@
+"""Whether a model's update can be read by a formula, so that no descent has to find the way."""
+
+from __future__ import annotations
+
+from fedsim.forecasting.plan import Plan
+
+
+def reads_in_closed_form(plan: Plan) -> bool:
+    """Whether the first layer's update gives images away without a search.
+
+    That is so of an imprint module, and of a KAN of no more images than hidden units, each behind
+    noise and clipping at most, and of a single gradient.
+    """
+    effect, spec = plan.first.effect, plan.first.model
+    altered = not effect.known or effect.removed or effect.rounded or effect.mixed
+    if altered or plan.training.algorithm != "fedsgd":
+        return False
+    if spec.parameters.get("imprint"):
+        return True
+    hidden = spec.parameters.get("hidden", 32)
+    return spec.name == "kan" and plan.first.num_images <= int(hidden)
