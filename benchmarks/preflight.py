@@ -61,31 +61,58 @@ HELD_OUT = {
     "lenet-faces": app(FACES, "lenet", 1),
     "mlp-4-pruned": app(CIFAR, "mlp", 4, stack=[{"name": "gradient_pruning", "ratio": 0.9}]),
     "convnet-bn-2": app(FACES, {"name": "convnet", "width": 8, "norm": "batch"}, 2),
-    "kan-2-noise": app({"name": "digits", "size": 8}, "kan", 2, stack=[{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 0.003}], attacks=["spline_inversion"]),
-    "lenet-secure": app(DIGITS, "lenet", 1, clients=3, stack=[{"name": "clip", "norm": 10.0}, "secure_aggregation"]),
+    "kan-2-noise": app(
+        {"name": "digits", "size": 8},
+        "kan",
+        2,
+        stack=[{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 0.003}],
+        attacks=["spline_inversion"],
+    ),
+    "lenet-secure": app(
+        DIGITS, "lenet", 1, clients=3, stack=[{"name": "clip", "norm": 10.0}, "secure_aggregation"]
+    ),
     "lenet-2-quantized": app(FACES, "lenet", 2, stack=[{"name": "quantization", "bits": 8}]),
-    "mlp-steps": app(DIGITS, {"name": "mlp", "activation": "tanh"}, 1, local={"steps": 5, "lr": 0.05, "batches": "same"}),
-    "lenet-dp": app(DIGITS, "lenet", 2, stack=[{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 0.002}]),
+    "mlp-steps": app(
+        DIGITS,
+        {"name": "mlp", "activation": "tanh"},
+        1,
+        local={"steps": 5, "lr": 0.05, "batches": "same"},
+    ),
+    "lenet-dp": app(
+        DIGITS, "lenet", 2, stack=[{"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 0.002}]
+    ),
 }
 
 
 def measured(folder: Path):
     rows = leaderboard_rows([folder])
-    return {r.attack: (r.gain and r.gain.mean, r.own_gain and r.own_gain.mean, r.strongest, r.seconds, r.failures) for r in rows}
+    return {
+        r.attack: (
+            r.gain and r.gain.mean,
+            r.own_gain and r.own_gain.mean,
+            r.strongest,
+            r.seconds,
+            r.failures,
+        )
+        for r in rows
+    }
+
 
 def main() -> None:
     import sys, time
+
     out = Path(sys.argv[1])
     for name in sys.argv[2:]:
         document = SET.get(name) or HELD_OUT[name]
-        t=time.time()
+        t = time.time()
         folder = out / name
         try:
             if not (folder / "report.html").exists():
                 fedsim.run({"name": name, "seed": 11, **document}, out=folder, workers=1)
-            print(name, round(time.time()-t,1), measured(folder), flush=True)
+            print(name, round(time.time() - t, 1), measured(folder), flush=True)
         except Exception as e:
             print(name, "ERR", e, flush=True)
+
 
 if __name__ == "__main__":
     main()

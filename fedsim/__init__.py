@@ -8,6 +8,8 @@
     seen = fedsim.observe(model, gradient, input_shape=(3, 32, 32), classes=10, batch_size=1)
     fedsim.attack(seen, "inverting_gradients", truth=(images, labels))
 
+    fedsim.preflight(model, input_shape=(3, 32, 32), classes=10, batch_size=1).verdict
+
 Names are loaded when first used, so `import fedsim` costs nothing.
 """
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
+    from fedsim.forecasting.preflight import preflight
     from fedsim.pipeline import run
     from fedsim.recording.files import load_observation
     from fedsim.scenario import Scenario, load
@@ -30,13 +33,14 @@ _HOMES = {
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "observe": "fedsim.attacking.observe",
+    "preflight": "fedsim.forecasting.preflight",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run"]
+__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "preflight", "run"]
 
 
 def __getattr__(name: str) -> Any:

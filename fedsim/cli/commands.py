@@ -357,6 +357,29 @@ def validate(
             typer.echo(f"  {variant.label}{'' if same else f'  ({words})'}")
 
 
+@app.command()
+def preflight(
+    origin: Annotated[Path, typer.Argument(metavar="SCENARIO|DIR")],
+    settings: Settings = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with all indicators.")
+    ] = False,
+) -> None:
+    """Tell before any run whether updates are attackable, by what, and why; runs no attack.
+
+    SCENARIO is a YAML file; DIR is the folder of a run, of which up to three rounds are looked at.
+    """
+    with exits():
+        from fedsim.forecasting.forecast import render
+        from fedsim.forecasting.preflight import preflight_file
+        from fedsim.system.threads import fixed
+
+        with fixed(1):
+            forecasts = preflight_file(origin, settings or [])
+        rows = [forecast.as_row() for forecast in forecasts]
+        typer.echo(json.dumps(rows, indent=2) if as_json else render(forecasts), nl=as_json)
+
+
 @app.callback(invoke_without_command=True)
 def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,

@@ -1,1 +1,1 @@
-"""What attacks will gain, told from a plan before any of them runs: indicators, a gain, a verdict."""
+"""What attacks will gain, told before any of them runs: indicators, a gain, a verdict."""

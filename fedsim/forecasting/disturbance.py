@@ -17,7 +17,6 @@ from fedsim.models.base import Classifier
 from fedsim.models.local import step_weights
 from fedsim.types import LocalTraining, Noise, Observation, Tensors
 
-
 _NONE = Stack()
 
 

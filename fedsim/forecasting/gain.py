@@ -2,15 +2,18 @@
 
 Mean squared errors add up, in units of the guess's own:
 
-    error = min over μ >= λ_1 / T² of Σ w_i (μ / (λ_i + μ))² + |(J'J + μ)^-1 J'e|² / |d|²
+    error = min over μ >= λ_2 / T² of Σ w_i (μ / (λ_i + μ))² + |(J'J + μ)^-1 J'e|² / |d|²
             + t_s²
-    gain  = -10 log10(error) dB
+    gain  = the mean of -10 log10(error) dB over batches
 
 - The first sum is what T steps leave undone. λ_i and w_i are eigenvalues of J'J and the shares of
   the way d from truth to guess in them; J is the derivative of the update by the images. To stop an
-  accelerated descent after T steps is to regularize with μ = λ_1 / T² (Pagliana and Rosasco,
-  Implicit regularization of accelerated methods, NeurIPS 2019), so that large batches, many local
-  steps and deep models, whose λ_i fall off fast, stay near the guess.
+  accelerated descent after T steps is to regularize with μ = λ / T², λ being the largest (Pagliana
+  and Rosasco, Implicit regularization of accelerated methods, NeurIPS 2019), so that large
+  batches, many local steps and deep models, whose λ_i fall off fast, stay near the guess. An
+  outlier costs a conjugate method one step (Axelsson and Lindskog, On the rate of convergence of
+  the preconditioned conjugate gradient method, 1986), and every classifier makes one, by the
+  factor p - y of an image's whole gradient: so the largest that counts is λ_2.
 - The second is what noise and pruning displace: e is Gaussian noise of the declared deviation, or
   what the stack makes of a real update. The attacker regularizes as is best for both sums (ridge
   regression; Hoerl and Kennard 1970).
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,16 +47,16 @@ from fedsim.forecasting.sensitivity import (
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
-DESCENT_STEPS = 100
+DESCENT_STEPS = 80
 """T: accelerated steps that a matching attack makes before it ends. Set on the first ten
-deployments of benchmarks/preflight.py; L-BFGS mostly ends after about so many."""
+deployments of benchmarks/preflight.py."""
 STALL_SHARE = 0.25
 """A descent stalls where the slope explains less than this share of the distance. Set as T."""
 MOST_GAIN = 50.0
 """dB: what float32 gradients resolve of pixels."""
 MOST_IMAGES = 32
 """Images of one update that are computed with; of more, the gain is at most that of so many."""
-DRAWS = 3
+DRAWS = 4
 """Batches of stand-in images that are averaged over."""
 _WORK = 2e9
 """Parameters times images of all draws together, above which there are fewer."""
@@ -80,39 +83,27 @@ class Estimate:
 def estimate(plan: Plan) -> Estimate:
     """Returns the expected gain of the best attack on the update of `plan`.
 
-    A batch never gains more than a smaller one: whoever knew the other images would be left with
-    that. So the gain is the least of those of all powers of two up to the batch size; between two
-    of them it is interpolated.
+    A batch never gains more than a smaller one, nor a sum more than one client: whoever knew the
+    other images would be left with that. So the gain is the least of those of one client and of
+    all, at the powers of two up to the batch size; between two of them it is interpolated.
     """
-    wanted = plan.training.batch_size
-    clients = plan.first.num_clients
     steps = plan.training.steps if plan.training.batches == "different" else 1
-    clients = max(1, min(clients, MOST_IMAGES // steps))
-    largest = max(1, MOST_IMAGES // (steps * clients))
-    exponent = math.log2(min(wanted, 2 ** int(math.log2(largest))))
+    clients = max(1, min(plan.first.num_clients, MOST_IMAGES // steps))
+    largest = 2 ** int(math.log2(max(1, MOST_IMAGES // (steps * clients))))
+    exponent = math.log2(min(plan.training.batch_size, largest))
     sizes = [2**k for k in range(math.ceil(exponent) + 1)]
-    if wanted > 1 and plan.first.effect.known is False:
-        sizes = sizes[-1:]
     found: list[Estimate] = []
     for size in sizes:
-        one = _at(plan.of_batches(size, clients), sizes[-1])
-        if found and found[-1].gain <= one.gain:
-            one = found[-1]
-        found.append(one)
-        if one.gain == 0:
-            break
+        tried = [_at(plan.of_batches(size, count), sizes[-1]) for count in sorted({1, clients})]
+        found.append(min([*tried, *found[-1:]], key=lambda each: each.gain))
+        if found[-1].gain == 0:
+            return found[-1]
     last = found[-1]
-    if len(found) == len(sizes) and exponent != int(exponent):
-        before, share = found[-2], exponent - int(exponent)
-        return Estimate(
-            gain=before.gain + share * (last.gain - before.gain),
-            stall=last.stall,
-            unfinished=last.unfinished,
-            closed_form=last.closed_form,
-            images=last.images,
-            draws=last.draws,
-        )
-    return last
+    if exponent == int(exponent):
+        return last
+    before = found[-2]
+    share = exponent - int(exponent)
+    return replace(last, gain=before.gain + share * (last.gain - before.gain))
 
 
 def gain_of(error: float) -> float:
@@ -142,11 +133,11 @@ def _at(plan: Plan, largest: int) -> Estimate:
         for k in range(max(draws, len(plan.observations)))
     ]
     stall = 0.0 if closed else _stall(cases)
-    left = 0.0 if stall >= 1 else sum(_unfinished(case, closed) for case in cases) / len(cases)
+    left = [0.0 if stall >= 1 else _unfinished(case, closed) for case in cases]
     return Estimate(
-        gain=gain_of(left + stall**2),
+        gain=sum(gain_of(each + stall**2) for each in left) / len(left),
         stall=stall,
-        unfinished=left,
+        unfinished=10 ** (-sum(gain_of(each) for each in left) / (10 * len(left))),
         closed_form=closed,
         images=count,
         draws=len(cases),
@@ -200,11 +191,12 @@ def _unfinished(case: _Case, closed: bool) -> float:
         return 1.0
     own = spectrum(case.update_map, case.images, case.labels, case.way, length)
     displaced = _displaced(case, length)
-    top = float(own.eigenvalues.max())
-    if top == 0:
+    top = own.eigenvalues.sort(descending=True).values[:2]
+    if float(top[0]) == 0:
         return 1.0
-    least = top / 1e12 if closed else top / DESCENT_STEPS**2
-    decades = math.log10(top / least) + 6
+    counts = float(top[-1]) or float(top[0])
+    least = counts / 1e12 if closed else counts / DESCENT_STEPS**2
+    decades = math.log10(float(top[0]) / least) + 6
     best = 1.0
     for k in range(math.ceil(decades * _GRID)):
         best = min(best, _error(own, displaced, least * 10 ** (k / _GRID), length))

@@ -76,9 +76,7 @@ class UpdateMap:
 
         updates = [
             local_update(direction, self._parameters, self._batches(x, y), self._training)
-            for x, y in zip(
-                images.chunk(self._clients), labels.chunk(self._clients), strict=True
-            )
+            for x, y in zip(images.chunk(self._clients), labels.chunk(self._clients), strict=True)
         ]
         return {n: torch.stack([update[n] for update in updates]).mean(0) for n in self.names}
 
@@ -171,10 +169,10 @@ def slope_share(
 ) -> float:
     """Returns which share of the squared distance to the truth the slope explains.
 
-    At images + distance * way, with r = U(there) - U(images) and the objective's residual r - error,
-    that is <J'(r - error), distance * way> / |r|²: 1 where U is linear and the update exact. Where
-    units switch, r grows by jumps that no slope shows; near the truth these are most of r, and a
-    descent ends there. What pruning does to the update turns the slope away from the truth.
+    At images + distance * way, with r = U(there) - U(images) and the objective's residual
+    r - error, that is <J'(r - error), distance * way> / |r|²: 1 where U is linear and the update
+    exact. Where units switch, r grows by jumps that no slope shows; near the truth these are most
+    of r, and a descent ends there. What pruning does to an update turns the slope from the truth.
 
     Args:
         update_map: U.
