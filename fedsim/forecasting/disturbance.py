@@ -60,7 +60,8 @@ def disturbance(
     std = noise_std(effect.noise, observation.training, clients)
     if not altered and not scaled:
         return Disturbance(scale=1.0, error=None, std=std)
-    plain, defended = [], []
+    plain: list[Tensors] = []
+    defended: list[Tensors] = []
     state = model.to(torch.float32)
     groups = zip(images.float().chunk(clients), labels.chunk(clients), strict=True)
     for number, (x, y) in enumerate(groups):

@@ -149,10 +149,10 @@ def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
     names = max(len(each.name) for each in worst.indicators)
     values = max(len(each.value) for each in worst.indicators)
     marks = {"attacker": "+", "client": "-", "neither": " "}
-    for each in worst.indicators:
-        start = f"{marks[each.helps]} {each.name:{names}}  {each.value:{values}}  "
+    for one in worst.indicators:
+        start = f"{marks[one.helps]} {one.name:{names}}  {one.value:{values}}  "
         indent = " " * len(start)
-        lines += textwrap.wrap(each.why, width, initial_indent=start, subsequent_indent=indent)
+        lines += textwrap.wrap(one.why, width, initial_indent=start, subsequent_indent=indent)
     lines += ["", "+ helps the attacker, - the client. Gradients were computed of"]
     lines += textwrap.wrap(f"{worst.source}; no attack was run.", width)
     lines += ["", *textwrap.wrap(worst.verdict, width)]

@@ -179,7 +179,7 @@ def _stall(cases: Sequence[_Case]) -> float:
             if math.isinf(before[1]):
                 return 1.0
             part = (before[1] - STALL_SHARE) / (before[1] - share)
-            return before[0] * (distance / before[0]) ** part
+            return float(before[0] * (distance / before[0]) ** part)
         before = distance, share
     return 0.0
 
