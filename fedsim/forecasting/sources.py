@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,8 +105,15 @@ def plans_of_run(folder: str | Path) -> list[Plan]:
             grant=scenario.knowledge,
             stand_ins=images,
         )
-        for (stack, _), seen in observations.items()
+        for stack in scenario.defenses
+        for seen in sorted(_of(observations, stack), key=lambda each: each[0].training.batch_size)
     ]
+
+
+def _of(
+    observations: Mapping[tuple[str, str], tuple[Observation, ...]], stack: str
+) -> list[tuple[Observation, ...]]:
+    return [seen for (name, _), seen in observations.items() if name == stack]
 
 
 def _declared(scenario: Scenario, observation: Observation) -> LocalTraining:
