@@ -34,6 +34,11 @@ ROOMS: dict[str, set[str]] = {
     "training": {*BASE, "contracts", "data", "learners", "models", "recording", "scenario"},
     "federation": {*BASE, "contracts", "recording", "scenario", "training"},
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
+    "forecasting": {
+        *BASE,
+        *("attacking", "contracts", "learners", "models", "recording", "scenario", "scoring"),
+        "training",
+    },
     "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
     "results": {
         *BASE,

@@ -1,6 +1,8 @@
-"""Whether a model's update can be read by a formula, so that no descent has to find the way."""
+"""Whether a model's update shows images by its form, so that no descent has to find the way."""
 
 from __future__ import annotations
+
+import math
 
 from fedsim.forecasting.plan import Plan
 
@@ -19,3 +21,14 @@ def reads_in_closed_form(plan: Plan) -> bool:
         return True
     hidden = spec.parameters.get("hidden", 32)
     return spec.name == "kan" and plan.first.num_images <= int(hidden)
+
+
+def rows_are_the_image(plan: Plan) -> bool:
+    """Whether each row of the first layer's exact gradient is a multiple of the only image."""
+    first, effect = plan.first, plan.first.effect
+    altered = not effect.known or effect.removed or effect.rounded or effect.mixed
+    if altered or first.num_images != 1 or plan.training.algorithm != "fedsgd":
+        return False
+    weight = next((value for value in first.parameters.values() if value.ndim > 1), None)
+    pixels = math.prod(first.model.input_shape)
+    return weight is not None and weight.ndim == 2 and weight.shape[1] == pixels

@@ -21,7 +21,12 @@ Mean squared errors add up, in units of the guess's own:
   switch, the gradient jumps; the slope of the objective shows no jump, and next to the truth jumps
   are most of the distance.
 
-A closed form needs no descent: T is then infinite, and t_s is 0.
+Clipping hides the update's length. Squared distances are then held to a wrong one, and what is left
+is to match the direction by signs of slopes, which is not accelerated: μ >= λ_2 / T.
+
+A closed form needs no descent: T is then infinite, and t_s is 0. So is t_s of the exact gradient of
+one image in a dense first layer, each row of which is a multiple of the image, whichever units are
+active.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ import torch
 from torch import Tensor
 
 from fedsim import rng
-from fedsim.forecasting.closed_form import reads_in_closed_form
+from fedsim.forecasting.closed_form import reads_in_closed_form, rows_are_the_image
 from fedsim.forecasting.disturbance import Disturbance, disturbance
 from fedsim.forecasting.plan import Plan
 from fedsim.forecasting.sensitivity import (
@@ -125,6 +130,8 @@ class _Case:
 def _at(plan: Plan, largest: int) -> Estimate:
     """The estimate at exactly this batch size."""
     closed = reads_in_closed_form(plan)
+    power = 1 if plan.first.effect.scaled or plan.first.effect.scaled_examples else 2
+    floor = 1e-12 if closed else DESCENT_STEPS**-power
     count = plan.first.num_images
     size = sum(value.numel() for value in plan.first.parameters.values())
     draws = max(1, min(DRAWS, int(_WORK / (size * count))))
@@ -132,8 +139,8 @@ def _at(plan: Plan, largest: int) -> Estimate:
         _case(plan, plan.observations[k % len(plan.observations)], k, largest)
         for k in range(max(draws, len(plan.observations)))
     ]
-    stall = 0.0 if closed else _stall(cases)
-    left = [0.0 if stall >= 1 else _unfinished(case, closed) for case in cases]
+    stall = 0.0 if closed or rows_are_the_image(plan) else _stall(cases)
+    left = [0.0 if stall >= 1 else _unfinished(case, floor) for case in cases]
     return Estimate(
         gain=sum(gain_of(each + stall**2) for each in left) / len(left),
         stall=stall,
@@ -184,8 +191,11 @@ def _stall(cases: Sequence[_Case]) -> float:
     return 0.0
 
 
-def _unfinished(case: _Case, closed: bool) -> float:
-    """What noise, pruning and the limited steps leave of the squared error."""
+def _unfinished(case: _Case, floor: float) -> float:
+    """What noise, pruning and the limited steps leave of the squared error.
+
+    `floor` is the least μ, in units of the largest eigenvalue that counts.
+    """
     length = float(case.way.norm())
     if length == 0:
         return 1.0
@@ -195,7 +205,7 @@ def _unfinished(case: _Case, closed: bool) -> float:
     if float(top[0]) == 0:
         return 1.0
     counts = float(top[-1]) or float(top[0])
-    least = counts / 1e12 if closed else counts / DESCENT_STEPS**2
+    least = counts * floor
     decades = math.log10(float(top[0]) / least) + 6
     best = 1.0
     for k in range(math.ceil(decades * _GRID)):

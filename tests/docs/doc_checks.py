@@ -66,6 +66,8 @@ SCHEMATIC = {
         "fedsim check runs/quickstart --max-gain 3 --max-epsilon 8"
     ],
     "fedsim compare BEFORE AFTER": ["fedsim compare runs/quickstart runs/quickstart"],
+    "fedsim preflight SCENARIO": ["fedsim preflight scenarios/quickstart.yaml"],
+    "fedsim preflight DIR": ["fedsim preflight runs/quickstart"],
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],
     "fedsim run scenario.yaml": ["fedsim run scenarios/quickstart.yaml"],
@@ -413,6 +415,13 @@ def stages_replaced(place: Workplace) -> Any:
         check_recording(observation, place)
         raise typer.Exit
 
+    def forecast(origin: Path, overrides: list[str]) -> None:
+        if origin.suffix == ".yaml":
+            expand(open_document(origin, overrides))
+        else:
+            place.scenario(origin.name)
+        raise typer.Exit
+
     def from_runs(folders: Path | list[Path], *_: Any) -> None:
         for folder in [folders] if isinstance(folders, Path) else folders:
             place.scenario(folder.name)
@@ -426,6 +435,7 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.federation.network.link.check", serve)
         patch.setattr("fedsim.federation.network.identities.read_identity", lambda *_: None)
         patch.setattr("fedsim.attacking.replay.attack", attack)
+        patch.setattr("fedsim.forecasting.preflight.preflight_file", forecast)
         patch.setattr("fedsim.report.limits.broken_limits", lambda folders, **_: from_runs(folders))
         patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
