@@ -3,9 +3,10 @@
 Thirty deployments: on the first ten the two constants of `fedsim/forecasting/gain.py` were set, in
 view of the second ten two terms were added, and the last ten are held out. Each is forecast first,
 and then attacked: `idlg` and `inverting_gradients`, and `spline_inversion` where a KAN is trained,
-on three trials of different images. What is compared is the gain of the best attack, in dB over the zero-information guess, as fedsim scores it; an
-attacker who gains nothing answers the guess, so that no gain is below 0. Prints a line for each,
-and Spearman's rank correlation with a bootstrap interval over deployments.
+on three trials of different images. What is compared is the gain of the best attack, in dB over the
+zero-information guess, as fedsim scores it; an attacker who gains nothing answers the guess, so
+that no gain is below 0. Prints a line for each, and Spearman's rank correlation with a bootstrap
+interval over deployments.
 
     python benchmarks/preflight.py OUT --cifar cifar10-images.zip [--only first|second|held_out]
 

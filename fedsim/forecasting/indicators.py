@@ -248,7 +248,9 @@ def _clients(plan: Plan) -> Indicator:
         value=str(clients),
         number=float(clients),
         helps="attacker" if clients == 1 else "client",
-        why="seen alone" if clients == 1 else f"as a batch of {plan.first.num_images} images",
+        why="seen alone"
+        if clients == 1
+        else f"as a batch of {number_of(plan.first.num_images, 'image')}",
     )
 
 

@@ -12,6 +12,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.contracts.stack import Stack
 from fedsim.models.base import normalize
 from fedsim.types import LocalTraining, ModelSpec, Observation
+from fedsim.words import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,5 +108,5 @@ def synthetic(spec: ModelSpec, seed: int, count: int = 64) -> StandIns:
         pixels=(0.5 + 0.25 * shaped / deviation).clamp(0, 1),
         labels=torch.randint(spec.num_classes, (count,), generator=stream),
         guess=torch.full(spec.input_shape, 0.5),
-        source=f"{count} synthetic images with the spectrum of photographs",
+        source=f"{number_of(count, 'synthetic image')} with the spectrum of photographs",
     )

@@ -19,6 +19,7 @@ from fedsim.forecasting.sources import plans_of_run, plans_of_scenario
 from fedsim.scenario.build import announced, build_stack, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec
+from fedsim.words import number_of
 
 
 def preflight(
@@ -151,7 +152,7 @@ def _stand_ins(
     whole = not labels.is_floating_point() and labels.dtype != torch.bool
     if not whole or tuple(labels.shape) != (len(images),):
         raise FedsimError(
-            f"labels: expected {len(images)} integers, got {labels.dtype} of shape "
+            f"labels: expected {number_of(len(images), 'integer')}, got {labels.dtype} of shape "
             f"{tuple(labels.shape)}"
         )
     if not 0 <= int(labels.min()) <= int(labels.max()) < spec.num_classes:
@@ -161,5 +162,5 @@ def _stand_ins(
         pixels=pixels,
         labels=labels.detach().cpu().long(),
         guess=pixels.mean(0),
-        source=f"{len(images)} images that were handed over",
+        source=f"{number_of(len(images), 'image')} that were handed over",
     )

@@ -22,6 +22,7 @@ from fedsim.training.schedule import Probe
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, LocalTraining, Observation, Table, Update
+from fedsim.words import number_of
 
 MOST_ROUNDS = 3
 """Of a run, so many rounds are looked at: the first, the last, and one between."""
@@ -124,7 +125,7 @@ def _only(document: Document, origin: str | Path) -> Scenario:
     variants = expand(document)
     if len(variants) > 1:
         raise FedsimError(
-            f"{origin}: sweep: {len(variants)} variants, and one is forecast at a time; choose one "
+            f"{origin}: sweep: {number_of(len(variants), 'variant')}, and one is forecast at a time; choose one "
             "with --set"
         )
     return variants[0].scenario
@@ -163,7 +164,8 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
         pixels=images.float() / 255,
         labels=labels,
         guess=mean_image(dataset.test_images),
-        source=f"{len(images)} images of the test split of {dataset.name}, which no client holds",
+        source=f"{number_of(len(images), 'image')} of the test split of {dataset.name}, which no client "
+        "holds",
     )
 
 
