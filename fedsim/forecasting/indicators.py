@@ -242,15 +242,13 @@ def _steps(plan: Plan) -> Indicator:
 
 
 def _clients(plan: Plan) -> Indicator:
-    clients = plan.first.num_clients
+    clients, images = plan.first.num_clients, number_of(plan.first.num_images, "image")
     return Indicator(
         name="clients in the sum",
         value=str(clients),
         number=float(clients),
         helps="attacker" if clients == 1 else "client",
-        why="seen alone"
-        if clients == 1
-        else f"as a batch of {number_of(plan.first.num_images, 'image')}",
+        why="seen alone" if clients == 1 else f"as a batch of {images}",
     )
 
 

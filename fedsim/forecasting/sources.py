@@ -125,8 +125,8 @@ def _only(document: Document, origin: str | Path) -> Scenario:
     variants = expand(document)
     if len(variants) > 1:
         raise FedsimError(
-            f"{origin}: sweep: {number_of(len(variants), 'variant')}, and one is forecast at a time; choose one "
-            "with --set"
+            f"{origin}: sweep: {number_of(len(variants), 'variant')}, and one is forecast at "
+            "a time; choose one with --set"
         )
     return variants[0].scenario
 
@@ -164,8 +164,8 @@ def _stand_ins(dataset: Dataset | Table) -> StandIns:
         pixels=images.float() / 255,
         labels=labels,
         guess=mean_image(dataset.test_images),
-        source=f"{number_of(len(images), 'image')} of the test split of {dataset.name}, which no client "
-        "holds",
+        source=f"{number_of(len(images), 'image')} of the test split of {dataset.name}, which no "
+        "client holds",
     )
 
 
