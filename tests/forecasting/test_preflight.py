@@ -140,9 +140,12 @@ def test_more_clients_in_a_sum_never_raise_the_gain() -> None:
     assert many <= alone and few <= alone
 
 
-def test_clipping_alone_changes_nothing() -> None:
-    clipped = told(smooth(), defenses=[{"name": "clip", "norm": 0.01}])
-    assert clipped.gain == pytest.approx(told(smooth()).gain)
+def test_clipping_hides_the_length_however_short_it_makes_it() -> None:
+    clipped, more = (
+        told(smooth(), defenses=[{"name": "clip", "norm": norm}]).gain for norm in (0.01, 0.001)
+    )
+    assert 0 < clipped < told(smooth()).gain
+    assert more == pytest.approx(clipped)
 
 
 def test_the_answer_is_what_the_band_says() -> None:
