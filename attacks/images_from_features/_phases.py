@@ -23,9 +23,9 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._contrast import trusted
-from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
+from fedsim_attacks.images_from_features._heads import head_of
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
 from fedsim_attacks.images_from_features._noise_share import noise_share, relative_noise_variance
@@ -139,7 +139,7 @@ class Phases:
         self._observation, self._recovered, self._settings = observation, recovered, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._as_one = as_one_gradient(observation) if self._several else observation
-        self._head, self._stream = HeadGradient.of(self._as_one), generator(seed, "peeling")
+        self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
         self._staged = StagedBody(
             self._as_one, len(recovered), self._stream, width=settings.jump_width
         )

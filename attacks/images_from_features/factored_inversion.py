@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState, solve
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
@@ -27,7 +27,7 @@ from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import chromatic_variation
-from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features._heads import recover
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
 from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
@@ -103,7 +103,7 @@ class FactoredInversion(IterativeAttack[Descent]):
             AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        features = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+        features = recover(observation, knowledge, seed).features
         assert features is not None
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)
