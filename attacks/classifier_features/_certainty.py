@@ -42,13 +42,15 @@ def relative_errors(problem: Consistency, fits: Fits, index: int) -> Tensor:
     classifier = problem.classifier
     point, labels = fits.points[index], fits.labels[index]
     targets = torch.nn.functional.one_hot(labels, problem.classes).double()
-    jacobian = jacfwd(problem.residual)(point, targets)
-    _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
-    amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
-    variances = amplified.square().sum(0)
-    variances = variances[:-1] if classifier.clipped else variances
+    variances = torch.zeros_like(point)
+    if len(point):
+        jacobian = jacfwd(problem.residual)(point, targets)
+        _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
+        amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
+        variances = amplified.square().sum(0)
+    variances = variances[: len(variances) - classifier.factors]
     inside = variances.unflatten(0, (classifier.num_images, -1)).sum(1)
-    errors = problem.errors(point, labels) / classifier.num_images * problem.scale(point)
+    errors = problem.errors(point, labels) / classifier.num_images
     columns = classifier.gradient.shape[1]
     outside = columns * torch.linalg.pinv(errors.T).square().sum(1)
     left = float(fits.losses[index]) * float(classifier.gradient.square().sum())

@@ -37,8 +37,9 @@ class ClassifierGradient:
     biased: bool
     """Whether the last feature is the constant 1."""
     num_images: int
-    clipped: bool
-    """Whether the update may be scaled by a factor of the client's own."""
+    factors: int
+    """How many factors in (0, 1] only the client knows: none, one of the update, or one of each
+    image's gradient (N)."""
     noisy: bool
     """Whether noise is added to it."""
     exact: bool
@@ -83,7 +84,7 @@ class ClassifierGradient:
             gradient=torch.cat(gradient, 1),
             biased=layer.bias is not None,
             num_images=observation.num_images,
-            clipped=effect.scaled,
+            factors=observation.num_images if effect.scaled_examples else int(effect.scaled),
             noisy=effect.noisy,
             exact=effect.exact,
             rates=(training.lr,) * (len(step_weights(training)) - 1)

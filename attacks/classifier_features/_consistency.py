@@ -3,7 +3,8 @@
 The rows of ∂L/∂W span the features of the batch as long as there are more classes than images. In
 an orthonormal basis of that span, N features are N² unknowns; the error signals follow from them
 and the labels, and with them the gradient: (K - 1) N equations. With a bias, all features have a
-last entry of 1, which takes N unknowns away. One factor more is unknown where the client clips.
+last entry of 1, which takes N unknowns away. Factors of clipping are
+unknown too.
 """
 
 from __future__ import annotations
@@ -65,8 +66,7 @@ class Consistency:
         if self.classifier.biased:
             features = F.pad(features, (0, 1), value=1.0)
         inside = (features @ self._basis.T - self._origin) @ self._free
-        flat = inside.flatten(1)
-        return F.pad(flat, (0, 1)) if self.classifier.clipped else flat
+        return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
     def features(self, points: Tensor) -> Tensor:
         """Turns unknowns (S, n) into features (S, N, d)."""
@@ -76,7 +76,7 @@ class Consistency:
     def descend(self, points: Tensor, labels: Tensor, iterations: int) -> Fits:
         """Descends from `points` (S, n), each with its `labels` (S, N)."""
         targets = F.one_hot(labels, self.classes).double()
-        jacobian = self._observed.numel() * points.shape[1]
+        jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
         found = [
             minimize(self.residual, *part, iterations)
@@ -88,28 +88,29 @@ class Consistency:
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
         """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""
-        coordinates, weights = self._coordinates(point), self._weights
+        coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
         velocity = total = torch.zeros_like(weights)
         entered = momentum = 0.0
         for rate in (*self.classifier.rates, 0.0):
-            errors = (coordinates @ weights.T).softmax(-1) - targets
+            errors = scale * ((coordinates @ weights.T).softmax(-1) - targets)
             velocity = self.classifier.momentum * velocity + errors.T @ coordinates
             momentum = self.classifier.momentum * momentum + 1
             total, entered = total + velocity, entered + momentum
             weights = weights - rate / len(coordinates) * velocity
         mean = total / (entered * len(coordinates))
-        return (self.scale(point) * mean - self._observed).flatten()
+        return (mean - self._observed).flatten()
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
-        """Computes the error signals (N, K) of the first step at `point` (n,)."""
+        """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
         logits = self._coordinates(point) @ self._weights.T
-        return logits.softmax(-1) - F.one_hot(labels, self.classes)
+        return self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
 
     def scale(self, point: Tensor) -> Tensor:
-        """The factor that clipping has applied (0-d)."""
-        return point[-1].exp() if self.classifier.clipped else point.new_ones(())
+        """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
+        factors = self.classifier.factors
+        return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
 
     def _coordinates(self, points: Tensor) -> Tensor:
-        flat = points[..., :-1] if self.classifier.clipped else points
-        free = flat.unflatten(-1, (self.classifier.num_images, -1))
-        return self._origin + free @ self._free.T
+        count = self.classifier.num_images
+        flat = points[..., : points.shape[-1] - self.classifier.factors]
+        return self._origin + flat.unflatten(-1, (count, -1)) @ self._free.T

@@ -45,6 +45,8 @@ def minimize(residual: Residual, starts: Tensor, given: Tensor, iterations: int)
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
     residuals = values(points, given)
     losses = residuals.square().sum(1)
+    if not starts.shape[1]:
+        return Minima(points, losses)
     for _ in range(iterations):
         jacobian = slopes(points, given)
         normal = jacobian.transpose(1, 2) @ jacobian
