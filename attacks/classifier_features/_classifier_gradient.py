@@ -40,10 +40,16 @@ class ClassifierGradient:
     factors: int
     """How many factors in (0, 1] only the client knows: none, one of the update, or one of each
     image's gradient (N)."""
+    removed: bool
+    """Whether entries of it are set to zero."""
+    mixed: bool
+    """Whether entries of it depend on those at other positions."""
     noisy: bool
     """Whether noise is added to it."""
     exact: bool
     """Whether the row space of the gradient is as the client computed it."""
+    dropout: bool
+    """Whether each image met other features (dropout)."""
     rates: tuple[float, ...]
     """Learning rate after each local step on the same batch but the last; none if there is one."""
     momentum: float
@@ -57,19 +63,10 @@ class ClassifierGradient:
         An update of several steps is their mean gradient.
 
         Raises:
-            AttackFailed: the model does not end with a linear classifier, a defense removes or
-                mixes entries, or there are too many images or nothing left.
+            AttackFailed: the model does not end with a linear classifier.
         """
         layer, name = linear_classifier(rebuild(observation))
         effect, training = observation.effect, observation.training
-        if effect.removed is not None or effect.mixed:
-            how = "sets entries to zero" if effect.removed is not None else "mixes entries"
-            raise AttackFailed(
-                f"a defense {how}, and what is left of the classifier's gradient has not the "
-                "features' row space"
-            )
-        if training.dropout > 0:
-            raise AttackFailed("dropout before the classifier gives each image another classifier")
         factor = mean_gradient_factor(training)
         parts = [(layer.weight, f"{name}.weight")]
         if layer.bias is not None:
@@ -79,29 +76,39 @@ class ClassifierGradient:
             observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor
             for _, key in parts
         ]
-        found = ClassifierGradient(
+        return ClassifierGradient(
             weights=torch.cat(weights, 1),
             gradient=torch.cat(gradient, 1),
             biased=layer.bias is not None,
             num_images=observation.num_images,
             factors=observation.num_images if effect.scaled_examples else int(effect.scaled),
+            removed=effect.removed is not None,
+            mixed=effect.mixed,
             noisy=effect.noisy,
             exact=effect.exact,
+            dropout=training.dropout > 0,
             rates=(training.lr,) * (len(step_weights(training)) - 1)
             if training.batches == "same"
             else (),
             momentum=training.momentum,
         )
-        found._check()
-        return found
 
-    def _check(self) -> None:
-        """Refuses what the equations do not determine.
+    def check(self) -> None:
+        """Refuses a gradient that does not determine the features.
 
         Raises:
-            AttackFailed: with the reason.
+            AttackFailed: a defense removes or mixes entries, there is dropout, or there are too
+                many images or nothing left.
         """
         classes, images = len(self.weights), self.num_images
+        if self.removed or self.mixed:
+            how = "sets entries to zero" if self.removed else "mixes entries"
+            raise AttackFailed(
+                f"a defense {how}, and what is left of the classifier's gradient has not the "
+                "features' row space"
+            )
+        if self.dropout:
+            raise AttackFailed("dropout before the classifier gives each image another classifier")
         if not bool(self.gradient.any()):
             raise AttackFailed("nothing is left of the update of the classifier")
         if images > classes - 1:
@@ -129,8 +136,11 @@ class ClassifierGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of declared noise in an entry; 0 where none is declared."""
-        return 0.0 if self.exact else self.deviation**2
+        """Variance of noise or rounding in an entry; 0 where neither is declared.
+
+        Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
+        """
+        return 0.0 if self.exact or self.removed else self.deviation**2
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:

@@ -160,6 +160,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
                 images, or a defense has left nothing of its gradient's row space.
         """
         classifier = ClassifierGradient.of(observation)
+        classifier.check()
         model = rebuild(observation)
         noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
         device = classifier.weights.device

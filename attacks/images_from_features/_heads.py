@@ -5,6 +5,8 @@ A two-layer head is solved by `best_features`, an ordinary linear classifier by 
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.head import TwoLayerHead
@@ -22,7 +24,7 @@ def head_of(observation: Observation) -> Head:
     """Reads the gradient of the head off an observation.
 
     Raises:
-        AttackFailed: the head is of neither kind, or its gradient does not hold the features.
+        AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
     """
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return HeadGradient.of(observation)
@@ -42,3 +44,17 @@ def recover(observation: Observation, knowledge: Knowledge, seed: int) -> Recons
     if not bool(found.features.isfinite().all()):
         raise AttackFailed("no features reproduce the gradient of the classifier")
     return found
+
+
+def features_if_told(observation: Observation, knowledge: Knowledge, seed: int) -> Tensor | None:
+    """Recovers features (N, d); None where an ordinary classifier's gradient does not hold them.
+
+    Raises:
+        AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
+    """
+    if not isinstance(head_of(observation), ClassifierGradient):
+        return recover(observation, knowledge, seed).features
+    try:
+        return recover(observation, knowledge, seed).features
+    except AttackFailed:
+        return None

@@ -232,8 +232,11 @@ def of(weights: Tensor, gradient: Tensor, count: int) -> ClassifierGradient:
         biased=False,
         num_images=count,
         factors=0,
+        removed=False,
+        mixed=False,
         noisy=False,
         exact=True,
+        dropout=False,
         rates=(),
         momentum=0.0,
     )
