@@ -15,9 +15,9 @@ from fedsim.contracts.plugins import load, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
 from fedsim.testing.observation import example_batch
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
-from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.gradient_matching._generator import over_parameterized, pack_generator
 from fedsim_attacks.gradient_matching.deep_leakage import DeepLeakage
 from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
