@@ -49,7 +49,7 @@ def relative_errors(problem: Consistency, fits: Fits, index: int) -> Tensor:
         amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
         variances = amplified.square().sum(0)
     variances = variances[: len(variances) - classifier.factors]
-    inside = variances.unflatten(0, (classifier.num_images, -1)).sum(1)
+    inside = variances.reshape(classifier.num_images, -1).sum(1)
     errors = problem.errors(point, labels) / classifier.num_images
     columns = classifier.gradient.shape[1]
     outside = columns * torch.linalg.pinv(errors.T).square().sum(1)
@@ -57,4 +57,5 @@ def relative_errors(problem: Consistency, fits: Fits, index: int) -> Tensor:
     spare = max(1, len(classifier.weights) * classifier.num_images - len(point))
     deviation = max(classifier.deviation, (left / spare) ** 0.5)
     uncertain: Tensor = (inside + outside).sqrt() / fits.features[index].norm(dim=1)
-    return _SAFETY * deviation * uncertain
+    bounds: Tensor = _SAFETY * deviation * uncertain
+    return bounds

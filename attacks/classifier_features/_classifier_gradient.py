@@ -10,6 +10,7 @@ Both are the gradient of a classifier whose features end with a 1: so they are t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,6 +22,7 @@ from fedsim.models.base import Classifier
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
+from fedsim.words import number_of
 
 _LARGEST_BATCH = 128
 """Images up to which all their features are sought at once: unknowns are their square."""
@@ -111,17 +113,16 @@ class ClassifierGradient:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
         if not bool(self.gradient.any()):
             raise AttackFailed("nothing is left of the update of the classifier")
-        if images > classes - 1:
+        most = min(classes - 1, self.gradient.shape[1])
+        if images > most:
             raise AttackFailed(
-                f"a classifier of {classes} classes determines the features of {classes - 1} "
-                f"images at most, and the update is of {images}"
+                f"a classifier of {number_of(classes, 'class', 'classes')} determines the features "
+                f"of {number_of(most, 'image')} at most, and the update is of {images}"
             )
-        if images > self.gradient.shape[1]:
-            raise AttackFailed(f"{images} images span all of {self.gradient.shape[1]} features")
         if images > _LARGEST_BATCH:
             raise AttackFailed(
-                f"features of {images} images at once are too many unknowns: {_LARGEST_BATCH} "
-                "are sought at most"
+                f"features are sought of {number_of(_LARGEST_BATCH, 'image')} at once, and the "
+                f"update is of {images}"
             )
 
     @cached_property
@@ -132,7 +133,7 @@ class ClassifierGradient:
         column sums to instead is the sum of K such errors.
         """
         sums = self.gradient.sum(0)
-        return float(sums.square().mean().sqrt()) / len(self.gradient) ** 0.5
+        return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
 
     @property
     def noise(self) -> float:

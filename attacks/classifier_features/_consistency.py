@@ -80,7 +80,7 @@ class Consistency:
         size = max(1, _CHUNK // (3 * jacobian))
         found = [
             minimize(self.residual, *part, iterations)
-            for part in zip(points.split(size), targets.split(size), strict=True)
+            for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         losses = minima.losses / self._energy
@@ -98,12 +98,14 @@ class Consistency:
             total, entered = total + velocity, entered + momentum
             weights = weights - rate / len(coordinates) * velocity
         mean = total / (entered * len(coordinates))
-        return (mean - self._observed).flatten()
+        left: Tensor = (mean - self._observed).flatten()
+        return left
 
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
         logits = self._coordinates(point) @ self._weights.T
-        return self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
+        errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
+        return errors
 
     def scale(self, point: Tensor) -> Tensor:
         """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
@@ -113,4 +115,6 @@ class Consistency:
     def _coordinates(self, points: Tensor) -> Tensor:
         count = self.classifier.num_images
         flat = points[..., : points.shape[-1] - self.classifier.factors]
-        return self._origin + flat.unflatten(-1, (count, -1)) @ self._free.T
+        free = flat.reshape(*flat.shape[:-1], count, self._free.shape[1])
+        coordinates: Tensor = self._origin + free @ self._free.T
+        return coordinates

@@ -183,7 +183,7 @@ def test_errors_are_as_large_as_they_are_said_to_be() -> None:
 @pytest.mark.parametrize(
     ("case", "why"),
     [
-        ({"count": 10}, "10 classes determines the features of 9 images at most"),
+        ({"count": 10}, "of 9 images at most"),
         (
             {"count": 3, "defense": [{"name": "gradient_pruning", "ratio": 0.9}]},
             "sets entries to zero",
