@@ -35,6 +35,7 @@ pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
 myst_heading_anchors = 6
+smartquotes = False  # quotes and dashes are shown as they are written
 default_role = "code"  # a docstring's `name` is code
 autodoc_typehints = "none"  # the signatures have the types
 autodoc_member_order = "bysource"

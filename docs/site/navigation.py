@@ -7,26 +7,28 @@ import re
 from pathlib import Path
 
 
-def groups(index: str) -> dict[str, list[str]]:
+def groups(index: str) -> dict[str, dict[str, str]]:
     """The pages under each second heading of the index, each where it is first linked as a whole.
 
-    A page's name is its path from the repository's root, without `.md`.
+    Of each page its name, the path from the repository's root without `.md`, and the link's words.
     """
-    pages: dict[str, list[str]] = {}
+    pages: dict[str, dict[str, str]] = {}
     listed = {"README", "docs/README"}
     for part in re.split(r"^## ", index, flags=re.MULTILINE)[1:]:
         title, _, body = part.partition("\n")
-        links = re.findall(r"\]\(([^)#\s]+)\.md\)", body)
-        names = dict.fromkeys(posixpath.normpath(f"docs/{link}") for link in links)
-        pages[title.strip()] = [name for name in names if name not in listed]
-        listed.update(names)
+        group = pages.setdefault(title.strip(), {})
+        for words, link in re.findall(r"\[([^]]+)\]\(([^)#\s:]+)\.md\)", body):
+            name = posixpath.normpath(f"docs/{link}")
+            if name not in listed:
+                group[name] = words
+                listed.add(name)
     return pages
 
 
-def toctrees(grouped: dict[str, list[str]]) -> str:
+def toctrees(grouped: dict[str, dict[str, str]]) -> str:
     """The groups as Sphinx's tables of contents, which the sidebar shows; the index comes first."""
-    trees = [_toctree(["docs/README"])]
-    trees += [_toctree(names, title) for title, names in grouped.items() if names]
+    trees = [_toctree({"docs/README": "Which page for whom"})]
+    trees += [_toctree(pages, title) for title, pages in grouped.items() if pages]
     return "\n" + "\n".join(trees)
 
 
@@ -47,6 +49,7 @@ def without_folders(text: str, base: Path) -> str:
     return re.sub(r"\[([^]]+)\]\(([^)#\s:]+)\)", words, text)
 
 
-def _toctree(names: list[str], caption: str = "") -> str:
+def _toctree(pages: dict[str, str], caption: str = "") -> str:
     options = [":hidden:", *([f":caption: {caption}"] if caption else [])]
-    return "\n".join(["```{toctree}", *options, *(f"/{name}" for name in names), "```", ""])
+    entries = [f"{words} </{name}>" for name, words in pages.items()]
+    return "\n".join(["```{toctree}", *options, *entries, "```", ""])

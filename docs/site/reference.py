@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import typer
 from click import Command, Context, Group, Parameter
@@ -44,7 +45,7 @@ def _commands(command: Command, context: Context) -> Iterator[str]:
 def _option(option: Parameter, context: Context) -> tuple[str, str]:
     """Its names and its help, as the command itself prints them."""
     names, text = option.get_help_record(context) or (", ".join(option.opts), "")
-    return f"`{names.strip()}`", prose(text)
+    return f"`{names.strip()}`", prose(text.replace("\\[", "["))  # typer escapes it for rich
 
 
 def plugins() -> str:
@@ -52,20 +53,18 @@ def plugins() -> str:
     parts = []
     for kind in Kind:
         parts.append(f"## {kind.value.capitalize()}\n")
-        parts += [
-            _plugin(row) for row in listing.rows([kind.value]) if row["package"] == "fedsim"
-        ]
+        parts += [_plugin(row) for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
     return "\n".join(parts)
 
 
-def _plugin(row: dict) -> str:
+def _plugin(row: dict[str, Any]) -> str:
     lines = [f"### {row['name']}\n", f"{prose(row['summary'])}\n"]
     if row["paper"]:
         lines.append(f"Source: {prose(row['paper'])}.\n")
     return "\n".join([*lines, _fields(row["parameters"])])
 
 
-def _fields(found: Sequence[dict]) -> str:
+def _fields(found: Sequence[dict[str, Any]]) -> str:
     return table(
         ("parameter", "type", "default", "range", "meaning"),
         (
@@ -73,7 +72,7 @@ def _fields(found: Sequence[dict]) -> str:
                 f"`{each['name']}`",
                 prose(each["type"]),
                 "required" if each["required"] else f"`{json.dumps(each['default'])}`",
-                prose(each["range"]),
+                prose(re.sub(r"([<>]=?) ", "\\1\N{NO-BREAK SPACE}", each["range"])),
                 prose(each["description"]),
             )
             for each in found
