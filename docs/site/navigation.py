@@ -33,18 +33,10 @@ def toctrees(grouped: dict[str, dict[str, str]]) -> str:
 
 
 def without_folders(text: str, base: Path) -> str:
-    """A page of the folder `base`, in which a link to a folder is its words: a site has no folders.
-
-    Of a folder of tables, the words are followed by a link to each.
-    """
+    """A page of the folder `base`: a link to a folder is its words, since a site has no folders."""
 
     def words(link: re.Match[str]) -> str:
-        folder = base / link[2]
-        if not folder.is_dir():
-            return link[0]
-        tables = sorted(folder.glob("*.csv"))
-        links = ", ".join(f"[{each.name}]({link[2].rstrip('/')}/{each.name})" for each in tables)
-        return f"{link[1]} ({links})" if links else link[1]
+        return link[1] if (base / link[2]).is_dir() else link[0]
 
     return re.sub(r"\[([^]]+)\]\(([^)#\s:]+)\)", words, text)
 

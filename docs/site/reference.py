@@ -20,6 +20,9 @@ from fedsim.contracts.plugins import parameters
 RESULTS = ("fedsim.results.record.Run", "fedsim.types.Observation", "fedsim.types.Reconstruction")
 """What the functions return, in the order of the page."""
 
+LONGEST_DEFAULT = 40
+"""Characters of a default that fit into its column; longer are only those of whole sections."""
+
 
 def commands() -> str:
     """Every command: its usage, its help, its options."""
@@ -65,19 +68,24 @@ def _plugin(row: dict[str, Any]) -> str:
 
 
 def _fields(found: Sequence[dict[str, Any]]) -> str:
+    """A table of parameters; the type and the range stand before what one means."""
     return table(
-        ("parameter", "type", "default", "range", "meaning"),
-        (
-            (
-                f"`{each['name']}`",
-                prose(each["type"]),
-                "required" if each["required"] else f"`{json.dumps(each['default'])}`",
-                prose(re.sub(r"([<>]=?) ", "\\1\N{NO-BREAK SPACE}", each["range"])),
-                prose(each["description"]),
-            )
-            for each in found
-        ),
+        ("parameter", "default", "meaning"),
+        ((f"`{each['name']}`", _default(each), _meaning(each)) for each in found),
     )
+
+
+def _default(parameter: dict[str, Any]) -> str:
+    text = json.dumps(parameter["default"], ensure_ascii=False)
+    if parameter["required"]:
+        return "required"
+    return f"`{text}`" if len(text) <= LONGEST_DEFAULT else "those of its keys"
+
+
+def _meaning(parameter: dict[str, Any]) -> str:
+    allowed = re.sub(r"([<>]=?) ", "\\1\N{NO-BREAK SPACE}", parameter["range"])
+    kind = ", ".join(filter(None, (parameter["type"], allowed)))
+    return prose(": ".join(filter(None, (kind, parameter["description"]))))
 
 
 def python() -> str:
