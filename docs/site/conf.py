@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -37,7 +38,7 @@ pygments_dark_style = "monokai"
 myst_heading_anchors = 6
 smartquotes = False  # quotes and dashes are shown as they are written
 default_role = "code"  # a docstring's `name` is code
-autodoc_typehints = "none"  # the signatures have the types
+autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 80
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
@@ -66,6 +67,13 @@ def always_written(app: Sphinx, *_: Any) -> list[str]:
     return [root_doc, *(name for name in GENERATED if name in app.env.found_docs)]
 
 
+def set_dashes(app: Sphinx, tree: nodes.document) -> None:
+    """Between an argument and what it is stands a dash, not the two signs that Sphinx writes."""
+    for text in list(tree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
+
+
 def write_index(app: Sphinx, error: Exception | None) -> None:
     """The front page is also what a folder's address shows."""
     if error is None and app.builder.format == "html":
@@ -77,4 +85,5 @@ def setup(app: Sphinx) -> None:
     """Connects the above."""
     app.connect("source-read", complete)
     app.connect("env-get-outdated", always_written)
+    app.connect("doctree-read", set_dashes)
     app.connect("build-finished", write_index)

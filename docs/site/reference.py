@@ -83,8 +83,11 @@ def _default(parameter: dict[str, Any]) -> str:
 
 
 def _meaning(parameter: dict[str, Any]) -> str:
-    allowed = re.sub(r"([<>]=?) ", "\\1\N{NO-BREAK SPACE}", parameter["range"])
-    kind = ", ".join(filter(None, (parameter["type"], allowed)))
+    kind, allowed = parameter["type"], parameter["range"]
+    if allowed.startswith((">", "<")):
+        kind += " " + re.sub(r"([<>]=?) ", "\\1\N{NO-BREAK SPACE}", allowed)
+    elif allowed:
+        kind = f"one of {allowed}"
     return prose(": ".join(filter(None, (kind, parameter["description"]))))
 
 
