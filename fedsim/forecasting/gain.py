@@ -63,8 +63,8 @@ MOST_IMAGES = 32
 """Images of one update that are computed with; of more, the gain is at most that of so many."""
 DRAWS = 4
 """Batches of stand-in images that are averaged over."""
-_WORK = 2e9
-"""Parameters times images of all draws together, above which there are fewer."""
+_WORK = 2e7
+"""Parameters times images of all draws together, above which there are fewer draws."""
 _GRID = 4
 """Values of μ per decade."""
 
