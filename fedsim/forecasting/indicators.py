@@ -81,10 +81,10 @@ def _labels(plan: Plan) -> Indicator:
     good = distinct > 0.5 or granted == "known"
     return Indicator(
         name="labels",
-        value=f"{granted}; {count} of {classes} classes",
+        value=f"{count} in {classes} classes",
         number=distinct,
         helps="attacker" if good else "client",
-        why=f"all differ with probability {distinct:.2g}; equal ones are hard to tell apart",
+        why=f"{granted}; all differ with probability {distinct:.2g}",
     )
 
 
