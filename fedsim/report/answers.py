@@ -222,8 +222,8 @@ def _attacker(row: LeaderboardRow) -> str:
         return "an eavesdropper on the wire"
     name = conduct.get(row.server, "the server")
     if row.masked:
-        return f"{name}, of masked updates,"
-    return f"{name}, of sums alone," if row.vantage == "aggregate" else name
+        return f"{name}, which sees masked updates,"
+    return f"{name}, which sees sums alone," if row.vantage == "aggregate" else name
 
 
 def _gets(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:
@@ -255,10 +255,14 @@ def _evidence(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding
     parts = [f"{figure} by {row.attack_on} at batch size {row.batch_size}", f"n = {_n(row)}"]
     leaking = verdict.leaking
     if leaking and (finding == "some trials" or (row.exposed and verdict.level != "leak")):
-        parts.append(f"{REQUIRED_GAIN:g} dB or more in {leaking} of them")
-    tried = len({(r.attack, r.vantage) for r in rows if r.n_ok})
-    if tried > 1:
-        parts.append(f"the best of {number_of(tried, 'attack')}")
+        parts.append(
+            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
+            f"chance {100 * leaking.low:.0f} to {leaking.high:.0%})"
+        )
+    attempts = verdict.gain.compared if verdict.gain else 1
+    if attempts > 1:
+        attacks = number_of(len({r.attack for r in rows if r.n_ok}), "attack")
+        parts.append(f"the best of {attempts} attempts with {attacks}")
     if row.no_control:
         parts.append(row.no_control)
     return ", ".join(parts)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.recording.files import read_tensors
+from fedsim.report.lineup import Victim, lineup, recovered
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
@@ -15,6 +16,9 @@ from fedsim.scoring import psnr
 
 _PAIRS = 8
 """The report shows at most so many images of a batch."""
+
+_SIDE = 96
+"""Pictures of the same image behind every defense have a shorter side of so many CSS pixels."""
 
 _PIXELS = 1 << 21
 """The images of one comparison have at most so many pixels (a few MB as PNG); the others stay in
@@ -52,6 +56,85 @@ class Gallery:
     plates: list[Plate]
     omitted: int
     """Number of plates left out for their size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Shows what the strongest attack on one defense made of a victim."""
+
+    variant: str
+    defense: str
+    attack: str
+    picture: str | None
+    """`data:` address; None if no trial behind this defense recovered the image."""
+    psnr: float | None
+    gain: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureRow:
+    """Shows one image of one client, and beside it the same image behind every defense."""
+
+    round: int
+    client: int
+    batch_size: int
+    of: int
+    """Number of images of that round, of which this one is the median."""
+    truth: str
+    """`data:` address of the client's own image."""
+    width: int
+    height: int
+    """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
+    cells: list[Cell]
+
+
+def same_images(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[PictureRow]:
+    """Returns a row of pictures for the first and the last attacked round, as `lineup` chooses.
+
+    Of a round's images it is the median by what the strongest attack on the first stack recovered.
+
+    Raises:
+        FedsimError: a reconstruction is damaged.
+    """
+    shown = lineup(runs, {line.cell for line in lines})
+    if shown is None:
+        return []
+    medians: list[Victim] = []
+    for round in dict.fromkeys(victim.round for victim in shown.victims):
+        victims = sorted((v for v in shown.victims if v.round == round), key=lambda v: v.psnr)
+        medians.append(victims[(len(victims) - 1) // 2])
+    rows = []
+    for victim in medians:
+        cells, truth = [], ""
+        for behind in shown.defenses:
+            found = recovered(behind.run, behind.rows, victim)
+            image = victim.image if found is None else found.image
+            ((truth, picture),) = data_uris(victim.image[None], image[None])
+            cells.append(
+                Cell(
+                    variant=behind.variant,
+                    defense=behind.defense,
+                    attack=behind.attack,
+                    picture=picture if found else None,
+                    psnr=found.psnr if found else None,
+                    gain=found.gain if found else None,
+                )
+            )
+        height, width = victim.image.shape[-2:]
+        factor = enlargement(height, width, _SIDE)
+        rows.append(
+            PictureRow(
+                round=victim.round,
+                client=victim.client,
+                batch_size=shown.batch_size,
+                of=victim.of,
+                truth=truth,
+                width=width * factor,
+                height=height * factor,
+                cells=cells,
+            )
+        )
+    return rows
 
 
 def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:

@@ -30,6 +30,7 @@ from fedsim.report import (
     standing_still,
     write_report,
 )
+from fedsim.report.answers import answers
 from fedsim.report.recovered import accused
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import accuracy, student_interval
@@ -353,10 +354,8 @@ def test_a_difference_within_what_the_test_set_shows_is_said_to_be(tmp_path: Pat
     """3 of 80 images are no price."""
     rows = board(tmp_path, [evaluated(0.9), evaluated(0.8625, defense="dp", stack=DP)])
     (control,) = positive_controls(rows)
-    verdict = verdicts(rows, control)[1]
-    assert "3.7 points below no defense, which 80 test examples cannot tell apart" in (
-        verdict.accuracy
-    )
+    answer = answers(rows, control)[1]
+    assert "3.7 points below no defense, which 80 test examples cannot tell apart" in answer.costs
 
 
 def test_wilsons_interval_is_wilsons() -> None:
