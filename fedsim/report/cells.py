@@ -72,7 +72,7 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
         Column(heading=heading, term=term, cells=[cell(row) for row in rows])
         for heading, term, cell in table
     ]
-    names = [(row.defense, row.stack or "no defense") for row in rows]
+    names = [(row.defense, "") for row in rows]
     attacks = [(row.attack, _case(row)) for row in rows]
     return [
         Column(heading="Defense", term="", cells=names, left=True),

@@ -28,6 +28,7 @@ class Victim:
 
     round: int
     client: int
+    """Negative if it was attacked in a sum of several clients' updates."""
     image: Tensor
     """(C, H, W) pixels in [0, 1]."""
     psnr: float
@@ -173,7 +174,9 @@ def chosen(run: Run, rows: Sequence[ResultRow]) -> list[Victim]:
 def recovered(run: Run, rows: Sequence[ResultRow], victim: Victim) -> Recovered | None:
     """Returns the reconstruction of `victim` and its PSNR; None if no row attacked that image."""
     for row in rows:
-        if (row.round, row.client) != (victim.round, victim.client):
+        # A sum of several clients' updates is of no one client, and is told by a negative number.
+        other_client = min(row.client, victim.client) >= 0 and row.client != victim.client
+        if row.round != victim.round or other_client:
             continue
         truth, images = _pairs(run, row)
         for image, reconstruction in zip(truth, images, strict=True):

@@ -12,8 +12,8 @@ from fedsim.report.glossary import TERMS
 _NUMBER = r"[+−-]?\d[\d.,]*(?:e-?\d+)?"
 
 _TOKEN = re.compile(
-    rf"[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+|{_NUMBER} (?:dB|s\b|trials?|points?|images?)"
-    rf"|{_NUMBER}%? to {_NUMBER}%?(?: dB)?|{_NUMBER}%"
+    rf"[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
+    rf"|{_NUMBER} (?:dB|s\b|trials?|points?|images?)|{_NUMBER}%? to {_NUMBER}%?(?: dB)?|{_NUMBER}%"
 )
 """Figures with their units, which no line may end within."""
 
@@ -41,8 +41,11 @@ _WORD = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in _TERM
 
 
 def unbroken(text: str) -> Markup:
-    """Returns `text`, escaped, with each figure and its unit kept on one line."""
-    return _between(_TOKEN, text, lambda token: _kept(escape(token)), escape)
+    """Returns `text`, escaped, with each figure and its unit kept on one line.
+
+    A name of several words may end a line after each `_`, and nowhere else.
+    """
+    return _between(_TOKEN, text, lambda token: _kept(escape(token)), _names)
 
 
 def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
@@ -55,12 +58,12 @@ def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
     def button(word: str) -> Markup:
         key = _TERMS[word]
         if key in seen or key not in terms:
-            return escape(word)
+            return _names(word)
         seen.add(key)
         return tip(key, word)
 
     def words(part: str) -> Markup:
-        return _between(_WORD, part, button, escape)
+        return _between(_WORD, part, button, _names)
 
     return _between(_TOKEN, text, lambda token: _kept(words(token)), words)
 
@@ -70,6 +73,10 @@ def tip(key: str, text: str) -> Markup:
     return Markup(
         '<button type="button" class="tip" popovertarget="tip-{}" title="{}">{}</button>'
     ).format(key, TERMS[key].meaning, text)
+
+
+def _names(text: str) -> Markup:
+    return Markup("_<wbr>").join(text.split("_"))
 
 
 def _between(
