@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.recording.files import read_tensors
-from fedsim.report.lineup import Victim, lineup, recovered
+from fedsim.report.lineup import Lineup, Recovered, Victim, lineup, recovered
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
@@ -79,7 +79,7 @@ class PictureRow:
     client: int
     batch_size: int
     of: int
-    """Number of images of that round, of which this one is the median."""
+    """Number of images of that round among which it was chosen."""
     truth: str
     """`data:` address of the client's own image."""
     width: int
@@ -91,7 +91,8 @@ class PictureRow:
 def same_images(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[PictureRow]:
     """Returns a row of pictures for the first and the last attacked round, as `lineup` chooses.
 
-    Of a round's images it is the median by what the strongest attack on the first stack recovered.
+    Of a round's images it is one that is recovered behind most defenses; of several, the nearest to
+    the median of what the strongest attack on the first stack recovered.
 
     Raises:
         FedsimError: a reconstruction is damaged.
@@ -99,42 +100,48 @@ def same_images(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[Pi
     shown = lineup(runs, {line.cell for line in lines})
     if shown is None:
         return []
-    medians: list[Victim] = []
+    rows = []
     for round in dict.fromkeys(victim.round for victim in shown.victims):
         victims = sorted((v for v in shown.victims if v.round == round), key=lambda v: v.psnr)
-        medians.append(victims[(len(victims) - 1) // 2])
-    rows = []
-    for victim in medians:
-        cells, truth = [], ""
-        for behind in shown.defenses:
-            found = recovered(behind.run, behind.rows, victim)
-            image = victim.image if found is None else found.image
-            ((truth, picture),) = data_uris(victim.image[None], image[None])
-            cells.append(
-                Cell(
-                    variant=behind.variant,
-                    defense=behind.defense,
-                    attack=behind.attack,
-                    picture=picture if found else None,
-                    psnr=found.psnr if found else None,
-                    gain=found.gain if found else None,
-                )
-            )
-        height, width = victim.image.shape[-2:]
-        factor = enlargement(height, width, _SIDE)
-        rows.append(
-            PictureRow(
-                round=victim.round,
-                client=victim.client,
-                batch_size=shown.batch_size,
-                of=victim.of,
-                truth=truth,
-                width=width * factor,
-                height=height * factor,
-                cells=cells,
+        middle = (len(victims) - 1) // 2
+        found = [[recovered(b.run, b.rows, victim) for b in shown.defenses] for victim in victims]
+        best = max(
+            range(len(victims)),
+            key=lambda i: (sum(f is not None for f in found[i]), -abs(i - middle)),
+        )
+        rows.append(_picture_row(shown, victims[best], found[best]))
+    return rows
+
+
+def _picture_row(shown: Lineup, victim: Victim, found: Sequence[Recovered | None]) -> PictureRow:
+    """Returns the row of `victim`; `found` is what was recovered of it behind each defense."""
+    height, width = victim.image.shape[-2:]
+    factor = enlargement(height, width, _SIDE)
+    ((truth, _),) = data_uris(victim.image[None], victim.image[None])
+    cells = []
+    for behind, picture in zip(shown.defenses, found, strict=True):
+        cells.append(
+            Cell(
+                variant=behind.variant,
+                defense=behind.defense,
+                attack=behind.attack,
+                picture=data_uris(victim.image[None], picture.image[None])[0][1]
+                if picture
+                else None,
+                psnr=picture.psnr if picture else None,
+                gain=picture.gain if picture else None,
             )
         )
-    return rows
+    return PictureRow(
+        round=victim.round,
+        client=victim.client,
+        batch_size=shown.batch_size,
+        of=victim.of,
+        truth=truth,
+        width=width * factor,
+        height=height * factor,
+        cells=cells,
+    )
 
 
 def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:

@@ -162,9 +162,14 @@ _TABLE = (
     ),
     Term(
         key="control",
-        name="positive control, INVALID",
+        name="positive control",
         meaning="Attacks must work where there is no defense. If they do not, their failure "
-        "behind a defense says nothing: the comparison is INVALID and has no answer.",
+        "behind a defense says nothing.",
+    ),
+    Term(
+        key="invalid",
+        name="INVALID",
+        meaning="The positive control did not pass, so that the comparison has no answer.",
     ),
     Term(
         key="unscored",
@@ -214,10 +219,12 @@ TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
 """The terms by key, in the order of a page."""
 
 
-def terms_of(rows: Sequence[LeaderboardRow], *, awaited: bool = False) -> list[Term]:
+def terms_of(
+    rows: Sequence[LeaderboardRow], *, invalid: bool = False, awaited: bool = False
+) -> list[Term]:
     """Returns the terms that a page about `rows` uses, in the order of the table.
 
-    `awaited` says that the rows are still to come.
+    `invalid` says that a comparison has no answer, `awaited` that the rows are still to come.
     """
 
     def measured(*names: str) -> bool:
@@ -229,7 +236,8 @@ def terms_of(rows: Sequence[LeaderboardRow], *, awaited: bool = False) -> list[T
         "audit": any(row.audited_epsilon is not None for row in rows),
         "server": any(row.server != "honest" for row in rows),
         "masked": any(row.masked for row in rows),
-        "other": any(row.other_update or row.no_control for row in rows),
+        "other": any(row.other_update for row in rows),
+        "invalid": invalid,
         "unscored": awaited,
         "matching": any(row.subject == "images" for row in rows),
         "labels": measured("label_accuracy"),

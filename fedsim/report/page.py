@@ -76,6 +76,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     awaited = facts.awaited(runs)
     confidence = _confidence(runs)
     rows = aggregate(results, confidence=confidence)
+    invalid = [] if unattacked or awaited else invalid_reasons(rows)
     sections = [build_section(control, rows, runs) for control in positive_controls(rows)]
     return {
         "title": ", ".join(_names(runs, results)) or "no results",
@@ -85,12 +86,12 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "again": facts.again(runs),
         "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
         "threats": threat_model(results),
-        "invalid": [] if unattacked or awaited else invalid_reasons(rows),
+        "invalid": invalid,
         "confidence": f"{confidence:.0%}",
         "question": next((t for run in runs if (t := run.setting("description"))), _QUESTION),
         "sections": sections,
         "defenses": list(dict.fromkeys(row.defense for row in rows)),
-        "terms": terms_of(rows, awaited=awaited is not None),
+        "terms": terms_of(rows, invalid=bool(invalid), awaited=awaited is not None),
         "show_intervals": any(
             summary and summary.low is not None
             for row in rows

@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 from fedsim.report.glossary import TERMS
 
-_NUMBER = r"[+−-]?\d[\d.,]*(?:e-?\d+)?"
+_NUMBER = r"[+−-]?\d+(?:[.,]\d+)*(?:e-?\d+)?"
 
 _TOKEN = re.compile(
     rf"[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
