@@ -31,7 +31,10 @@ ROOMS: dict[str, set[str]] = {
     "scoring": BASE,
     "privacy": {*BASE, "contracts", "scenario"},
     "progress": {"privacy"},
-    "training": {*BASE, "contracts", "data", "learners", "models", "recording", "scenario"},
+    "training": {
+        *BASE,
+        *("contracts", "data", "learners", "models", "privacy", "recording", "scenario"),
+    },
     "federation": {*BASE, "contracts", "recording", "scenario", "training"},
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
     "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
