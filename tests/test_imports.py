@@ -63,9 +63,10 @@ PRIVACY: dict[str, set[str]] = {
     "calculator": {"contract"},
     "plot": {"calculator", "contract"},
     "ledger": {"composition", "mechanisms", "numerics"},
+    "dp_sgd": {"contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"pipeline", "cli", "__main__", ""}
+FREE = {"acceptance", "pipeline", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

@@ -38,7 +38,6 @@ from fedsim.types import (
     RowTruth,
     watcher_of,
 )
-from fedsim.words import number_of
 
 _UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]

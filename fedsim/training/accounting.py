@@ -6,7 +6,7 @@ data. How much a client holds is known from the census, and it is taken to be pu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -106,6 +106,15 @@ def participations(server: Server, round: int) -> set[tuple[int, ...]]:
 def targets(stack: Stack) -> list[Target]:
     """Each ε that a defense of `stack` asks for in place of a noise."""
     return [one.target for one in stack.training_defenses if one.target]
+
+
+def noises(stack: Stack) -> list[tuple[Target, float]]:
+    """Each ε that a defense of a calibrated `stack` asks for, and the noise multiplier found."""
+    return [
+        (one.target, float(one.model_dump()["noise_multiplier"]))
+        for one in stack.training_defenses
+        if one.target
+    ]
 
 
 def calibrated(

@@ -79,8 +79,7 @@ def rounded_up(value: float) -> float:
     1.2346
     """
     unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
-    short = float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{_DIGITS}g}")
-    return short
+    return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{_DIGITS}g}")
 
 
 def _nobody(done: int, total: int) -> None:
