@@ -13,7 +13,7 @@ from fedsim.report.figures import format_claim
 from fedsim.scenario import Document, Scenario, expand, locate, open_document
 from fedsim.system.device import resolve_device
 from fedsim.system.threads import fixed
-from fedsim.training import accounting, refusals
+from fedsim.training import accounting, refusals, spending
 from fedsim.training.server import Server
 from fedsim.training.source import load_dataset
 from fedsim.training.workload import Workload
@@ -73,7 +73,7 @@ def claimed(server: Server, claim: PrivacyClaim) -> str:
     """One line on the ε of a stack, and on the noise that was found for an ε asked for."""
     found = [
         f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
-        for target, multiplier in accounting.noises(server.stack)
+        for target, multiplier in spending.noises(server.stack)
     ]
     if claim.unit is None:
         return f"{server.stack_name}: {''.join(found)}ε = ∞: {claim.reason}"

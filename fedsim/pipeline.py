@@ -38,7 +38,7 @@ from fedsim.system import paths
 from fedsim.system.device import resolve_device
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
-from fedsim.training import accounting
+from fedsim.training import spending
 from fedsim.training.server import Server
 from fedsim.training.source import data_source
 from fedsim.training.workload import Workload
@@ -320,7 +320,7 @@ class _Plan:
         if self.deployed:
             self.deployed.save(self.out)
         for name, server in self.servers.items():
-            if accounting.targets(server.stack):
+            if spending.targets(server.stack):
                 display.note(f"{self.place}{acceptance.claimed(server, self.claims[name])}")
         with fixed(self.scenario.threads):
             self._federate(display)

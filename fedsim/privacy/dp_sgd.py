@@ -1,4 +1,4 @@
-"""The calculator's mechanism `dp_sgd`: DP-SGD as people say it, by the ledger that runs are told by.
+"""The calculator's mechanism `dp_sgd`: DP-SGD as people say it, by the ledger of runs.
 
 It stands beside the ledger, which accounts it, and not among the mechanisms, which the ledger uses.
 """
@@ -85,26 +85,29 @@ class DPSGDCurve(_Keys, Curve):
     def delta(self, epsilon: float) -> Answer:
         """The least δ at which the ledger states no more than `epsilon`."""
         found = least(
-            lambda up: self.ledger(self.noise_multiplier, math.exp(up - _SMALLEST))[0] <= epsilon,
-            most=_SMALLEST,
-            tolerance=1e-6,
+            lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,
+            most=2 * _SMALLEST,
+            tolerance=1e-13,
         )
-        log_delta = min(found, _SMALLEST) - _SMALLEST
-        return self._answer(epsilon, log_delta)
+        return self._answer(epsilon, _delta(found))
 
     def epsilon(self, delta: float) -> Answer:
         """What a run's ledger states."""
-        return self._answer(self.ledger(self.noise_multiplier, delta)[0], math.log(delta))
+        return self._answer(self.ledger(self.noise_multiplier, delta)[0], delta)
 
-    def _answer(self, epsilon: float, log_delta: float) -> Answer:
-        delta = math.exp(log_delta)
+    def _answer(self, epsilon: float, delta: float) -> Answer:
         return Answer(
             epsilon=epsilon,
             delta=delta,
-            log_delta=log_delta,
-            method=self.ledger(self.noise_multiplier, min(delta, 1 - 1e-12))[1],
+            log_delta=math.log(delta),
+            method=self.ledger(self.noise_multiplier, delta)[1],
             noise_multiplier=self.noise_multiplier,
         )
+
+
+def _delta(up: float) -> float:
+    """exp(`up` - 700), and no more than a probability below 1."""
+    return math.exp(min(up - _SMALLEST, -1e-9))
 
 
 @final

@@ -29,7 +29,7 @@ from fedsim.scenario.build import (
     problem_of,
 )
 from fedsim.system.device import resolve_device
-from fedsim.training import accounting
+from fedsim.training import spending
 from fedsim.training.blame import blaming
 from fedsim.training.census import Census
 from fedsim.training.schedule import Probe, Schedule
@@ -88,8 +88,8 @@ class Server:
         """The defenses; one that asks for an ε has the noise that keeps to it."""
         refs = self.scenario.defenses[self.stack_name]
         written = build_stack(refs)
-        asking = [i for i, ref in enumerate(refs) if accounting.targets(build_stack([ref]))]
-        return accounting.calibrated(
+        asking = [i for i, ref in enumerate(refs) if spending.targets(build_stack([ref]))]
+        return spending.calibrated(
             written,
             place=f"defenses.{self.stack_name}[{asking[-1] if asking else 0}]",
             scenario=self.scenario,
@@ -395,8 +395,8 @@ class Server:
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:
-        """The local training of a probe of so many images (`accounting.as_probed`)."""
-        return accounting.as_probed(self.declared, batch_size)
+        """The local training of a probe of so many images (`spending.as_probed`)."""
+        return spending.as_probed(self.declared, batch_size)
 
 
 _KIND = {Dataset: "images", Table: "a table"}

@@ -18,7 +18,7 @@ from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.system import paths
-from fedsim.training.accounting import targets
+from fedsim.training.spending import targets
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of

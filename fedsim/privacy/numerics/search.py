@@ -26,8 +26,10 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
     the next is where a line through both hits the target, on a logarithmic grid.
 
     Raises:
-        FedsimError: no noise is enough, or hardly any is already.
+        FedsimError: the target is 0, no noise is enough, or hardly any is already.
     """
+    if target <= 0:
+        raise FedsimError("epsilon: 0 takes noise without end; ask for one above 0")
     asked = 0
 
     def excess(at: float) -> float:
