@@ -16,6 +16,8 @@ from dp_accounting.rdp import RdpAccountant
 
 from fedsim.contracts.stack import chain
 from fedsim.privacy import calculator
+from fedsim.privacy.ledger import claim
+from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
 from fedsim.training import accounting, spending
 from fedsim.training.census import Census
@@ -66,9 +68,9 @@ CASES: list[dict[str, Any]] = [
 def test_the_ledger_keeps_to_what_is_asked_and_hardly_below(case: dict[str, Any]) -> None:
     made = scenario(**case)
     workload = Workload(made, "dp")
-    claim = accounting.spent(workload, made.training.rounds)
-    assert 0.99 * case.get("epsilon", 8.0) <= claim.epsilon <= case.get("epsilon", 8.0)
-    assert claim.unit == "example" and claim.delta == 1e-5
+    held = accounting.spent(workload, made.training.rounds)
+    assert 0.99 * case.get("epsilon", 8.0) <= held.epsilon <= case.get("epsilon", 8.0)
+    assert held.unit == "example" and held.delta == 1e-5
     accounting.check_promise(workload)
 
 
@@ -165,8 +167,7 @@ def test_the_calculator_says_the_same() -> None:
     keys |= {"rounds": 5, "steps": 2}
     found = calculator.calibrate("dp_sgd", keys, epsilon=8, delta=1e-5)
     assert found.noise_multiplier == noise(made)
-    claim = accounting.spent(Workload(made, "dp"), 5)
-    assert found.epsilon == claim.epsilon
+    assert found.epsilon == accounting.spent(Workload(made, "dp"), 5).epsilon
 
 
 @pytest.mark.parametrize(
@@ -198,17 +199,27 @@ def test_two_targets_are_refused() -> None:
         Workload(made, "dp")
 
 
-def test_a_claim_that_does_not_follow_from_the_noise_is_refused() -> None:
-    """Behind it, clipping and noise hide whole clients, and the claim is theirs."""
-    made = scenario()
-    behind = {"name": "gaussian_noise", "multiplier": 50.0}
-    stack = [
-        *made.defenses["dp"],
-        *scenario(before=[{"name": "clip", "norm": 1.0}, behind]).defenses["dp"][:2],
-    ]
-    made = made.model_copy(update={"defenses": {"dp": stack}})
+def test_what_no_noise_reaches_and_what_needs_none_are_refused() -> None:
+    with pytest.raises(FedsimError, match="not reached by any noise"):
+        least_noise(lambda _: 9.0, 8.0)
     with pytest.raises(FedsimError, match="hardly any of this noise"):
-        Workload(made, "dp")
+        least_noise(lambda _: 7.0, 8.0)
+    with pytest.raises(FedsimError, match="above 0"):
+        least_noise(lambda at: 1 / at, 0.0)
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("target", [1e-3, 1.0, 8.0, 1e4])
+def test_few_questions_find_the_least_noise(power: float, target: float) -> None:
+    asked = []
+
+    def epsilon_of(at: float) -> float:
+        asked.append(at)
+        return 5.0 * at**-power
+
+    found = least_noise(epsilon_of, target)
+    assert 0.99 * target <= epsilon_of(found) <= target
+    assert len(asked) < 20
 
 
 def test_a_promise_that_cannot_be_kept_is_refused() -> None:
@@ -222,16 +233,8 @@ def test_a_promise_that_cannot_be_kept_is_refused() -> None:
 
 
 def test_without_its_noise_it_claims_nothing_and_does_not_train() -> None:
-    bare = DPSGD(norm=1.0, epsilon=8.0)
-    made = scenario()
-    held = bare.guarantee(
-        chain().guarantees(Workload(made, "none").declared)[0], Workload(made, "none").declared
-    )
-    from fedsim.privacy.ledger import claim
-
-    found = claim(
-        chain(bare), Workload(made, "none").declared, rounds=1, num_examples=300, delta=1e-5
-    )
-    assert held.mechanism is not None and found.epsilon == float("inf")
+    bare, declared = DPSGD(norm=1.0, epsilon=8.0), Workload(scenario(), "none").declared
+    found = claim(chain(bare), declared, rounds=1, num_examples=300, delta=1e-5)
+    assert found.epsilon == float("inf")
     with pytest.raises(FedsimError, match="give noise_multiplier elsewhere"):
         bare.gradient(lambda *_: None, lambda *_: {}, 4)  # type: ignore[arg-type,return-value]
