@@ -50,6 +50,7 @@ class Accepted:
         ]
         if scenario.federation.engine == "deployment":
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
+        lines += left_out(first.described)
         if first.trains:
             local = first.declared
             lines.append(
@@ -67,6 +68,15 @@ class Accepted:
             )
         defended = [one for name, one in self.servers.items() if scenario.defenses[name]]
         return [*lines, *(claimed(one, self.claims[one.stack_name]) for one in defended)]
+
+
+def left_out(described: Dataset | Table) -> list[str]:
+    """One line on the files that a source found and did not use, if there are any."""
+    if isinstance(described, Table) or not described.left_out:
+        return []
+    total = sum(count for _, count in described.left_out)
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in described.left_out)
+    return [f"left out: {number_of(total, 'file')} of the data source ({reasons})"]
 
 
 def claimed(server: Server, claim: PrivacyClaim) -> str:

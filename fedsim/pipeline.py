@@ -319,6 +319,8 @@ class _Plan:
         files.write_text(self.out / "scenario.yaml", self.resolved)
         if self.deployed:
             self.deployed.save(self.out)
+        for line in acceptance.left_out(self.described):
+            display.note(f"{self.place}{line}")
         for name, server in self.servers.items():
             if spending.targets(server.stack):
                 display.note(f"{self.place}{acceptance.claimed(server, self.claims[name])}")
@@ -495,6 +497,7 @@ class _Plan:
                 "notes": {
                     "lpips": self._lpips_note(),
                     "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
+                    **{"data": line for line in acceptance.left_out(self.described)},
                     **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
                 },
             },
