@@ -497,7 +497,7 @@ class _Plan:
                 "notes": {
                     "lpips": self._lpips_note(),
                     "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
-                    **{"data": line for line in acceptance.left_out(self.described)},
+                    **dict(zip(["data"], acceptance.left_out(self.described), strict=False)),
                     **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
                 },
             },

@@ -50,17 +50,15 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
     name = tree.name(labels)
     reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
     try:
-        lacking = [
-            column for column in ("file", "label") if column not in (reader.fieldnames or [])
-        ]
+        lacking = {"file", "label"} - set(reader.fieldnames or [])
         if lacking:
             raise FedsimError(
-                f"labels: {name} has no column {lacking[0]!r} in its first line; write "
+                f"labels: {name} has no column {min(lacking)!r} in its first line; write "
                 "`file,label` there"
             )
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise FedsimError(f"labels: {name} line {reader.line_num}: {error}; mend it") from error
+        raise FedsimError(f"labels: {name}: line {reader.line_num}: {error}; mend it") from error
     wrong, found = [], {}
     for line, row in rows:
         file, label = (row["file"] or "").strip(), (row["label"] or "").strip()
@@ -88,10 +86,10 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
 class ImageFolder(DataSource):
     """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
 
-    Or at `<class>/<name>`, or anywhere with `labels`: then `test_share` is held out. BMP, GIF (first
-    frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF says, what
-    is transparent over white. Other files are left out and counted, hidden ones left out. The order
-    is that of client, file and class names, so that an image of another class under the same name
+    Or at `<class>/<name>`, or anywhere with `labels`: then `test_share` is held out. BMP, GIF
+    (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF says, what
+    is transparent over white. Other files are counted, hidden ones not. The order is
+    that of client, file and class names, so that an image of another class under the same name
     takes the same place.
     """
 
@@ -279,7 +277,7 @@ class ImageFolder(DataSource):
                 image = self._decode(tree, item.path)
             except UnreadableError as error:
                 if self.unreadable == "refuse":
-                    raise
+                    raise FedsimError(f"{error}, or set `unreadable: skip`") from error
                 left_out[error.reason] += 1
                 continue
             if images is None:

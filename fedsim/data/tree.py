@@ -237,8 +237,7 @@ class ZipTree(Tree):
 
 def _unreadable(name: str, cause: str, reason: str) -> UnreadableError:
     return UnreadableError(
-        f"{name} cannot be read as an image ({cause}): repair or remove it, or set "
-        "`unreadable: skip`",
+        f"{name} cannot be read as an image ({cause}): repair or remove it",
         reason,
     )
 

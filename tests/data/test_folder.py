@@ -1,6 +1,7 @@
 """Image folders: the same from a directory and from a zip, and safe on bad archives."""
 
 import io
+import shutil
 import zipfile
 
 import pytest
@@ -50,7 +51,13 @@ def write_directory(path, files):
 
 @pytest.fixture(params=[write_zip, write_directory], ids=["zip", "directory"])
 def write(request, tmp_path):
-    return lambda files: request.param(tmp_path / "set.zip", files)
+    def written(files):
+        path = tmp_path / "set.zip"
+        if path.is_dir():
+            shutil.rmtree(path)
+        return request.param(path, files)
+
+    return written
 
 
 def test_classes_order_pixels_and_normalization(write):
@@ -299,12 +306,12 @@ def test_class_folders_are_split_by_the_digests_of_names(write):
 def test_the_share_to_test_on_is_kept_to_and_refused_beside_splits(write):
     more = ImageFolder(path=write(PHOTOS), test_share=0.6).load()
     assert 24 <= len(more.test_labels) <= 48
-    with pytest.raises(FedsimError, match="test_share.*none is left to train"):
+    with pytest.raises(FedsimError, match=r"test_share.*none is left to train"):
         ImageFolder(path=write({"cat/0.png": png(0)}), test_share=0.99).load()
 
 
 def test_a_share_beside_folders_of_splits_is_refused(write):
-    with pytest.raises(FedsimError, match="test_share.*has folders train and test"):
+    with pytest.raises(FedsimError, match=r"test_share.*has folders train and test"):
         ImageFolder(path=write(FILES), test_share=0.5).load()
 
 
@@ -338,7 +345,7 @@ def test_a_csv_names_the_labels(write):
         ("IMG_1.png", "line 4: no label"),
         ("IMG_0.png,a", "line 4: 'IMG_0.png' is listed before"),
         ("labels.csv,a", "line 4: 'labels.csv' is no image"),
-        ('"IMG_1.png,a', "line 4"),
+        ('"IMG_1.png,a', "line 4: unexpected end of data"),
     ],
 )
 def test_wrong_rows_are_refused_with_their_lines(write, row, said):
@@ -369,7 +376,7 @@ def test_a_link_out_of_the_folder_is_no_file_of_it(tmp_path):
     root = tmp_path / "set"
     write_directory(root, {**FLAT, "labels.csv": rows_of(["IMG_0.png,a", "out.png,b"])})
     (root / "out.png").symlink_to(tmp_path / "secret.png")
-    with pytest.raises(FedsimError, match="line 3: there is no file 'out.png'"):
+    with pytest.raises(FedsimError, match=r"line 3: there is no file 'out.png'"):
         ImageFolder(path=str(root), labels="labels.csv").load()
 
 
@@ -399,7 +406,7 @@ def test_what_is_left_out_is_counted_by_reason(write, monkeypatch):
         "more than 8 bits per channel": 1,
         "more than 100 pixels": 1,
     }
-    assert ImageFolder(path=write(PHOTOS)).load().left_out in ((), data.left_out)
+    assert ImageFolder(path=write(PHOTOS)).load().left_out == ()
 
 
 def test_none_that_can_be_read_is_refused(write):
