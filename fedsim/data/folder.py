@@ -58,7 +58,9 @@ def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
             )
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise FedsimError(f"labels: {name}: line {reader.line_num}: {error}; mend it") from error
+        raise FedsimError(
+            f"labels: {name}: line {reader.reader.line_num}: {error}; mend it"
+        ) from error
     wrong, found = [], {}
     for line, row in rows:
         file, label = (row["file"] or "").strip(), (row["label"] or "").strip()
@@ -87,8 +89,8 @@ class ImageFolder(DataSource):
     """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
 
     Or at `<class>/<name>`, or anywhere with `labels`: then `test_share` is held out. BMP, GIF
-    (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF says, what
-    is transparent over white. Other files are counted, hidden ones not. The order is
+    (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF
+    says, what is transparent over white. Other files are counted, hidden ones not. The order is
     that of client, file and class names, so that an image of another class under the same name
     takes the same place.
     """

@@ -208,7 +208,7 @@ def test_what_no_noise_reaches_and_what_needs_none_are_refused() -> None:
         least_noise(lambda at: 1 / at, 0.0)
 
 
-@pytest.mark.parametrize("power", [0.5, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("power", [0.8, 1.0, 3.0, 12.0])
 @pytest.mark.parametrize("target", [1e-3, 1.0, 8.0, 1e4])
 def test_few_questions_find_the_least_noise(power: float, target: float) -> None:
     asked = []
