@@ -54,7 +54,7 @@ class Accepted:
         if first.trains:
             local = first.declared
             lines.append(
-                f"local training: {number_of(local.steps, 'step')} of {local.batch_size} {of}s, "
+                f"local training: {number_of(local.steps, 'step')} of {number_of(local.batch_size, of)}, "
                 f"sampling {local.sampling}"
             )
         observe = scenario.observe

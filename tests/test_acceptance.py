@@ -28,7 +28,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "buffer_range": {**SECURE, "model": {"name": "resnet18", "width": 4}},
     "noise that rounding eats": {"defenses": {"s": [{"name": "clip", "norm": 1.0}, QUIET]}},
     "a large batch": {"training": {"local": {"batch_size": 1000}}},
-    "nobody observed": {"observe": {"clients": [1]}, "federation": {"participation": 0.3}},
+    "no neurons to plant": {"observe": {"plant": True, "batch_sizes": [1]}},
     "nothing to audit": {"audit": {"method": "two_worlds"}},
     "no weights": {"training": {"weights": "lost.safetensors"}},
     "no folder": {"data": {"source": {"name": "image_folder", "path": "lost"}}},
