@@ -53,8 +53,9 @@ class Accepted:
         lines += left_out(first.described)
         if first.trains:
             local = first.declared
+            each = number_of(local.batch_size, of)
             lines.append(
-                f"local training: {number_of(local.steps, 'step')} of {number_of(local.batch_size, of)}, "
+                f"local training: {number_of(local.steps, 'step')} of {each}, "
                 f"sampling {local.sampling}"
             )
         observe = scenario.observe
