@@ -46,7 +46,9 @@ class _Keys(Stated):
                 f"({number_of(self.examples, 'example')}); use a smaller batch"
             )
         if self.batches == "same" and self.sampling != "without_replacement" and self.steps > 1:
-            raise ValueError(f"sampling: {self.sampling} draws a batch for each step")
+            raise ValueError(
+                f"a batch is drawn for each step under {self.sampling}; use batches: different"
+            )
         return self
 
     def neighbours(self) -> str:
