@@ -46,7 +46,8 @@ class Accepted:
         lines = [
             f"data: {number_of(len(held), 'client')} each with {counts}, and "
             f"{number_of(first.test_set()[0], f'{of} to test on', f'{of}s to test on')}",
-            f"rounds: {scenario.training.rounds:,}, each of {taking} of {number_of(len(held), 'client')}",
+            f"rounds: {scenario.training.rounds:,}, each of {taking} of "
+            f"{number_of(len(held), 'client')}",
         ]
         if scenario.federation.engine == "deployment":
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
