@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.acceptance import validate
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -38,9 +39,20 @@ _HOMES = {
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
+    "validate": "fedsim.acceptance",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "preflight", "run"]
+__all__ = [
+    "Grant",
+    "Scenario",
+    "attack",
+    "load",
+    "load_observation",
+    "observe",
+    "preflight",
+    "run",
+    "validate",
+]
 
 
 def __getattr__(name: str) -> Any:
