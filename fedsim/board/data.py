@@ -15,7 +15,7 @@ from fedsim.report import facts
 from fedsim.report.figures import format_accuracy, format_claim
 from fedsim.report.glossary import TERMS
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.row import LeaderboardRow
+from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
 from fedsim.report.threat import VANTAGES
 from fedsim.results.reading import Run, load_runs, measurements
 from fedsim.scoring import METRICS
@@ -55,6 +55,8 @@ def document(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> dict[str, A
     return {
         "metrics": [_metric(name) for name in shown],
         "metric_fields": METRIC_FIELDS,
+        "required_gain": REQUIRED_GAIN,
+        "exposed_gain": EXPOSED_GAIN,
         "settings": settings.entries(),
         "comparisons": settings.comparisons(),
         "views": [

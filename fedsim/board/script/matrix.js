@@ -1,6 +1,4 @@
 // The worst attack on each defense, the matrix of attacks and defenses, and the details of a row.
-const RECOGNIZED = 10;
-
 // How much leaks, as a class: the same limits as the report's, by the lower end of the interval.
 function level(row, name) {
   const state = row.state[name];
@@ -54,7 +52,7 @@ function cell(row, name, isFirst) {
   const above = aboveGuess(figures, metric, figures.excess_low, figures.excess_high);
   return element("button", {
     type: "button", class: `cell ${level(row, name)}${isFirst ? " first" : ""}`,
-    "data-row": data.rows.indexOf(row), "aria-haspopup": "dialog",
+    "data-row": row.index, "aria-haspopup": "dialog",
     on: { click: () => showDetail(row) },
   },
     pictureOf(row, `${attack} on ${defense}`),
@@ -65,7 +63,7 @@ function cell(row, name, isFirst) {
     element("span", {}, trials(row)),
     state ? element("span", {}, STATES[state]) : null,
     row.exposed && state !== "failed" && name === "psnr"
-      ? element("span", {}, `at least one trial gains ${RECOGNIZED} dB`) : null,
+      ? element("span", {}, `at least one trial gains ${data.exposed_gain} dB or more`) : null,
     isFirst ? element("span", {}, "▸ worst on this defense") : null);
 }
 
@@ -99,7 +97,7 @@ function drawMatrix(view) {
       ...attacks.map((attack) => {
         const own = rows.filter((row) => row.attack === attack && row.metrics[name]);
         return element("td", {}, ...(own.length
-          ? own.map((row) => cell(row, name, ranked && first.has(data.rows.indexOf(row))))
+          ? own.map((row) => cell(row, name, ranked && first.has(row.index)))
           : [element("span", { class: "absent" }, "not measured")]));
       }));
   });

@@ -1,0 +1,161 @@
+// All rows: sorted, filtered and searched by DataTables. Sorting stays within a view, so that rows
+// of two views are in no common ranking.
+let table = null;
+let viewOrder = [];
+
+const viewLabel = (view) =>
+  `${settingTitle(view.setting)}; ${text(view.threat)}; ${view.vantage}; batch ${view.batch}; round ${view.round}`;
+
+const epsilonValue = (value) => (value === "inf" ? Number.MAX_VALUE : isNumber(value) ? value : null);
+
+function metricColumn(title, field, show) {
+  return { title, field, number: true,
+    value: (row) => figuresOf(row, state.metric)?.[field] ?? null,
+    show: (row) => {
+      const figures = figuresOf(row, state.metric);
+      return figures ? show(figures, metricNamed(state.metric)) : "–";
+    } };
+}
+
+const COLUMNS = [
+  { title: "view", field: "view", value: (row) => viewOrder[row.view], show: (row) => viewLabel(data.views[row.view]), searched: true },
+  { title: "defense", field: "defense", value: (row) => text(row.defense), searched: true },
+  { title: "attack", field: "attack", value: (row) => text(row.attack), searched: true },
+  metricColumn("above the guess", "excess", (f, m) => aboveGuess(f, m, f.excess_low, f.excess_high) ?? "–"),
+  metricColumn("value", "mean", (f, m) => `${number(f.mean, m)}${interval(f.low, f.high, m)}`),
+  metricColumn("guess", "guess", (f, m) => number(f.guess, m)),
+  metricColumn("worst", "worst", (f, m) => number(f.worst, m)),
+  { title: "n", field: "n", number: true, value: (row) => row.n, show: (row) => `${row.ok}/${row.n}` },
+  { title: "accuracy", field: "accuracy", number: true, value: (row) => row.accuracy[0], show: (row) => text(row.accuracy_text) },
+  { title: "claimed ε", field: "epsilon", number: true, value: (row) => epsilonValue(row.epsilon), show: (row) => epsilonText(row.epsilon) },
+  { title: "audited ε", field: "audited", number: true, value: (row) => row.audited, show: (row) => epsilonText(row.audited) },
+  { title: "seconds", field: "seconds", number: true, value: (row) => row.seconds, show: (row) => (isNumber(row.seconds) ? row.seconds.toFixed(1) : "–") },
+  { title: "note", field: "note", value: (row) => note(row), searched: true },
+];
+
+function note(row) {
+  const found = STATES[row.state[state.metric]];
+  return [found, text(row.warning)].filter(Boolean).join(" | ");
+}
+
+// DataTables sets a cell's HTML: what is displayed is escaped here.
+function asColumn(column) {
+  const show = column.show ?? column.value;
+  return {
+    title: escaped(column.title), data: null, type: column.number ? "num" : "string",
+    className: column.number ? "number" : "", orderSequence: column.number ? ["desc", "asc"] : ["asc", "desc"],
+    searchable: Boolean(column.searched),
+    render: (_, type, row) => {
+      if (type === "display") return escaped(show(row));
+      if (type === "filter") return column.searched ? show(row) : "";
+      return column.value(row) ?? (column.number ? -Number.MAX_VALUE : "");
+    },
+  };
+}
+
+const sorting = () => {
+  const [field, direction] = state.sort.split(":");
+  const index = COLUMNS.findIndex((column) => column.field === field);
+  return index > 0 ? [[index, direction === "asc" ? "asc" : "desc"]] : [[3, "desc"]];
+};
+
+function makeTable() {
+  table = new DataTable("#rows", {
+    data: [], columns: COLUMNS.map(asColumn), pageLength: 25, deferRender: true, autoWidth: false,
+    order: sorting(), orderFixed: { pre: [[0, "asc"]] }, orderMulti: false,
+    layout: { topStart: null, topEnd: null, bottomStart: "info", bottomEnd: "paging" },
+    language: { emptyTable: "No row.", zeroRecords: "No row fits.", info: "_START_ to _END_ of _TOTAL_ rows",
+      infoEmpty: "No row", infoFiltered: "(of _MAX_)" },
+    columnDefs: [{ targets: 0, orderable: false }],
+  });
+  table.search.fixed("chosen", (_, row) =>
+    (state.scope === "all" || row.view === chosenView) &&
+    (!state.defense || text(row.defense) === state.defense) &&
+    (!state.attack || text(row.attack) === state.attack));
+  table.on("order", () => {
+    const [first] = table.order().filter(([index]) => index > 0);
+    if (!first || drawing) return;
+    state.sort = first[0] === 3 && first[1] === "desc" ? "" : `${COLUMNS[first[0]].field}:${first[1]}`;
+    writeAddress();
+  });
+}
+
+let drawing = false;
+let chosenView = null;
+let tableData = null;
+
+function drawRows(view) {
+  drawing = true;
+  chosenView = view ? data.views.indexOf(view) : null;
+  if (tableData !== data) {
+    viewOrder = data.views.map((_, index) => index);
+    table.clear().rows.add(data.rows.filter((row) => isValid(data.views[row.view])));
+    tableData = data;
+    tableMetric = state.metric;
+  } else if (tableMetric !== state.metric) {
+    table.rows().invalidate("data");
+    tableMetric = state.metric;
+  }
+  choices("defense", "every defense");
+  choices("attack", "every attack");
+  byId("search").value = state.search;
+  byId("scope").value = state.scope;
+  table.column(0).visible(state.scope === "all", false);
+  table.order(sorting()).search(state.search).draw();
+  const metric = metricNamed(state.metric);
+  byId("rows-note").textContent = `Figures are of ${metric ? metric.heading : "no metric"}. ` +
+    "Rows of one view stand together, and sorting stays within a view: no two views share a ranking.";
+  drawing = false;
+}
+
+let tableMetric = null;
+
+function choices(key, every) {
+  const place = byId(key);
+  const names = [...new Set(data.rows.map((row) => row[key]))].map(text).sort();
+  if (state[key] && !names.includes(state[key])) state[key] = "";
+  place.replaceChildren(element("option", { value: "" }, every),
+    ...names.map((name) => element("option", { value: name }, name)));
+  place.value = state[key];
+}
+
+// Rows of comparisons from which nothing follows, and runs without a score.
+function drawApart() {
+  const place = byId("apart");
+  const parts = [];
+  data.comparisons.forEach((comparison, index) => {
+    if (comparison.valid) return;
+    const rows = data.rows.filter((row) => data.views[row.view].comparison === index);
+    const shown = rows.slice(0, APART);
+    parts.push(element("details", { class: "apart" },
+      element("summary", {}, element("span", { class: "pill bad" }, "INVALID"), ` ${comparison.title} (${counted(rows.length, "row")})`),
+      element("p", { class: "small" }, comparison.control),
+      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `INVALID: ${comparison.title}` },
+        element("table", { class: "data" },
+          element("thead", {}, element("tr", {}, ...["defense", "attack", "B", "round", "metric", "value", "above the guess", "n"]
+            .map((head) => element("th", { scope: "col" }, head)))),
+          element("tbody", {}, ...shown.map(apartRow)))),
+      rows.length > APART ? element("p", { class: "small muted" }, `${counted(rows.length - APART, "more row")}; JSON has all.`) : null));
+  });
+  for (const setting of data.settings) {
+    for (const line of setting.waiting) {
+      parts.push(element("p", { class: "small" },
+        element("span", { class: "pill some" }, line.split(":")[0]), ` ${setting.title}: ${line}`));
+    }
+  }
+  byId("apart-section").hidden = !parts.length;
+  place.replaceChildren(...parts);
+}
+
+const APART = 200;
+
+function apartRow(row) {
+  const view = data.views[row.view];
+  const name = row.metrics.psnr ? "psnr" : Object.keys(row.metrics)[0];
+  const metric = name && metricNamed(name);
+  const figures = name && figuresOf(row, name);
+  return element("tr", {}, ...[text(row.defense), text(row.attack), view.batch, view.round,
+    metric ? metric.heading : "–", metric ? number(figures.mean, metric) : "–",
+    (metric && aboveGuess(figures, metric, figures.excess_low, figures.excess_high)) ?? "–", `${row.ok}/${row.n}`]
+    .map((value) => element("td", {}, String(value))));
+}
