@@ -9,6 +9,9 @@ from fedsim.scoring import Summary
 SHOWN = 300
 """A text of more characters is cut on the page; the run's files have all of it."""
 
+SENTENCE = 1000
+"""Likewise of a sentence that is made of such texts."""
+
 _DIGITS = 6
 """Figures keep so many significant digits."""
 
@@ -29,9 +32,9 @@ class Texts:
         return [shortened(text) for text in self._numbers]
 
 
-def shortened(text: str) -> str:
-    """Returns `text`, cut behind `SHOWN` characters with a note of its length."""
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}… ({len(text):,} characters)"
+def shortened(text: str, most: int = SHOWN) -> str:
+    """Returns `text`, cut behind `most` characters with a note of its length."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
 
 
 def figure(value: float | None) -> float | str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedsim.board.compact import figure, shortened
+from fedsim.board.compact import SENTENCE, figure, shortened
 from fedsim.report import facts
 from fedsim.report.answers import answers
 from fedsim.report.control import describe_comparison, positive_controls, warnings
@@ -82,11 +82,11 @@ class Settings:
         return {
             "title": shortened(describe_comparison(key)),
             "valid": control.status == "passed",
-            "control": shortened(control.reason),
-            "warnings": [shortened(line) for line in warnings(rows)],
+            "control": shortened(control.reason, SENTENCE),
+            "warnings": [shortened(line, SENTENCE) for line in warnings(rows)],
             "answers": {
                 shortened(answer.defense): {
-                    "sentence": answer.sentence,
+                    "sentence": shortened(answer.sentence, SENTENCE),
                     "verdict": answer.verdict,
                 }
                 for answer in answers(rows, control, self._runs_of(rows))
@@ -101,11 +101,15 @@ class Settings:
 def _claims(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns what each defense of one setting claims, and the most that an audit found."""
     claims = {row.defense: _claim(row) for row in utility(runs)}
+    weakest: dict[str, LeaderboardRow] = {}
     for row in rows:
         # Rows state δ, unit and neighbours also where the lines of rounds do not.
         audited = (claims.get(row.defense) or {}).get("audited")
         found = [value for value in (audited, row.audited_epsilon) if value is not None]
-        claims[row.defense] = _claim(row) | {"audited": figure(max(found, default=None))}
+        stated = weakest.get(row.defense, row)
+        weakest[row.defense] = max(stated, row, key=lambda r: -1 if r.epsilon is None else r.epsilon)
+        claim = _claim(weakest[row.defense])
+        claims[row.defense] = claim | {"audited": figure(max(found, default=None))}
     return list(claims.values())
 
 

@@ -112,10 +112,10 @@ def test_the_headline_is_the_worst_attack_of_each_defense(board: Browser, runs: 
 def test_a_switch_shows_another_view_and_stands_in_the_address(
     board: Browser, name: str, words: str
 ) -> None:
-    before = board.text("#matrix")
+    before = board.text("#matrix"), board.text("#matrix-view")
     board.choose(name, words)
-    assert board.text("#matrix") != before
-    caption = board.text("#matrix caption")
+    assert (board.text("#matrix"), board.text("#matrix-view")) != before
+    caption = board.text("#matrix-view")
     assert words in caption
     assert words in state(board)[name]
     shown = board.run(
@@ -235,7 +235,7 @@ def test_an_address_with_nonsense_shows_what_there_is(board: Browser, page: str)
 
 def test_going_to_another_address_on_the_page_changes_the_view(board: Browser) -> None:
     board.run("location.hash = '#round=1'")
-    board.wait(lambda: "round 1" in board.text("#matrix caption"))
+    board.wait(lambda: "round 1" in board.text("#matrix-view"))
 
 
 def test_a_cell_opens_its_figures_by_the_keyboard(board: Browser) -> None:
@@ -346,4 +346,4 @@ def test_defenses_that_a_view_lacks_are_named_with_a_way_to_them(
     assert browser.texts("#worst h3") == ["none", "Not in this view"]
     browser.click("#worst li:last-child button")
     assert browser.texts("#worst h3") == ["dp", "Not in this view"]
-    assert "seen from: aggregate" in browser.text("#matrix caption")
+    assert "seen from: aggregate" in browser.text("#matrix-view")

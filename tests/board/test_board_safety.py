@@ -10,7 +10,7 @@ import pytest
 from board_runs import FORMULA, HOSTILE, LONG, QUOTES
 from browser import Browser
 
-from fedsim.board.compact import SHOWN
+from fedsim.board.compact import SENTENCE, SHOWN
 from fedsim.board.data import board_data
 from fedsim.board.page import html, policy
 
@@ -45,7 +45,7 @@ def test_a_script_that_gets_into_the_page_does_not_run(browser: Browser, page: s
 def test_long_texts_are_cut(runs: Path) -> None:
     data = board_data([runs])
     assert max(map(len, data["texts"])) < SHOWN + 50
-    assert LONG[: SHOWN + 1] not in json.dumps(data)
+    assert LONG[: SENTENCE + 1] not in json.dumps(data)
     assert any(f"{len(LONG) + 13:,} characters" in text for text in data["texts"])
 
 

@@ -101,16 +101,16 @@ function listen() {
   for (const key of KEYS) {
     byId(key).addEventListener("change", (event) => { state[key] = event.target.value; draw(); });
   }
-  for (const key of ["defense", "attack", "scope"]) {
-    byId(key).addEventListener("change", (event) => {
+  for (const key of ["defense", "attack", "search"]) {
+    byId(key).addEventListener("input", (event) => {
       state[key] = event.target.value;
-      drawRows(currentView());
+      filterRows();
       writeAddress();
     });
   }
-  byId("search").addEventListener("input", (event) => {
-    state.search = event.target.value;
-    table.search(state.search).draw();
+  byId("scope").addEventListener("change", (event) => {
+    state.scope = event.target.value;
+    drawRows(currentView());
     writeAddress();
   });
   for (const id of ["view", "filters"]) byId(id).addEventListener("submit", (event) => event.preventDefault());

@@ -73,6 +73,7 @@ function drawMatrix(view) {
   const place = byId("matrix");
   place.replaceChildren();
   byId("matrix-note").textContent = "";
+  byId("matrix-view").textContent = view && metric ? describeView(view) : "";
   byId("export-latex").hidden = !view || !metric;
   if (!view || !metric) {
     place.append(element("p", { class: "absent" }, "No attack is scored in this setting."));
@@ -102,7 +103,6 @@ function drawMatrix(view) {
       }));
   });
   place.append(element("table", { class: "matrix" },
-    element("caption", { class: "muted small" }, describeView(view)),
     element("thead", {}, head), element("tbody", {}, ...body)));
 }
 

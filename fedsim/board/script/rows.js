@@ -1,7 +1,6 @@
 // All rows: sorted, filtered and searched by DataTables. Sorting stays within a view, so that rows
 // of two views are in no common ranking.
 let table = null;
-let viewOrder = [];
 
 const viewLabel = (view) =>
   `${settingTitle(view.setting)}; ${text(view.threat)}; ${view.vantage}; batch ${view.batch}; round ${view.round}`;
@@ -18,7 +17,7 @@ function metricColumn(title, field, show) {
 }
 
 const COLUMNS = [
-  { title: "view", field: "view", value: (row) => viewOrder[row.view], show: (row) => viewLabel(data.views[row.view]), searched: true },
+  { title: "view", field: "view", value: (row) => row.view, show: (row) => viewLabel(data.views[row.view]), searched: true },
   { title: "defense", field: "defense", value: (row) => text(row.defense), searched: true },
   { title: "attack", field: "attack", value: (row) => text(row.attack), searched: true },
   metricColumn("above the guess", "excess", (f, m) => aboveGuess(f, m, f.excess_low, f.excess_high) ?? "–"),
@@ -69,7 +68,6 @@ function makeTable() {
     columnDefs: [{ targets: 0, orderable: false }],
   });
   table.search.fixed("chosen", (_, row) =>
-    (state.scope === "all" || row.view === chosenView) &&
     (!state.defense || text(row.defense) === state.defense) &&
     (!state.attack || text(row.attack) === state.attack));
   table.on("order", () => {
@@ -82,41 +80,45 @@ function makeTable() {
 
 let drawing = false;
 let chosenView = null;
-let tableData = null;
+let contents = ""; // what the table holds: remade only if that changes
+let contentsOf = null;
 
+// The table holds the rows of all views only while they are asked for, so that a switch is quick.
 function drawRows(view) {
   drawing = true;
   chosenView = view ? data.views.indexOf(view) : null;
-  if (tableData !== data) {
-    viewOrder = data.views.map((_, index) => index);
-    table.clear().rows.add(data.rows.filter((row) => isValid(data.views[row.view])));
-    tableData = data;
-    tableMetric = state.metric;
-  } else if (tableMetric !== state.metric) {
-    table.rows().invalidate("data");
-    tableMetric = state.metric;
+  const isAll = state.scope === "all";
+  const wanted = `${isAll ? "all" : chosenView} ${state.metric}`;
+  if (contentsOf !== data) {
+    choices("defense", "every defense");
+    choices("attack", "every attack");
   }
-  choices("defense", "every defense");
-  choices("attack", "every attack");
-  byId("search").value = state.search;
-  byId("scope").value = state.scope;
-  table.column(0).visible(state.scope === "all", false);
-  table.order(sorting()).search(state.search).draw();
+  if (contentsOf !== data || contents !== wanted) {
+    const rows = isAll ? data.rows : view ? view.rows.map((index) => data.rows[index]) : [];
+    table.clear().rows.add(rows.filter((row) => isValid(data.views[row.view])));
+    [contents, contentsOf] = [wanted, data];
+  }
+  for (const key of ["search", "scope", "defense", "attack"]) byId(key).value = state[key];
+  if (table.column(0).visible() !== isAll) table.column(0).visible(isAll, false);
   const metric = metricNamed(state.metric);
   byId("rows-note").textContent = `Figures are of ${metric ? metric.heading : "no metric"}. ` +
     "Rows of one view stand together, and sorting stays within a view: no two views share a ranking.";
+  table.order(sorting()).search(state.search).draw();
   drawing = false;
 }
 
-let tableMetric = null;
+function filterRows() {
+  drawing = true;
+  table.search(state.search).draw();
+  drawing = false;
+}
 
 function choices(key, every) {
   const place = byId(key);
-  const names = [...new Set(data.rows.map((row) => row[key]))].map(text).sort();
-  if (state[key] && !names.includes(state[key])) state[key] = "";
+  const names = [...new Set([...new Set(data.rows.map((row) => row[key]))].map(text))].sort();
+  if (state[key] && !names.includes(state[key])) state[key] = ""; // no such name is there
   place.replaceChildren(element("option", { value: "" }, every),
     ...names.map((name) => element("option", { value: name }, name)));
-  place.value = state[key];
 }
 
 // Rows of comparisons from which nothing follows, and runs without a score.
