@@ -40,7 +40,6 @@ const tell = (field, event) => field.dispatchEvent(new Event(event, { bubbles: t
 const set = (id, value) => {
   const field = document.getElementById(id);
   field.value = value;
-  tell(field, 'input');
   tell(field, 'change');
 };
 const drawn = () => new Promise((done) => {
@@ -178,7 +177,11 @@ def line(
         },
         "baseline": {"psnr": 14.0, "ssim": 0.2, "rmse": 0.2, "label_accuracy": 0.1},
         "control": {"other_update": {"psnr": 10.0, "label_accuracy": 0.1}},
-        "utility": {"test_accuracy": 0.7 - defense / 100, "test_examples": 1000, "test_chance": 0.1},
+        "utility": {
+            "test_accuracy": 0.7 - defense / 100,
+            "test_examples": 1000,
+            "test_chance": 0.1,
+        },
         "privacy": {"epsilon": float(defense) if defense else "inf", "audited_epsilon": 0.5},
         "cost": {"seconds": 10.0},
     }

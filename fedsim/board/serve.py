@@ -120,10 +120,7 @@ def serve(
     token = secrets.token_urlsafe(24) if needed else None
     with BoardServer(folders, host, port, token) as server:
         on_ready(server)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
+        server.serve_forever()
 
 
 def is_loopback(host: str) -> bool:

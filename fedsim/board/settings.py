@@ -107,7 +107,9 @@ def _claims(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[dict[st
         audited = (claims.get(row.defense) or {}).get("audited")
         found = [value for value in (audited, row.audited_epsilon) if value is not None]
         stated = weakest.get(row.defense, row)
-        weakest[row.defense] = max(stated, row, key=lambda r: -1 if r.epsilon is None else r.epsilon)
+        weakest[row.defense] = max(
+            stated, row, key=lambda r: -1 if r.epsilon is None else r.epsilon
+        )
         claim = _claim(weakest[row.defense])
         claims[row.defense] = claim | {"audited": figure(max(found, default=None))}
     return list(claims.values())

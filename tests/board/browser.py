@@ -24,15 +24,20 @@ class Browser:
 
         options = Options()
         options.binary_location = CHROMIUM or ""
-        for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        for argument in (
+            "--headless=new",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-dev-shm-usage",
+        ):
             options.add_argument(argument)
         options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
         self.downloads = downloads
 
-    def open(self, address: str, width: int = 1280, height: int = 900) -> None:
-        """Open a page afresh in a window of that size, and wait until it is drawn."""
+    def open(self, address: str, width: int = 1280, height: int = 900, drawn: bool = True) -> None:
+        """Open a page afresh in a window of that size, and wait until it is `drawn`."""
         self.driver.get("about:blank")
         self.driver.execute_cdp_cmd(
             "Emulation.setDeviceMetricsOverride",
@@ -40,7 +45,8 @@ class Browser:
         )
         self.complaints()
         self.driver.get(address)
-        self.wait(lambda: self.run("return document.querySelector('#rows tbody td') !== null"))
+        if drawn:
+            self.wait(lambda: self.run("return document.querySelector('#rows tbody td') !== null"))
 
     def prefer(self, scheme: str) -> None:
         """Pretend that the system is light or dark."""
@@ -65,7 +71,9 @@ class Browser:
 
     def text(self, selector: str) -> str:
         """The visible text of the first element that fits."""
-        return str(self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(
+            self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+        )
 
     def texts(self, selector: str) -> list[str]:
         """The visible texts of all elements that fit."""

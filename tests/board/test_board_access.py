@@ -55,6 +55,8 @@ def test_nothing_serious_in_an_invalid_setting_or_in_details(
 
 def test_axe_finds_what_it_is_for(browser: Browser, page: str) -> None:
     browser.open(page)
-    browser.run("document.querySelector('#search').parentElement.replaceWith(document.querySelector('#search'))")
+    browser.run(
+        "document.querySelector('#search').parentElement.replaceWith(document.querySelector('#search'))"
+    )
     browser.run("document.querySelector('#search').removeAttribute('placeholder')")
     assert any(finding.startswith("label") for finding in serious(browser))

@@ -127,10 +127,7 @@ def test_a_switch_shows_another_view_and_stands_in_the_address(
 
 def test_a_round_never_shows_the_figures_of_another(board: Browser, runs: Path) -> None:
     board.choose("round", "1")
-    [row] = [
-        row
-        for row in lines(runs, batch_size=1, round=1, defense="none", attack="inverting_gradients")
-    ]
+    [row] = lines(runs, batch_size=1, round=1, defense="none", attack="inverting_gradients")
     assert row.gain is not None and row.gain.mean > 40
     assert f"+{row.gain.mean:.1f} dB" in board.text("#worst li")
 
@@ -254,7 +251,9 @@ def test_every_control_is_reached_by_tab(board: Browser) -> None:
     reached = set()
     for _ in range(60):
         board.press(Keys.TAB)
-        reached.add(board.run("return document.activeElement.id || document.activeElement.className"))
+        reached.add(
+            board.run("return document.activeElement.id || document.activeElement.className")
+        )
     wanted = {"theme", "setting", "threat", "vantage", "batch", "metric", "export-latex"}
     assert wanted | {"matrix", "export-csv", "search", "defense", "scope"} <= reached
 

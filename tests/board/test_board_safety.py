@@ -25,7 +25,12 @@ def test_hostile_names_are_shown_as_text(browser: Browser, page: str) -> None:
     browser.run("document.getElementById('detail').close()")
     assert browser.complaints() == []
     assert browser.run("return window.pwned") is None
-    assert browser.run("return document.querySelectorAll('img[src=\"x\"], main b, main script').length") == 0
+    assert (
+        browser.run(
+            "return document.querySelectorAll('img[src=\"x\"], main b, main script').length"
+        )
+        == 0
+    )
     headings = browser.texts("#worst h3")
     assert HOSTILE in headings and QUOTES in headings
     assert FORMULA in browser.text("#matrix thead") and HOSTILE in browser.text("#rows")

@@ -101,8 +101,8 @@ function listen() {
   for (const key of KEYS) {
     byId(key).addEventListener("change", (event) => { state[key] = event.target.value; draw(); });
   }
-  for (const key of ["defense", "attack", "search"]) {
-    byId(key).addEventListener("input", (event) => {
+  for (const [key, kind] of [["defense", "change"], ["attack", "change"], ["search", "input"]]) {
+    byId(key).addEventListener(kind, (event) => {
       state[key] = event.target.value;
       filterRows();
       writeAddress();
