@@ -108,7 +108,8 @@ def in_browser(address: str) -> dict[str, float]:
                     f"{PRELUDE} const [done] = arguments; const start = performance.now();"
                     f"const shown = drawn(); {action.replace('TURN', str(turn))};"
                     # The layout is part of what a reader waits for.
-                    "shown.then(() => { document.body.offsetHeight; done(performance.now() - start); });"
+                    "shown.then(() => { document.body.offsetHeight;"
+                    "done(performance.now() - start); });"
                 )
                 times.append(driver.execute_async_script(script))
             figures[f"{name.replace(' ', '_')}_ms"] = statistics.median(times)

@@ -1,4 +1,4 @@
-"""Writes the leaderboard as one HTML file that opens offline, or for a browser that it is served to.
+"""Writes the leaderboard as one HTML page, to be opened offline or served.
 
 Scripts, style and data stand in the file itself. Its content security policy lets no other script
 run and nothing be fetched, but for the data of a served page.

@@ -143,10 +143,10 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "fedsim"
     sys_version = ""
 
-    def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+    def do_GET(self) -> None:
         self._answer(with_body=True)
 
-    def do_HEAD(self) -> None:  # noqa: N802
+    def do_HEAD(self) -> None:
         self._answer(with_body=False)
 
     def log_message(self, format: str, *args: object) -> None:

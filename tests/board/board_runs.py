@@ -1,4 +1,4 @@
-"""Run folders with everything that a board shows: several views, INVALID, UNSCORED, hostile names."""
+"""Run folders with all that a board shows: several views, INVALID, UNSCORED, hostile names."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ AXE = Path(axe_core.__file__).with_name("axe.min.js").read_text(encoding="utf-8"
 WIDTHS = {"phone": 360, "tablet": 768, "desk": 1280}
 RUN = """
 const [options, done] = arguments;
-axe.run(document, options).then((found) => done(found.violations), (error) => done([String(error)]));
+const failed = (error) => done([{ id: String(error), impact: "critical", nodes: [{ html: "" }] }]);
+axe.run(document, options).then((found) => done(found.violations), failed);
 """
 
 
