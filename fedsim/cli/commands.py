@@ -245,9 +245,8 @@ def serve(
     DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
     """
     with exits():
-        from fedsim.board import BoardServer
+        from fedsim.board import BoardServer, is_loopback
         from fedsim.board import serve as serve_board
-        from fedsim.board.serve import is_loopback
 
         def on_ready(server: BoardServer) -> None:
             typer.echo(f"leaderboard: {server.address}")
