@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from fedsim.report.figures import format_bound
 from fedsim.scoring import Summary
 
 SHOWN = 300
@@ -48,6 +49,16 @@ def figure(value: float | None) -> float | str | None:
     if not math.isfinite(value):
         return "inf" if value > 0 else None
     return float(f"{value:.{_DIGITS}g}")
+
+
+def exact(value: float | None) -> float | str | None:
+    """Returns a number as JSON can hold it, unrounded: no ε may be below the claim."""
+    return "inf" if value is not None and math.isinf(value) else value
+
+
+def bound_text(audited: float | None) -> str:
+    """Words the ε that an audit found, rounded down; a dash without an audit."""
+    return "–" if audited is None else format_bound(audited)
 
 
 def interval(summary: Summary | None) -> list[float | str | None]:

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedsim.board.compact import Texts, figure, interval, shortened
+from fedsim.board.compact import Texts, bound_text, exact, figure, interval, shortened
 from fedsim.board.pictures import album
-from fedsim.board.ranking import View, excess, state_of, views, worst_attacks
+from fedsim.board.ranking import View, excess, levels_of, state_of, views, worst_attacks
 from fedsim.board.settings import Settings
 from fedsim.contracts.grant import Grant
 from fedsim.report import facts
 from fedsim.report.figures import format_accuracy, format_claim
 from fedsim.report.glossary import TERMS
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.level import Level
+from fedsim.report.row import EXPOSED_GAIN, LeaderboardRow
 from fedsim.report.threat import VANTAGES
 from fedsim.results.reading import Run, load_runs, measurements
 from fedsim.scoring import METRICS
@@ -52,10 +53,16 @@ def document(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> dict[str, A
     by_view = views(rows)
     number = {view: i for i, view in enumerate(by_view)}
     of_row = {position: number[view] for view, members in by_view.items() for position in members}
+    levels = {
+        position: level
+        for members in by_view.values()
+        for position, level in zip(
+            members, levels_of([rows[position] for position in members]), strict=True
+        )
+    }
     return {
         "metrics": [_metric(name) for name in shown],
         "metric_fields": METRIC_FIELDS,
-        "required_gain": REQUIRED_GAIN,
         "exposed_gain": EXPOSED_GAIN,
         "settings": settings.entries(),
         "comparisons": settings.comparisons(),
@@ -63,7 +70,8 @@ def document(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> dict[str, A
             _view(view, members, rows, settings, texts, shown) for view, members in by_view.items()
         ],
         "rows": [
-            _row(row, of_row[position], texts, shown) | _pictures(pictures.of_row.get(position))
+            _row(row, of_row[position], levels[position], texts, shown)
+            | _pictures(pictures.of_row.get(position))
             for position, row in enumerate(rows)
         ],
         "pictures": list(pictures.addresses),
@@ -138,7 +146,7 @@ def _granted(row: LeaderboardRow, granted: dict[str, str]) -> str:
 
 
 def _row(
-    row: LeaderboardRow, view: int, texts: Texts, shown: Sequence[str]
+    row: LeaderboardRow, view: int, level: Level, texts: Texts, shown: Sequence[str]
 ) -> dict[str, int | float | str | list[Any] | dict[str, Any] | None]:
     accuracy = [row.test_accuracy]
     accuracy += [row.accuracy.low, row.accuracy.high] if row.accuracy else [None, None]
@@ -170,12 +178,14 @@ def _row(
             for name in shown
             if row.metrics[name] and (state := state_of(row, name)) != "ranked"
         },
+        "level": level,
         "exposed": row.exposed,
         "accuracy": [figure(value) for value in accuracy],
         "accuracy_text": texts.number(format_accuracy(row.test_accuracy, row.accuracy)),
-        "epsilon": figure(row.epsilon),
+        "epsilon": exact(row.epsilon),
         "claim": texts.number(claim),
-        "audited": figure(row.audited_epsilon),
+        "audited": row.audited_epsilon,
+        "audited_text": texts.number(bound_text(row.audited_epsilon)),
         "seconds": figure(row.seconds),
         "warning": texts.number(" | ".join(row.warnings)),
         "failures": texts.number(failures),

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fedsim.report.level import Level, level_of
 from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.scoring import METRICS, Summary
 
@@ -73,6 +74,14 @@ def state_of(row: LeaderboardRow, metric: str) -> State:
     over = row.above_other(metric)
     blind = row.blind if over is None else over.certain <= 0 and not row.exposed
     return "blind" if blind else "ranked"
+
+
+def levels_of(rows: Sequence[LeaderboardRow]) -> list[Level]:
+    """Returns how badly each row of one view leaks, as chosen among those on its defense."""
+    by_defense: dict[str, list[LeaderboardRow]] = {}
+    for row in rows:
+        by_defense.setdefault(row.defense, []).append(row)
+    return [level_of(row, by_defense[row.defense]) for row in rows]
 
 
 def worst_attacks(rows: Sequence[LeaderboardRow], metric: str) -> Mapping[str, Worst]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fedsim.board.compact import SENTENCE, figure, shortened
+from fedsim.board.compact import SENTENCE, bound_text, exact, shortened
 from fedsim.report import facts
 from fedsim.report.answers import answers
 from fedsim.report.control import describe_comparison, positive_controls, warnings
@@ -110,17 +110,16 @@ def _claims(rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[dict[st
         weakest[row.defense] = max(
             stated, row, key=lambda r: -1 if r.epsilon is None else r.epsilon
         )
-        claim = _claim(weakest[row.defense])
-        claims[row.defense] = claim | {"audited": figure(max(found, default=None))}
-    return list(claims.values())
+        claims[row.defense] = _claim(weakest[row.defense]) | {"audited": max(found, default=None)}
+    return [claim | {"audited_text": bound_text(claim["audited"])} for claim in claims.values()]
 
 
 def _claim(row: UtilityRow | LeaderboardRow) -> dict[str, Any]:
     return {
         "defense": shortened(row.defense),
-        "epsilon": figure(row.epsilon),
+        "epsilon": exact(row.epsilon),
         "claim": format_claim(row.epsilon, row.delta, row.unit, row.relation),
-        "audited": figure(row.audited_epsilon),
+        "audited": row.audited_epsilon,
     }
 
 

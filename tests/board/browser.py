@@ -13,6 +13,9 @@ import pytest
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 
+ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+"""Keys as WebDriver writes them."""
+
 
 class Browser:
     """One window, in which pages are opened one after the other."""

@@ -12,8 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from board_runs import FORMULA, HOSTILE
-from browser import Browser
-from selenium.webdriver.common.keys import Keys
+from browser import ENTER, ESCAPE, TAB, Browser
 
 from fedsim.report import leaderboard_rows
 from fedsim.report.row import LeaderboardRow
@@ -237,11 +236,11 @@ def test_going_to_another_address_on_the_page_changes_the_view(board: Browser) -
 
 def test_a_cell_opens_its_figures_by_the_keyboard(board: Browser) -> None:
     board.run("document.querySelector('#matrix .cell').focus()")
-    board.press(Keys.ENTER)
+    board.press(ENTER)
     assert board.run("return document.getElementById('detail').open")
     shown = board.text("#detail")
     assert "inverting_gradients on none" in shown and "PSNR" in shown and "SSIM" in shown
-    board.press(Keys.ESCAPE)
+    board.press(ESCAPE)
     board.wait(lambda: not board.run("return document.getElementById('detail').open"))
     assert board.run("return document.activeElement.classList.contains('cell')")
 
@@ -250,7 +249,7 @@ def test_every_control_is_reached_by_tab(board: Browser) -> None:
     board.run("document.body.focus()")
     reached = set()
     for _ in range(60):
-        board.press(Keys.TAB)
+        board.press(TAB)
         reached.add(
             board.run("return document.activeElement.id || document.activeElement.className")
         )
@@ -321,7 +320,9 @@ def test_a_chart_is_saved_as_svg_with_its_texts(board: Browser, name: str) -> No
 def test_charts_say_in_words_what_they_show(board: Browser) -> None:
     label = "return document.querySelector('#{} svg').getAttribute('aria-label')"
     assert "none +" in board.run(label.format("utility"))
-    assert "dp claimed 7.82, audited 9.5" in board.run(label.format("claims"))
+    assert "dp claimed 7.82 (1e-05, client, zero out), audited 9.5" in board.run(
+        label.format("claims")
+    )
     assert "refuted by the audit" in board.text("#claims-legend")
     assert "7.82 (1e-05, client, zero out)" in board.text("#utility-legend")
 

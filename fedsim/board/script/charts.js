@@ -70,8 +70,8 @@ function drawUtility(view) {
   ];
   const unit = unitOf(metric).trim();
   const options = {
-    height, marginLeft: 52, marginBottom: 44, marginRight: 24, marginTop: 30,
-    x: { label: "test accuracy, %", nice: true, labelAnchor: "center", labelArrow: "none", ticks: 6 },
+    height, marginLeft: 52, marginBottom: 50, marginRight: 24, marginTop: 30,
+    x: { label: "test accuracy, %", nice: true, labelAnchor: "center", labelArrow: "none", labelOffset: 38, ticks: 6 },
     y: { label: `${metric.heading.replace(" dB", "")} above the guess${unit ? `, ${unit}` : ""}`, nice: true, grid: false, labelArrow: "none" },
   };
   const scales = Plot.plot({ width: chartWidth(place), ...options, marks });
@@ -82,7 +82,7 @@ function drawUtility(view) {
     ...options, x: { ...options.x, domain: x.domain }, y: { ...options.y, domain: y.domain },
     marks: [...marks, Plot.text(letters, { x: "accuracy", y: "excess", text: "letter", fontWeight: 650, fill: ink, stroke: paper, strokeWidth: 3 })],
   });
-  legend(byId("utility-legend"), ["", "defense", "worst attack", "above the guess", "accuracy", "ε"],
+  legend(byId("utility-legend"), ["", "defense", "worst attack", "above the guess", "accuracy", "ε (δ, unit, neighbours)"],
     points.map((p) => [p.letter, text(p.row.defense), text(p.row.attack),
       aboveGuess({ excess: p.excess }, metric, p.low === p.excess ? null : p.low, p.high), text(p.row.accuracy_text), text(p.row.claim)]));
 }
@@ -108,9 +108,9 @@ function drawClaims() {
     const name = (c) => (c.defense.length > 18 ? `${c.defense.slice(0, 17)}…` : c.defense);
     const named = drawn.map((c, i) => ({ ...c, key: `${i}` }));
     plot(place, `Claimed and audited ε: ${drawn.map((c) =>
-      `${c.defense} claimed ${epsilonText(c.epsilon)}, audited ${epsilonText(c.audited)}`).join("; ")}`, {
-      height: 70 + 34 * named.length, marginLeft: narrow ? 100 : 150, marginRight: 40, marginBottom: 44,
-      x: { label: "ε", domain: [0, top * 1.08], type: top > 20 ? "sqrt" : "linear", labelAnchor: "center", labelArrow: "none", ticks: narrow ? 4 : 7 },
+      `${c.defense} claimed ${c.claim}, audited ${c.audited_text}`).join("; ")}`, {
+      height: 70 + 34 * named.length, marginLeft: narrow ? 100 : 150, marginRight: 40, marginBottom: 50,
+      x: { label: "ε", domain: [0, top * 1.08], type: top > 20 ? "sqrt" : "linear", labelAnchor: "center", labelArrow: "none", labelOffset: 38, ticks: narrow ? 4 : 7 },
       y: { domain: named.map((c) => c.key), type: "point", label: null, tickFormat: (key) => name(named[key]), padding: 0.6 },
       marks: [
         Plot.gridX({ stroke: rule, strokeOpacity: 1 }),
@@ -123,6 +123,6 @@ function drawClaims() {
     });
   } else place.replaceChildren();
   legend(byId("claims-legend"), ["defense", "claimed ε (δ, unit, neighbours)", "audited ε, at least", ""],
-    claims.map((c) => [c.defense, c.claim, epsilonText(c.audited),
+    claims.map((c) => [c.defense, c.claim, c.audited_text,
       refuted(c) ? "refuted by the audit" : isNumber(c.audited) ? "not refuted" : "not audited"]));
 }

@@ -71,13 +71,13 @@ function exportLatex() {
     const shown = latex(aboveGuess(figures, metric, figures.excess_low, figures.excess_high) ?? number(figures.mean, metric));
     const value = `${shown} ($n=${row.ok}/${row.n}$)`;
     return isValid(view) && first.has(row.index) ? `\\textbf{${value}}` : value;
-  }), latex(epsilonText(rows.find((row) => row.defense === defense).epsilon))]));
+  }), latex(text(rows.find((row) => row.defense === defense).claim))]));
   save("leaderboard.tex", "application/x-tex", [
     "% needs \\usepackage{booktabs}",
     "\\begin{table}", "\\centering",
     `\\caption{${isValid(view) ? "" : "INVALID, not ranked. "}${latex(describeView(view))}; above the guess}`,
     `\\begin{tabular}{l${"r".repeat(attacks.length)}r}`, "\\toprule",
-    line(["defense", ...attacks.map((attack) => latex(text(attack))), "$\\varepsilon$"]), "\\midrule",
+    line(["defense", ...attacks.map((attack) => latex(text(attack))), "$\\varepsilon$ ($\\delta$, unit, neighbours)"]), "\\midrule",
     ...body, "\\bottomrule", "\\end{tabular}", "\\end{table}", "",
   ].join("\n"));
 }

@@ -33,9 +33,6 @@ function interval(low, high, metric, format = number) {
   return isNumber(low) && isNumber(high) ? ` [${format(low, metric)}, ${format(high, metric)}]` : "";
 }
 
-const epsilonText = (value) =>
-  value === "inf" ? "∞" : isNumber(value) ? String(Number(value.toPrecision(3))) : "–";
-
 const counted = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const escaped = (text) =>
   String(text).replace(/[&<>"']/g, (sign) => `&#${sign.charCodeAt(0)};`);

@@ -1,18 +1,11 @@
 // The worst attack on each defense, the matrix of attacks and defenses, and the details of a row.
-// How much leaks, as a class: the same limits as the report's, by the lower end of the interval.
+// How badly a row leaks, as a class. The report's levels are of the metric that ranks an attack; no other is tinted.
 function level(row, name) {
-  const state = row.state[name];
-  if (state === "failed") return "";
-  const { excess, excess_low } = figuresOf(row, name);
-  const certain = isNumber(excess_low) ? excess_low : excess;
-  if (!isNumber(certain)) return "";
-  if (state === "blind") return "good";
-  if (name === "psnr") {
-    if (certain >= data.required_gain || row.exposed) return "bad";
-    return certain > 0 ? "some" : "good";
-  }
-  return certain > 0 ? "some" : "good";
+  const isJudged = name === "psnr" || (name === "subspace_error" && !row.metrics.psnr);
+  return isJudged ? LEVELS[row.level] ?? "" : "";
 }
+
+const LEVELS = { leak: "bad", features: "bad", partial: "some", unseen: "good" };
 
 const STATES = {
   blind: "no better than on another update",
@@ -94,7 +87,7 @@ function drawMatrix(view) {
     const rows = view.rows.map((i) => data.rows[i]).filter((row) => row.defense === defense);
     return element("tr", {},
       element("th", { scope: "row" }, text(defense),
-        element("div", { class: "muted small" }, `ε ${epsilonText(rows[0].epsilon)}`)),
+        element("div", { class: "muted small" }, `ε ${text(rows[0].claim)}`)),
       ...attacks.map((attack) => {
         const own = rows.filter((row) => row.attack === attack && row.metrics[name]);
         return element("td", {}, ...(own.length
@@ -188,7 +181,7 @@ function showDetail(row) {
     ["trials", `${trials(row)}${row.images ? `, ${counted(row.images, "different image")}` : ""}`],
     ["accuracy", text(row.accuracy_text)],
     ["claimed ε", text(row.claim)],
-    ["audited ε", isNumber(row.audited) ? `at least ${epsilonText(row.audited)}` : "no audit"],
+    ["audited ε", isNumber(row.audited) ? `at least ${text(row.audited_text)}` : "no audit"],
     ["seconds of a trial", isNumber(row.seconds) ? row.seconds.toFixed(1) : "–"],
     ["warnings", text(row.warning)],
     ["failed trials", text(row.failures)],

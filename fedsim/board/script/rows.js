@@ -26,8 +26,8 @@ const COLUMNS = [
   metricColumn("worst", "worst", (f, m) => number(f.worst, m)),
   { title: "n", field: "n", number: true, value: (row) => row.n, show: (row) => `${row.ok}/${row.n}` },
   { title: "accuracy", field: "accuracy", number: true, value: (row) => row.accuracy[0], show: (row) => text(row.accuracy_text) },
-  { title: "claimed ε", field: "epsilon", number: true, value: (row) => epsilonValue(row.epsilon), show: (row) => epsilonText(row.epsilon) },
-  { title: "audited ε", field: "audited", number: true, value: (row) => row.audited, show: (row) => epsilonText(row.audited) },
+  { title: "claimed ε (δ, unit, neighbours)", field: "epsilon", number: true, value: (row) => epsilonValue(row.epsilon), show: (row) => text(row.claim) },
+  { title: "audited ε, at least", field: "audited", number: true, value: (row) => row.audited, show: (row) => text(row.audited_text) },
   { title: "seconds", field: "seconds", number: true, value: (row) => row.seconds, show: (row) => (isNumber(row.seconds) ? row.seconds.toFixed(1) : "–") },
   { title: "note", field: "note", value: (row) => note(row), searched: true },
 ];
