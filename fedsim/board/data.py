@@ -133,9 +133,11 @@ def _view(
 
 
 def _threat(row: LeaderboardRow) -> str:
-    """Names an attacker: what the server has done, and what is granted."""
-    granted = [f"{name} {getattr(row.knowledge, name)}" for name in Grant.meanings(row.subject)]
-    return f"{_SERVERS.get(row.server, row.server)}; {', '.join(granted)}"
+    """Names an attacker: what the server has done, and what is granted beyond the least."""
+    least = {name: values[0] for name, values in Grant.values().items()}
+    granted = [f"{name} {value}" for name, value in row.knowledge if value != least[name]]
+    server = _SERVERS.get(row.server, row.server)
+    return f"{server}; {', '.join(granted) or 'nothing granted'}"
 
 
 def _granted(row: LeaderboardRow, granted: dict[str, str]) -> str:

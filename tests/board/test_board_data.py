@@ -48,7 +48,7 @@ def test_the_worst_attack_leaks_most_of_those_that_read_the_update(
 ) -> None:
     own = one_view(rows)
     chosen = worst_attacks(own, "psnr")
-    assert list(chosen)[0] == "none"
+    assert next(iter(chosen)) == "none"
     for name, worst in chosen.items():
         rivals = [row for row in own if row.defense == name and row.gain]
         best = own[worst.row]

@@ -23,10 +23,12 @@ function plot(place, description, options) {
   place.replaceChildren(drawn);
 }
 
+const SHORT = 36; // a text of fewer characters stays on one line
+
 function legend(place, heads, lines) {
   place.replaceChildren(element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": heads.join(", ") },
     element("table", {}, element("thead", {}, element("tr", {}, ...heads.map((head) => element("th", { scope: "col" }, head)))),
-      element("tbody", {}, ...lines.map((line) => element("tr", {}, ...line.map((value) => element("td", {}, value))))))));
+      element("tbody", {}, ...lines.map((line) => element("tr", {}, ...line.map((value) => element("td", { class: (value ?? "").length < SHORT ? "short" : "" }, value ?? ""))))))));
 }
 
 // Letters beside their dots, pushed apart where dots are close.

@@ -190,7 +190,7 @@ function showDetail(row) {
     ["folders", data.settings[view.setting].folders.join(", ")],
   ];
   const shown = row.pictures?.pairs ?? [];
-  dialog.replaceChildren(
+  dialog.replaceChildren(...[
     element("button", { type: "button", class: "close", on: { click: () => dialog.close() } }, "Close"),
     element("h2", { id: "detail-title" }, name),
     element("div", { class: "pairs" }, ...shown.map(([truth, reconstruction, psnr]) =>
@@ -201,7 +201,8 @@ function showDetail(row) {
       ? element("p", { class: "small muted" }, `${counted(row.pictures.hidden, "more image")} in the run’s folder`) : null,
     element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Metrics" }, metricTable(row)),
     element("dl", {}, ...facts.filter(([, value]) => value).flatMap(([term, value]) =>
-      [element("dt", {}, term), element("dd", {}, value)])));
+      [element("dt", {}, term), element("dd", {}, value)])),
+  ].filter(Boolean));
   dialog.showModal();
 }
 

@@ -42,7 +42,7 @@ function asColumn(column) {
   const show = column.show ?? column.value;
   return {
     title: escaped(column.title), data: null, type: column.number ? "num" : "string",
-    className: column.number ? "number" : "", orderSequence: column.number ? ["desc", "asc"] : ["asc", "desc"],
+    className: column.number ? "number" : column.field, orderSequence: column.number ? ["desc", "asc"] : ["asc", "desc"],
     searchable: Boolean(column.searched),
     render: (_, type, row) => {
       if (type === "display") return escaped(show(row));
@@ -142,7 +142,7 @@ function drawApart() {
   for (const setting of data.settings) {
     for (const line of setting.waiting) {
       parts.push(element("p", { class: "small" },
-        element("span", { class: "pill some" }, line.split(":")[0]), ` ${setting.title}: ${line}`));
+        element("span", { class: "pill some" }, line.split(":")[0]), ` ${setting.title}: ${line.split(": ").slice(1).join(": ")}`));
     }
   }
   byId("apart-section").hidden = !parts.length;
