@@ -2,7 +2,9 @@
 // How badly a row leaks, as a class. The report's levels are of the metric that ranks an attack; no other is tinted.
 function level(row, name) {
   const isJudged = name === "psnr" || (name === "subspace_error" && !row.metrics.psnr);
-  return isJudged ? LEVELS[row.level] ?? "" : "";
+  // Too few trials for an interval show nothing, least of all that nothing leaks.
+  const isUnsure = row.level === "unseen" && !isNumber(figuresOf(row, name).low);
+  return isJudged && !isUnsure ? LEVELS[row.level] ?? "" : "";
 }
 
 const LEVELS = { leak: "bad", features: "bad", partial: "some", unseen: "good" };
