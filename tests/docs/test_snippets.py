@@ -210,6 +210,7 @@ MADE = {
     "README.md",
     "scenario.yaml",
     "first-layer.yaml",
+    "random-mask.yaml",
     "my_attacks/__init__.py",
     "my_defenses/__init__.py",
 }
