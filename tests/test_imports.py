@@ -49,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *("scoring", "training"),
     },
     "report": {*BASE, "contracts", "recording", "results", "scoring"},
+    "board": {*BASE, "contracts", "recording", "report", "results", "scoring"},
     "testing": {
         *BASE,
         *("attacking", "contracts", "learners", "models", "privacy", "recording", "scenario"),

@@ -204,6 +204,10 @@ def attack(
 def leaderboard(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Page to write instead: one HTML file that opens offline."),
+    ] = None,
 ) -> None:
     """Rank attacks against defenses over one or several runs.
 
@@ -211,11 +215,49 @@ def leaderboard(
     """
     with exits():
         from fedsim.report import load_runs, unfinished, unseen
+        from fedsim.system.paths import writable_file
 
-        typer.echo(written_leaderboard(folders, format), nl=False)
+        if html:
+            from fedsim.board import write_board
+
+            writable_file(html, "--html")
+            typer.echo(write_board(folders, html))
+        else:
+            typer.echo(written_leaderboard(folders, format), nl=False)
         runs = load_runs(folders)
         for line in unfinished(runs) + unseen(runs):
             typer.echo(line, err=True)
+
+
+@app.command()
+def serve(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    host: Annotated[
+        str, typer.Option(help="To listen on; off the loopback interface a token is needed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8321,
+    token: Annotated[
+        bool, typer.Option("--token", help="Demand a token on the loopback interface, too.")
+    ] = False,
+) -> None:
+    """Serve the leaderboard as a page that follows runs while they go on.
+
+    DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
+    """
+    with exits():
+        from fedsim.board import BoardServer, is_loopback
+        from fedsim.board import serve as serve_board
+
+        def on_ready(server: BoardServer) -> None:
+            typer.echo(f"leaderboard: {server.address}")
+            if not is_loopback(host):
+                typer.echo(
+                    "The connection is not encrypted: on a network of others, listen on 127.0.0.1 "
+                    "and open the page through a tunnel.",
+                    err=True,
+                )
+
+        serve_board(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
 
 
 @app.command()

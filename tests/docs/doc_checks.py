@@ -52,6 +52,10 @@ SCHEMATIC = {
         f"fedsim leaderboard runs/quickstart --format {format}"
         for format in ("table", "json", "csv")
     ],
+    "fedsim leaderboard DIR... --html FILE": [
+        "fedsim leaderboard runs/quickstart --html board.html"
+    ],
+    "fedsim serve DIR...": ["fedsim serve runs/quickstart"],
     "fedsim privacy audit MECHANISM KEY=VALUE... --delta δ --confidence 0.999286": [
         "fedsim privacy audit gaussian sensitivity=1.0 sigma=4.0 --delta 0.01 --confidence 0.999286"
     ],
@@ -460,6 +464,8 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)
+        patch.setattr("fedsim.board.write_board", from_runs)
+        patch.setattr("fedsim.board.serve", lambda folders, **_: from_runs(folders))
         yield
 
 
