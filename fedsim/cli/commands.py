@@ -298,6 +298,26 @@ def report(
         typer.echo(write_report(folder, out))
 
 
+@app.command()
+def dossier(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for dossier.html and dossier.pdf; default DIR.")
+    ] = None,
+) -> None:
+    """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
+
+    DIR is the folder of a finished run, or of a sweep.
+    """
+    with exits():
+        from fedsim.report.dossier import write_dossier
+        from fedsim.system.paths import writable_folder
+
+        writable_folder(out or folder, "--out" if out else "DIR")
+        for path in write_dossier(folder, out):
+            typer.echo(path)
+
+
 @app.command("list")
 def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,

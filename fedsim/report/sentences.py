@@ -22,7 +22,7 @@ from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
 from fedsim.words import number_of
 
-_WEAK_EPSILON = 10.0
+WEAK_EPSILON = 10.0
 """From this ε on a finite guarantee promises next to nothing."""
 
 
@@ -246,7 +246,7 @@ def cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[
                 f"Against another client’s update the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."
             )
-    if strongest.epsilon is not None and _WEAK_EPSILON <= strongest.epsilon < math.inf:
+    if strongest.epsilon is not None and WEAK_EPSILON <= strongest.epsilon < math.inf:
         problems.append(
             f"An ε of {format_epsilon(strongest.epsilon)} promises next to nothing: the odds of "
             "any conclusion may change by a factor of exp(ε)."
