@@ -174,6 +174,12 @@ def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) ->
     return text
 
 
+def unstated_terms(row: LeaderboardRow) -> list[str]:
+    """Names what a finite ε cannot be read without and the results do not say."""
+    terms = {"δ": row.delta, "its unit": row.unit, "its neighbours": row.relation}
+    return [name for name, value in terms.items() if value is None]
+
+
 def privacy_claim(row: LeaderboardRow) -> str:
     """Words the stack's guarantee, with its unit, and what the audit found."""
     if row.epsilon is None:
@@ -181,11 +187,12 @@ def privacy_claim(row: LeaderboardRow) -> str:
     if math.isinf(row.epsilon):
         reason = f": {row.privacy_reason}" if row.privacy_reason else ""
         return f"no guarantee (ε = ∞{reason})"
-    text = f"ε = {format_epsilon(row.epsilon)}"
-    if row.delta is not None:
-        text += f" at δ = {format_delta(row.delta)}"
-    if row.unit:
-        text += f" per {row.unit}"
+    if missing := unstated_terms(row):
+        return (
+            f"a guarantee that does not state {' and '.join(missing)}, so that its ε says nothing"
+        )
+    text = f"ε = {format_epsilon(row.epsilon)} at δ = {format_delta(row.delta or 0.0)}"
+    text += f" per {row.unit}"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
     if row.relation in NO_DIFFERENTIAL_PRIVACY:
         details.append("no differential privacy")
