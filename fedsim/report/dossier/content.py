@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedsim.report import facts
+from fedsim.report.answers import Answer, answers
 from fedsim.report.control import (
     Control,
     describe_comparison,
@@ -41,11 +42,11 @@ from fedsim.report.figures import (
     format_signed,
 )
 from fedsim.report.gallery import Plate, gallery
+from fedsim.report.glossary import TERMS
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.page import confidence_of
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.threat import threat_model
-from fedsim.report.verdict import Verdict, verdicts
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, measurements
 from fedsim.scoring import METRICS, Summary
@@ -95,6 +96,10 @@ class _Content:
                 ),
                 Chapter(title="Limits", blocks=self._limits()),
                 Chapter(title="How to repeat each number", blocks=self._repetition()),
+                Chapter(
+                    title="Terms",
+                    blocks=(Facts(tuple((term.name, term.meaning) for term in TERMS.values())),),
+                ),
             ),
         )
 
@@ -122,7 +127,8 @@ class _Content:
         for control in valid:
             if len(self.controls) > 1:
                 blocks.append(Heading(describe_comparison(control.comparison)))
-            blocks.append(Points(tuple(map(_sentence, self._verdicts(control)))))
+            for answer in self._answers(control):
+                blocks += [Heading(_headline(answer)), Facts(tuple(_answered(answer)))]
         if not valid and self.results:
             blocks.append(Paragraph("No result of this run allows a conclusion."))
         if not self.results:
@@ -147,9 +153,9 @@ class _Content:
             blocks.append(Notice(f"INVALID{part}", tuple(_stop(reason) for reason in reasons)))
         return blocks
 
-    def _verdicts(self, control: Control) -> list[Verdict]:
+    def _answers(self, control: Control) -> list[Answer]:
         lines = [line for line in self.lines if line.comparison == control.comparison]
-        return verdicts(lines, control)
+        return answers(lines, control, self.runs)
 
     def _system(self) -> tuple[Block, ...]:
         blocks: list[Block] = [Paragraph(facts.sentence(self.runs, self.results))]
@@ -295,9 +301,9 @@ class _Content:
             Paragraph(
                 "Gain: how much better an attack does than the best guess of somebody who saw no "
                 "update, on average over n trials. In brackets: the "
-                f"{self.confidence:.0%} interval of that mean; there is none of fewer than three trials, or of equal ones. Another: "
-                "what the same attack makes of a different update. Only what exceeds it was read "
-                "off this update."
+                f"{self.confidence:.0%} interval of that mean; there is none of fewer than three "
+                "trials, or of equal ones. Another: what the same attack makes of a different "
+                "update. Only what exceeds it was read off this update."
             )
         ]
         passed = [control for control in self.controls if control.status == "passed"]
@@ -337,8 +343,8 @@ class _Content:
         cells = {line.cell for line in lines}
         members = [run for run in self.runs if any(row.cell in cells for row in run.rows)]
         plates = gallery(lines, members).plates
-        for verdict in self._verdicts(control):
-            plate = _plate(plates, verdict.strongest)
+        for answer in self._answers(control):
+            plate = _plate(plates, answer.judgement.strongest)
             if plate is not None:
                 blocks.append(_pictures(plate))
         return blocks
@@ -470,14 +476,22 @@ class _Content:
         return tuple(blocks)
 
 
-def _sentence(verdict: Verdict) -> str:
+def _headline(answer: Answer) -> str:
+    name = "Without a defense" if answer.undefended else answer.defense
+    return f"{name}: {'rely on it' if answer.verdict == 'rely' else answer.verdict}"
+
+
+def _answered(answer: Answer) -> list[tuple[str, str]]:
+    """Returns the parts of an answer, each named; nothing is shown of what has no answer."""
     parts = [
-        f"{verdict.strongest.defense}: {verdict.headline}. {verdict.sentence}",
-        _stop(verdict.privacy),
-        _stop(verdict.accuracy),
+        ("An attacker", f"{answer.attacker} {answer.gets}"),
+        ("It costs", answer.costs),
+        ("It guarantees", answer.guarantee),
+        ("Reliance", answer.reliance),
+        ("Not tried", ", ".join(answer.untried)),
     ]
-    parts += [_stop(text) for text in (verdict.labels, verdict.membership) if text]
-    return " ".join([*parts, *verdict.cautions])
+    cautions = " ".join(answer.judgement.cautions)
+    return [(name, _stop(text)) for name, text in [*parts, ("Caution", cautions)] if text]
 
 
 def _stop(text: str) -> str:
