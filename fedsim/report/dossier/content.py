@@ -128,7 +128,10 @@ class _Content:
             if len(self.controls) > 1:
                 blocks.append(Heading(describe_comparison(control.comparison)))
             for answer in self._answers(control):
-                blocks += [Heading(_headline(answer)), Facts(tuple(_answered(answer)))]
+                if answer.finding == "no answer":
+                    blocks.append(Paragraph(answer.sentence))
+                else:
+                    blocks += [Heading(_headline(answer)), Facts(tuple(_answered(answer)))]
         if not valid and self.results:
             blocks.append(Paragraph("No result of this run allows a conclusion."))
         if not self.results:
@@ -482,7 +485,7 @@ def _headline(answer: Answer) -> str:
 
 
 def _answered(answer: Answer) -> list[tuple[str, str]]:
-    """Returns the parts of an answer, each named; nothing is shown of what has no answer."""
+    """Returns the parts of an answer, each named."""
     parts = [
         ("An attacker", f"{answer.attacker} {answer.gets}"),
         ("It costs", answer.costs),
