@@ -77,7 +77,9 @@ class Answer:
     """Who attacks, in words; a server that altered the model is named so."""
     finding: Finding
     gets: str
-    """What the attacker gets, in words, with gain, interval and number of trials."""
+    """What the attacker gets, in words."""
+    evidence: str
+    """Gain, interval and number of trials of the attack that shows it; empty if none ran."""
     costs: str
     """Accuracy of the model and seconds of a round, beside those without a defense."""
     guarantee: str
@@ -93,13 +95,23 @@ class Answer:
     @property
     def sentence(self) -> str:
         """The answer in one sentence."""
+        return f"{self.lead}{self.rest}"
+
+    @property
+    def lead(self) -> str:
+        """The first words of the sentence: who gets what behind which defense."""
         where = "Without a defense" if self.undefended else f"Behind {self.defense}"
         if self.finding == "no answer":
-            return f"{where}, nothing can be said: {self.reason}."
-        return (
-            f"{where}, {self.attacker} {self.gets}; {self.costs}; {self.guarantee}; "
-            f"{self.reliance}."
-        )
+            return f"{where}, nothing can be said"
+        return f"{where}, {self.attacker} {self.gets}"
+
+    @property
+    def rest(self) -> str:
+        """The other words of the sentence: evidence, costs, guarantee and verdict."""
+        if self.finding == "no answer":
+            return f": {self.reason}."
+        evidence = f": {self.evidence}" if self.evidence else ""
+        return f"{evidence}; {self.costs}; {self.guarantee}; {self.reliance}."
 
     @property
     def reliance(self) -> str:
@@ -170,6 +182,7 @@ def _answer(
         attacker=_attacker(row),
         finding=finding,
         gets=_gets(verdict, rows, finding),
+        evidence=_evidence(verdict, rows, finding),
         costs=_costs(row, undefended, seconds),
         guarantee=privacy_claim(row),
         verdict="not shown" if unanswerable else reliance,
@@ -222,31 +235,30 @@ def _attacker(row: LeaderboardRow) -> str:
         return "an eavesdropper on the wire"
     name = conduct.get(row.server, "the server")
     if row.masked:
-        return f"{name}, of masked updates,"
-    return f"{name}, of sums alone," if row.vantage == "aggregate" else name
+        return f"{name}, which sees masked updates,"
+    return f"{name}, which sees sums alone," if row.vantage == "aggregate" else name
 
 
 def _gets(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:
-    """Words what the attacker gets, by which attack, over how many trials."""
+    """Words what the attacker gets."""
     row = verdict.strongest
     if finding == "failed":
-        return (
-            f"was not measured: all {number_of(sum(r.n for r in rows), 'attack run')} failed, "
-            "which is no protection"
-        )
+        runs = number_of(sum(line.n for line in rows), "attack run")
+        return f"was not measured, for all of {runs} failed, which is no protection"
     if finding in ("unknown", "no answer"):
-        return f"was not measured: no attack on {row.subject} ran"
+        return f"was not measured, for no attack on {row.subject} ran"
+    subject = "pictures" if row.subject == "images" else "rows"
     coarse = "colors" if row.subject == "images" else "coarse values"
-    pictures = "pictures" if row.subject == "images" else "rows"
-    gets = _GETS[finding].format(subject=pictures, coarse=coarse)
-    if finding == "recognizable" and verdict.level != "leak":
-        gets += " in some trials"
-    return f"gets {gets}: {_evidence(verdict, rows, finding)}"
+    gets = _GETS[finding].format(subject=subject, coarse=coarse)
+    seldom = finding == "recognizable" and verdict.level != "leak"
+    return f"gets {gets}{' in some trials' if seldom else ''}"
 
 
 def _evidence(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:
     """Words the figures behind a finding: of pictures, or of what else leaks where they do not."""
     row = verdict.strongest
+    if finding in ("failed", "unknown", "no answer"):
+        return ""
     other = {"labels": label_sentence, "membership": membership_sentence}.get(finding)
     if other:
         return f"{other(rows)}, pictures or rows {_gain(verdict)}, n = {_n(row)}"
@@ -255,10 +267,14 @@ def _evidence(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding
     parts = [f"{figure} by {row.attack_on} at batch size {row.batch_size}", f"n = {_n(row)}"]
     leaking = verdict.leaking
     if leaking and (finding == "some trials" or (row.exposed and verdict.level != "leak")):
-        parts.append(f"{REQUIRED_GAIN:g} dB or more in {leaking} of them")
-    tried = len({(r.attack, r.vantage) for r in rows if r.n_ok})
-    if tried > 1:
-        parts.append(f"the best of {number_of(tried, 'attack')}")
+        parts.append(
+            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
+            f"chance {100 * leaking.low:.0f} to {leaking.high:.0%})"
+        )
+    attempts = verdict.gain.compared if verdict.gain else 1
+    if attempts > 1:
+        attacks = number_of(len({r.attack for r in rows if r.n_ok}), "attack")
+        parts.append(f"the best of {attempts} attempts with {attacks}")
     if row.no_control:
         parts.append(row.no_control)
     return ", ".join(parts)

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedsim.report.answers import LARGEST_DELTA, RECOGNIZABLE_PSNR, RECOGNIZABLE_SSIM
-from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN
+from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
 from fedsim.report.sentences import WEAK_EPSILON
-from fedsim.scoring import LEAST
+from fedsim.scoring import FALSE_POSITIVES, LEAST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,9 +162,14 @@ _TABLE = (
     ),
     Term(
         key="control",
-        name="positive control, INVALID",
+        name="positive control",
         meaning="Attacks must work where there is no defense. If they do not, their failure "
-        "behind a defense says nothing: the comparison is INVALID and has no answer.",
+        "behind a defense says nothing.",
+    ),
+    Term(
+        key="invalid",
+        name="INVALID",
+        meaning="The positive control did not pass, so that the comparison has no answer.",
     ),
     Term(
         key="unscored",
@@ -199,7 +204,8 @@ _TABLE = (
         key="membership",
         name="AUC, TPR",
         meaning="How well members are told from others. AUC: the chance that a member is accused "
-        "before another, 0.5 for a coin. TPR: share of members accused at 5% false accusations.",
+        "before another, 0.5 for a coin. TPR: share of members accused at "
+        f"{FALSE_POSITIVES:.0%} false accusations.",
     ),
     Term(
         key="rows",
@@ -211,6 +217,35 @@ _TABLE = (
 
 TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
 """The terms by key, in the order of a page."""
+
+
+def terms_of(
+    rows: Sequence[LeaderboardRow], *, invalid: bool = False, awaited: bool = False
+) -> list[Term]:
+    """Returns the terms that a page about `rows` uses, in the order of the table.
+
+    `invalid` says that a comparison has no answer, `awaited` that the rows are still to come.
+    """
+
+    def measured(*names: str) -> bool:
+        return any(row.metrics[name] for row in rows for name in names)
+
+    used = {
+        "ssim": measured("ssim"),
+        "lpips": measured("lpips"),
+        "audit": any(row.audited_epsilon is not None for row in rows),
+        "server": any(row.server != "honest" for row in rows),
+        "masked": any(row.masked for row in rows),
+        "other": any(row.other_update for row in rows),
+        "invalid": invalid,
+        "unscored": awaited,
+        "matching": any(row.subject == "images" for row in rows),
+        "labels": measured("label_accuracy"),
+        "features": measured("feature_cosine", "subspace_error"),
+        "membership": measured("membership_auc", "membership_tpr"),
+        "rows": any(row.subject == "rows" for row in rows),
+    }
+    return [term for key, term in TERMS.items() if used.get(key, True)]
 
 
 def markdown() -> str:
