@@ -86,6 +86,14 @@ def run(
         typer.Option("--superexec-secret", help="The SuperLink's secret of those who execute."),
     ] = None,
     shared_seed: SharedSeed = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL[=DIR]",
+            help="At the end, copy figures and pictures to a local store of mlflow or tensorboard; "
+            "may be repeated.",
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report.
@@ -107,7 +115,9 @@ def run(
     with exits():
         from fedsim.federation.network.link import Link
         from fedsim.pipeline import run as run_scenario
+        from fedsim.report.loggers import chosen, log_run
 
+        stores = chosen(log or [])
         link = None
         if superlink is not None:
             link = Link(superlink=superlink, roots=roots, secret=secret, shared_seed=shared_seed)
@@ -123,6 +133,8 @@ def run(
         )
         if not quiet:
             show(finished)
+        for line in log_run(finished.out, stores) if stores else []:
+            typer.secho(line, err=True, fg="yellow")
 
 
 @app.command()

@@ -24,6 +24,7 @@ from fedsim.report.dossier.document import (
     Table,
     command_lines,
 )
+from fedsim.report.pictures import NEAREST, from_png
 from fedsim.words import printable
 
 _FONTS = {
@@ -307,12 +308,11 @@ def _broken(line: str) -> list[str]:
 
 def _image(png: bytes, side: float) -> Any:
     """Sets an image, its pixels enlarged to squares."""
-    from PIL import Image
     from reportlab.platypus import Image as Picture
 
-    with Image.open(io.BytesIO(png)) as picture:
-        width, height = picture.size
-        large = picture.resize((width * _ENLARGED, height * _ENLARGED), Image.Resampling.NEAREST)
+    picture = from_png(png)
+    width, height = picture.size
+    large = picture.resize((width * _ENLARGED, height * _ENLARGED), NEAREST)
     stream = io.BytesIO()
     large.save(stream, format="PNG")
     stream.seek(0)
