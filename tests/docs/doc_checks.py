@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.federation.network.policy import Policy
+from fedsim.report.loggers.stores import STORES
 from fedsim.scenario import Scenario, expand, open_document
 
 SCHEMATIC = {
@@ -418,6 +419,15 @@ def stages_replaced(place: Workplace) -> Any:
             place.scenario(folder.name)
         raise typer.Exit
 
+    def dossier(folder: Path, *_: Any) -> tuple[Path, ...]:
+        from_runs(folder)
+        return ()
+
+    def copies(names: list[str]) -> list[Any]:
+        for name in names:
+            assert name.partition("=")[0] in STORES, name
+        return []
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsim.pipeline.run", run)
         patch.setattr("fedsim.pipeline.up", run)
@@ -430,6 +440,8 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)
+        patch.setattr("fedsim.report.dossier.write_dossier", dossier)
+        patch.setattr("fedsim.report.loggers.chosen", copies)
         yield
 
 

@@ -133,3 +133,11 @@ def command_lines(words: tuple[str, ...]) -> list[str]:
         else:
             lines[-1] += f" {word}" if lines[-1] else word
     return lines
+
+
+def sentence(text: str) -> str:
+    """Makes a sentence of `text`: a capital at its beginning, a stop at its end, no backticks."""
+    text = text.replace("`", "")
+    # Greek letters stay: a capital ε is another symbol.
+    first = text[:1].upper() if text[:1].isascii() else text[:1]
+    return f"{first}{text[1:]}" + ("" if text.endswith((".", "!", "?")) else ".")

@@ -10,8 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fedsim.report.dossier.attempts import Tried, Untried
+from fedsim.report.dossier.attempts import Tried, Untried, tried, untried
 from fedsim.report.dossier.document import Block, Paragraph, Table
+from fedsim.report.dossier.evidence import Evidence
 from fedsim.report.figures import format_epsilon
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.utility import utility
@@ -27,20 +28,10 @@ _WATCHERS = {
 }
 
 
-def criteria(
-    runs: Sequence[Run],
-    lines: Sequence[LeaderboardRow],
-    attacks: Sequence[Tried],
-    left_out: Sequence[Untried],
-) -> tuple[Block, ...]:
-    """Returns the blocks of the chapter on the opinion.
-
-    Args:
-        runs: that the dossier is of.
-        lines: of their leaderboard.
-        attacks: that were run.
-        left_out: installed attacks that were not.
-    """
+def criteria(evidence: Evidence) -> tuple[Block, ...]:
+    """Returns the blocks of the chapter on the opinion."""
+    runs, lines = evidence.runs, evidence.lines
+    attacks, left_out = tried(evidence.results), untried(evidence.results)
     return (
         Paragraph(
             "The European Data Protection Board’s Opinion 28/2024 asks whether personal data can "

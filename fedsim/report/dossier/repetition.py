@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,40 @@ from fedsim.system import paths
 
 _FILES = ("scenario.yaml", RESULTS, "rounds.jsonl", "audit.jsonl", "record.json")
 _CHUNK = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered:
+    """Holds the command that repeats one attack on one defense, at all batch sizes and rounds."""
+
+    number: str
+    defense: str
+    attack: str
+    words: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Says what it repeats."""
+        return f"{self.number}: {self.attack} on {self.defense}"
+
+    def repeats(self, line: LeaderboardRow) -> bool:
+        """Whether it repeats `line`."""
+        return (self.defense, self.attack) == (line.defense, line.attack)
+
+
+def numbered(lines: Sequence[LeaderboardRow], runs: Sequence[Run], root: Path) -> list[Numbered]:
+    """Returns each command that repeats some of `lines` once, numbered C1, C2 and so on."""
+    found: dict[tuple[str, ...], Numbered] = {}
+    for line in lines:
+        for words in of_line(line, runs, root):
+            if words not in found:
+                found[words] = Numbered(
+                    number=f"C{len(found) + 1}",
+                    defense=line.defense,
+                    attack=line.attack,
+                    words=words,
+                )
+    return list(found.values())
 
 
 def whole(runs: Sequence[Run], root: Path) -> list[tuple[str, tuple[str, ...]]]:

@@ -90,7 +90,7 @@ class TensorBoard(Store):
         folder = self.folder / _allowed(entries.scenario).replace("/", "_")
         if entries.variant:
             folder /= _allowed(entries.variant).replace("/", "_")
-        with SummaryWriter(str(folder)) as writer:  # type: ignore[no-untyped-call]
+        with SummaryWriter(str(folder)) as writer:
             for figure in entries.figures:
                 writer.add_scalar(figure.name, figure.value, figure.round)
             for picture in entries.pictures:
