@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from fedsim.report.control import Control
+from fedsim.report.control import Control, positive_controls
 from fedsim.report.facts import unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, format_epsilon, format_signed
+from fedsim.report.leaderboard import aggregate
 from fedsim.report.level import Level
-from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.sentences import (
     WEAK_EPSILON,
     accuracy_sentence,
@@ -22,7 +23,7 @@ from fedsim.report.sentences import (
     unstated_terms,
 )
 from fedsim.report.verdict import Verdict, verdicts
-from fedsim.results.reading import Run
+from fedsim.results.reading import Run, measurements
 from fedsim.scoring import LEAST, Summary
 from fedsim.words import number_of
 
@@ -59,7 +60,7 @@ _GETS: Mapping[Finding, str] = {
     "features": "features of the {subject}",
     "labels": "labels",
     "membership": "who took part",
-    "some trials": "nothing beyond the guess on average, but something in a few trials",
+    "some trials": "something in some trials, and nothing reliably",
     "nothing": "nothing beyond the guess",
 }
 
@@ -114,6 +115,13 @@ class Answer:
         return f"{evidence}; {self.costs}; {self.guarantee}; {self.reliance}."
 
     @property
+    def brief(self) -> str:
+        """The sentence without evidence, costs and guarantee, for a terminal."""
+        if self.finding == "no answer":
+            return self.sentence
+        return f"{self.lead}; {self.reliance}."
+
+    @property
     def reliance(self) -> str:
         """The verdict with its reason, as a clause."""
         if self.verdict == "rely":
@@ -153,6 +161,23 @@ def answers(
         )
         for verdict in verdicts(rows, control)
     ]
+
+
+def answers_of(
+    runs: Sequence[Run], *, confidence: float = 0.95
+) -> list[tuple[Comparison, list[Answer]]]:
+    """Returns the answers of every comparison among the rows of `runs`, in the leaderboard's order.
+
+    `confidence` is that of the intervals.
+    """
+    rows = aggregate(measurements(runs), confidence=confidence)
+    found = []
+    for control in positive_controls(rows):
+        members = [row for row in rows if row.comparison == control.comparison]
+        cells = {row.cell for row in members}
+        own = [run for run in runs if any(row.cell in cells for row in run.rows)]
+        found.append((control.comparison, answers(members, control, own)))
+    return found
 
 
 def round_seconds(runs: Sequence[Run]) -> dict[str, float]:

@@ -12,6 +12,7 @@ from fedsim.report.answers import LARGEST_DELTA, RECOGNIZABLE_PSNR, RECOGNIZABLE
 from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
 from fedsim.report.sentences import WEAK_EPSILON
 from fedsim.scoring import FALSE_POSITIVES, LEAST
+from fedsim.words import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,7 @@ _TABLE = (
         name="interval",
         meaning="Where the mean over many more trials would lie at the stated confidence. It is "
         "Student’s, and allows for the choice of the best of several attacks (Bonferroni). Of "
-        f"fewer than {LEAST} trials there is none.",
+        f"fewer than {number_of(LEAST, 'trial')} there is none.",
     ),
     Term(
         key="n",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedsim.report import leaderboard_rows, load_runs, positive_controls
-from fedsim.report.answers import Answer, answers
+from fedsim.report.answers import Answer, answers, answers_of
 from fedsim.scoring import student_interval
 
 DP = [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.1}]
@@ -273,3 +273,16 @@ def test_what_no_attack_tried_is_said(tmp_path: Path) -> None:
     rows = trials([30.0, 31.0, 32.0], defense="none", server="planted", label_accuracy=1.0)
     (planted,) = answered(tmp_path, rows)
     assert planted.untried == ("who took part (membership)", "other participants")
+
+
+def test_every_comparison_is_answered_by_itself(tmp_path: Path) -> None:
+    planted = trials([13.0, 13.1, 13.2], defense="none", server="planted")
+    answered(tmp_path, [*WORKS, *planted])
+    (honest, first), (malicious, second) = answers_of(load_runs([tmp_path]))
+    assert (honest[-2], malicious[-2]) == ("honest", "planted")
+    assert [answer.finding for answer in (*first, *second)] == ["recognizable", "no answer"]
+    assert first[0].brief == (
+        "Without a defense, the server gets recognizable pictures; do not rely on it: the attack "
+        "works."
+    )
+    assert second[0].brief == second[0].sentence

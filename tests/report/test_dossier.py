@@ -251,8 +251,8 @@ def test_an_answer_shows_gain_interval_n_and_what_was_not_tried(whole: Document)
     assert len(answers) == 3
     for answer in answers:
         assert {"An attacker", "It costs", "It guarantees", "Reliance", "Not tried"} <= set(answer)
-        assert "n = 3 trials" in answer["An attacker"]
-    assert "interval" in answers[0]["An attacker"]
+        assert "n = 3 trials" in answer["Shown by"]
+    assert "interval" in answers[0]["Shown by"]
 
 
 def row(**changes: Any) -> ResultRow:

@@ -66,11 +66,15 @@ def measured(page: str, folder: Path) -> list[dict[str, Any]]:
     script = MEASURE % json.dumps(WIDTHS)
     outer = folder / "frames.html"
     outer.write_text(f"<!doctype html><body>{frames}<script>{script}</script></body>")
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom"]
+    profile = f"--user-data-dir={folder / 'profile'}"
     done = subprocess.run(
-        [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--dump-dom",
-         f"--user-data-dir={folder / 'profile'}", outer.as_uri()],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
+        [str(CHROMIUM), *options, profile, outer.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
     found = re.search(r'data-results="([^"]*)"', done.stdout)
     assert found is not None, done.stderr[-2000:]
     results: list[dict[str, Any]] = json.loads(html.unescape(found[1]))

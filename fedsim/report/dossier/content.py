@@ -145,6 +145,7 @@ def _answered(answer: Answer) -> list[tuple[str, str]]:
     """Returns the parts of an answer, each named."""
     parts = [
         ("An attacker", f"{answer.attacker} {answer.gets}"),
+        ("Shown by", answer.evidence),
         ("It costs", answer.costs),
         ("It guarantees", answer.guarantee),
         ("Reliance", answer.reliance),
