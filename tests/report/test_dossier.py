@@ -431,3 +431,13 @@ def test_a_run_that_is_not_complete_says_so_first(run_folder: Path, tmp_path: Pa
     first = chapter(document(folder), "In short")[0]
     assert isinstance(first, Notice) and first.title == "This run is not complete"
     assert not [b for b in chapter(document(folder), "In short") if isinstance(b, Facts)]
+
+
+def test_the_dossier_of_the_docs_has_the_chapters_of_today(page: Page, whole: Document) -> None:
+    path = Path(__file__).parents[2] / "docs" / "dossier" / "quickstart.html"
+    shown = Page(path.read_text(encoding="utf-8"))
+    for number, each in enumerate(whole.chapters, start=1):
+        assert f"{number}. {each.title}" in shown.flat, f"{path} is old: write it again"
+    for title in ("EDPB", "Who attacks"):
+        names = [row[0] for row in tables(chapter(whole, title))[0].rows]
+        assert [name for name in names if name not in shown.flat] == [], f"{path} is old"
