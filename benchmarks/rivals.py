@@ -11,7 +11,7 @@ A suite that cannot be imported is left out, and the output says so. One JSON li
 over recordings and 95% Student's interval.
 
     python benchmarks/rivals.py RUN [--stack none] [--round 1] [--batch-size 1]
-                                [--iterations 500] [--only SUITE] [--json FILE]
+                                [--iterations 500] [--recordings 8] [--only SUITE] [--json FILE]
 """
 
 from __future__ import annotations
@@ -157,6 +157,7 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--recordings", type=int, default=8, help="at most so many")
     parser.add_argument("--only", choices=SUITES, action="append")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -173,6 +174,7 @@ def main() -> None:
     data = load_dataset(scenario)
     assert isinstance(data, Dataset)
     guesser = Guesser(data.test_images, data.test_labels)
+    paths = paths[: arguments.recordings]
     rows = []
     for name in arguments.only or SUITES:
         package, make = SUITES[name]

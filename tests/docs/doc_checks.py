@@ -66,6 +66,7 @@ SCHEMATIC = {
     "fedsim check DIR --max-gain 3 --max-epsilon 8": [
         "fedsim check runs/quickstart --max-gain 3 --max-epsilon 8"
     ],
+    "fedsim dossier DIR": ["fedsim dossier runs/quickstart"],
     "fedsim compare BEFORE AFTER": ["fedsim compare runs/quickstart runs/quickstart"],
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pypdf import PdfReader
-from synthetic_run import STACKS, write_run
+from synthetic_run import QUICK, STACKS, write_run
 from test_page import NASTY, Page, edited
 from typer.testing import CliRunner
 
@@ -38,22 +38,6 @@ from fedsim.report.dossier.literature import coverage
 from fedsim.report.dossier.pdf import pdf_of
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import load_runs
-
-SMALL = """
-name: small
-seed: 3
-data: {source: faces, clients: 2}
-model: lenet
-training: {rounds: 1, local: {steps: 1, batch_size: 4, lr: 0.1}}
-defenses:
-  none: []
-  noise: [{name: clip, norm: 1.0}, {name: gaussian_noise, multiplier: 1.0}]
-attacks:
-  - label_inference
-  - {name: idlg, label: deep-1, iterations: 1}
-observe: {rounds: [1], clients: [0], batch_sizes: [1], trials: 2}
-"""
-QUICK = ["--quiet", "--workers", "1"]
 
 
 def document(folder: Path) -> Document:
@@ -81,18 +65,6 @@ def page(whole: Document) -> Page:
 @pytest.fixture(scope="session")
 def pdf(whole: Document) -> PdfReader:
     return PdfReader(io.BytesIO(pdf_of(whole)))
-
-
-@pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A real run, of seconds."""
-    folder = tmp_path_factory.mktemp("real")
-    (folder / "small.yaml").write_text(SMALL)
-    done = CliRunner().invoke(
-        app, ["run", f"{folder}/small.yaml", "--out", f"{folder}/small", *QUICK]
-    )
-    assert done.exit_code == 0, done.output
-    return folder / "small"
 
 
 def printed(pdf: PdfReader) -> str:
