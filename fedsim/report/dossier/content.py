@@ -94,7 +94,7 @@ def _short(evidence: Evidence) -> tuple[Block, ...]:
     if not evidence.valid and evidence.results:
         blocks.append(Paragraph("No result of this run allows a conclusion."))
     if not evidence.results:
-        blocks.append(Paragraph(facts.sentence(evidence.runs, evidence.results)))
+        blocks.append(Paragraph(evidence.summary))
     return (
         *blocks,
         Paragraph(
@@ -110,7 +110,9 @@ def _banners(evidence: Evidence) -> list[Block]:
     reasons = invalid_reasons(evidence.lines) if evidence.results else []
     blocks: list[Block] = []
     if early:
-        blocks.append(Notice("This run is not complete", tuple(sentence(t) for t in early)))
+        blocks.append(
+            Notice("This run is not complete", tuple(sentence(evidence.local(t)) for t in early))
+        )
     if reasons:
         part = " in part" if len(reasons) < len(evidence.controls) else ""
         blocks.append(Notice(f"INVALID{part}", tuple(sentence(reason) for reason in reasons)))
@@ -132,7 +134,10 @@ def _limits(evidence: Evidence) -> tuple[Block, ...]:
     own = [*facts.client_failures(evidence.runs), *facts.notes(evidence.runs)]
     blocks: list[Block] = [Points(general)]
     if own:
-        blocks += [Heading("Of this run"), Points(tuple(sentence(text) for text in own))]
+        blocks += [
+            Heading("Of this run"),
+            Points(tuple(sentence(evidence.local(text)) for text in own)),
+        ]
     return tuple(blocks)
 
 

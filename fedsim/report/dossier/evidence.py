@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from fedsim.report import facts
 from fedsim.report.answers import Answer, answers
 from fedsim.report.control import Control, positive_controls
 from fedsim.report.dossier.repetition import Numbered, numbered
@@ -54,6 +55,17 @@ class Evidence:
     def commands(self) -> list[Numbered]:
         """The commands that repeat one attack on one defense each."""
         return numbered(self.lines, self.runs, self.root)
+
+    @property
+    def summary(self) -> str:
+        """Words in one sentence what was run."""
+        return self.local(facts.sentence(self.runs, self.results))
+
+    def local(self, text: str) -> str:
+        """Returns `text` with runs named by their folders' names, wherever they lie."""
+        for run in self.runs:
+            text = text.replace(str(run.folder), run.folder.name)
+        return text
 
     def of(self, control: Control) -> list[LeaderboardRow]:
         """Returns the lines of the comparison that `control` judges."""

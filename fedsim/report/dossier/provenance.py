@@ -49,9 +49,9 @@ def how_to_repeat(evidence: Evidence) -> tuple[Block, ...]:
     blocks += [
         Paragraph(
             "The digest of a folder is the SHA-256 of what sha256sum prints of its files, in "
-            "the order of their names. This prints that of the recordings:"
+            "the order of their names."
         ),
-        Literal(repetition.check_command(names[0])),
+        Commands((("This prints that of the recordings:", repetition.check_command(names[0])),)),
     ]
     for run in evidence.runs:
         if run.scenario_text is not None:

@@ -159,11 +159,14 @@ def hashes(run: Run) -> list[tuple[str, str]]:
 _RECORDED = (".json", ".safetensors")
 
 
-def check_command(name: str) -> str:
-    """Returns the commands that print the digest of a run's recordings."""
+def check_command(name: str) -> tuple[str, ...]:
+    """Returns the command that prints the digest of a run's recordings, in parts."""
     return (
-        f"cd {shlex.quote(name)} && find observations -name '*.json' -o -name '*.safetensors' | "
-        "LC_ALL=C sort | xargs -d '\\n' sha256sum | sha256sum"
+        f"cd {shlex.quote(name)} &&",
+        "find observations -name '*.json' -o -name '*.safetensors' |",
+        "LC_ALL=C sort |",
+        "xargs -d '\\n' sha256sum |",
+        "sha256sum",
     )
 
 

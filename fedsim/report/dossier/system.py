@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fedsim.report import facts
 from fedsim.report.dossier.document import Block, Facts, Heading, Paragraph, Table
 from fedsim.report.dossier.evidence import Evidence
 from fedsim.report.figures import describe_stack, describe_variant
@@ -11,7 +10,7 @@ from fedsim.results.reading import Run
 
 def system(evidence: Evidence) -> tuple[Block, ...]:
     """Returns the blocks of the chapter."""
-    blocks: list[Block] = [Paragraph(facts.sentence(evidence.runs, evidence.results))]
+    blocks: list[Block] = [Paragraph(evidence.summary)]
     for run in evidence.runs:
         if len(evidence.runs) > 1:
             variant = describe_variant(run.record.get("variant") or {})
