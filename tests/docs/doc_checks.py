@@ -93,6 +93,7 @@ QUOTED = {"docs/privacy-calculator.md": "tests/thirdparty/fedsim_example_plugins
 """Pages with a part of a class, and the file that has the whole of it."""
 DEVELOPING = {
     *("python -m venv .venv", ". .venv/bin/activate", "ruff check .", "ruff format .", "mypy"),
+    "sphinx-build -W -c docs/site . build/site",
 }
 """What `.ci/run` does in words of its own."""
 REFUTED = {"privacy audit random_projection leverage=0.1 r=20 sabotage=0.8 --delta 1e-3 --json"}
