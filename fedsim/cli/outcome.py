@@ -79,8 +79,9 @@ def _answers(runs: Sequence[reading.Run], width: int) -> str:
 
     lines = []
     for comparison, found in answers_of(runs):
-        lines += [fill(printable(describe_comparison(comparison)) + ":", width)]
-        lines += [
-            fill(f"- {printable(answer.brief)}", width, subsequent_indent="  ") for answer in found
-        ]
-    return "".join(f"{line}\n" for line in lines)
+        lines += [f"{printable(describe_comparison(comparison))}:"]
+        if all(answer.finding == "no answer" for answer in found):
+            lines += [f"- nothing can be said of any defense: {found[0].reason}."]
+        else:
+            lines += [f"- {printable(answer.brief)}" for answer in found]
+    return "".join(f"{fill(line, width, subsequent_indent='  ')}\n" for line in lines)

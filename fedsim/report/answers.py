@@ -36,6 +36,12 @@ RECOGNIZABLE_PSNR = 20.0
 LARGEST_DELTA = 1e-3
 """Above this δ a guarantee may fail for one person in a thousand, and nothing rests on it."""
 
+_INVALID = {
+    "failed": "INVALID, for the attacks do not work without a defense either",
+    "absent": "INVALID, for nothing was attacked without a defense",
+}
+"""Status of a positive control -> why it lets no defense get an answer."""
+
 Reliance = Literal["rely", "do not rely", "not shown"]
 
 Finding = Literal[
@@ -149,7 +155,7 @@ def answers(
     undefended = next((row for row in rows if row.undefended), None)
     late = unfinished(runs)
     pending = "the run has not ended, or is not scored to its end" if late else None
-    invalid = None if control.status == "passed" else f"INVALID, {control.reason}"
+    invalid = _INVALID.get(control.status)
     seconds = round_seconds(runs)
     return [
         _answer(

@@ -47,10 +47,13 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
         ("Rows" if of_rows else "Batch", "batch", lambda row: (str(row.batch_size), "")),
         ("Round", "", lambda row: (str(row.round), "") if several_rounds else _NONE),
         ("Trials ok", "n", lambda row: (f"{row.n_ok}/{row.n}", "")),
-        ("Different rows" if of_rows else "Images", "", lambda row: _count(row.images)),
         ("Gain, dB", "gain", lambda row: _signed(row.gain)),
-        ("3 dB or more", "recognizable", lambda row: (str(row.leaking or "–"), "")),
+        ("Accuracy", "accuracy", _accuracy),
+        ("Chance", "chance", lambda row: (format_percent(_chance(row)), "")),
+        ("ε (δ, unit, neighbours)", "epsilon", _claim),
+        ("s a round", "", lambda row: (format_number(seconds.get(row.defense), 2), "")),
         ("PSNR, dB", "psnr", lambda row: _summary(row.metrics["psnr"])),
+        ("3 dB or more", "recognizable", lambda row: (str(row.leaking or "–"), "")),
         ("Median", "psnr", lambda row: _median(row.metrics["psnr"])),
         ("Worst", "psnr", lambda row: (format_number(row.worst["psnr"], 1), "")),
         ("Guess", "guess", lambda row: (format_number(row.baseline["psnr"], 1), "")),
@@ -62,10 +65,7 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
             table.append((heading, METRIC_TERMS[metric.name], _metric(metric)))
             table.append((f"{heading} at most", "epsilon", _limit(metric)))
     table += [
-        ("Accuracy", "accuracy", _accuracy),
-        ("Chance", "chance", lambda row: (format_percent(_chance(row)), "")),
-        ("ε (δ, unit, neighbours)", "epsilon", _claim),
-        ("s a round", "", lambda row: (format_number(seconds.get(row.defense), 2), "")),
+        ("Different rows" if of_rows else "Images", "", lambda row: _count(row.images)),
         ("s a trial", "", lambda row: (format_number(row.seconds, 1), "")),
     ]
     filled = [

@@ -12,7 +12,7 @@ from fedsim.report.glossary import TERMS
 _NUMBER = r"[+−-]?\d+(?:[.,]\d+)*(?:e-?\d+)?"
 
 _TOKEN = re.compile(
-    rf"[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
+    rf"\(?[εδσ] [=<>≤≥] (?:{_NUMBER}|∞)|n = \d+(?: trials?)?"
     rf"|{_NUMBER} (?:dB|s\b|trials?|points?|images?)|{_NUMBER}%? to {_NUMBER}%?(?: dB)?|{_NUMBER}%"
 )
 """Figures with their units, which no line may end within."""
@@ -37,7 +37,8 @@ _TERMS = {
 }
 """Words of an answer that are explained where they stand -> key of the glossary's term."""
 
-_WORD = re.compile("|".join(rf"(?<!\w){re.escape(word)}(?!\w)" for word in _TERMS))
+_WORD = re.compile(rf"(\(?)(?<!\w)({'|'.join(re.escape(word) for word in _TERMS)})(?!\w)([).,:;]*)")
+"""A term, with the punctuation that no line may end before or after: a button is no letter."""
 
 
 def unbroken(text: str) -> Markup:
@@ -45,7 +46,7 @@ def unbroken(text: str) -> Markup:
 
     A name of several words may end a line after each `_`, and nowhere else.
     """
-    return _between(_TOKEN, text, lambda token: _kept(escape(token)), _names)
+    return _between(_TOKEN, text, lambda token: _kept(escape(token.group())), _names)
 
 
 def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
@@ -55,17 +56,24 @@ def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
     """
     seen: set[str] = set()
 
-    def button(word: str) -> Markup:
+    def bare(found: re.Match[str]) -> Markup:
+        before, word, after = found.groups()
         key = _TERMS[word]
         if key in seen or key not in terms:
-            return _names(word)
+            return _names(found.group())
         seen.add(key)
-        return tip(key, word)
+        return escape(before) + tip(key, word) + escape(after)
+
+    def kept(found: re.Match[str]) -> Markup:
+        return _kept(bare(found)) if found[1] or found[3] else bare(found)
 
     def words(part: str) -> Markup:
-        return _between(_WORD, part, button, _names)
+        return _between(_WORD, part, kept, _names)
 
-    return _between(_TOKEN, text, lambda token: _kept(words(token)), words)
+    def figure(token: re.Match[str]) -> Markup:
+        return _kept(_between(_WORD, token.group(), bare, escape))
+
+    return _between(_TOKEN, text, figure, words)
 
 
 def tip(key: str, text: str) -> Markup:
@@ -82,13 +90,13 @@ def _names(text: str) -> Markup:
 def _between(
     pattern: re.Pattern[str],
     text: str,
-    match: Callable[[str], Markup],
+    match: Callable[[re.Match[str]], Markup],
     rest: Callable[[str], Markup],
 ) -> Markup:
     """Joins what `match` makes of each match of `pattern`, and `rest` of what lies between."""
     parts, end = [], 0
     for found in pattern.finditer(text):
-        parts += [rest(text[end : found.start()]), match(found.group())]
+        parts += [rest(text[end : found.start()]), match(found)]
         end = found.end()
     return Markup("").join([*parts, rest(text[end:])])
 

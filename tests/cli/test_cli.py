@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from fedsim import __version__, pipeline, report
 from fedsim.cli.commands import app
 from fedsim.contracts.attack import AttackFailed
 from fedsim.federation.network.link import Link
-from fedsim.report.answers import answers_of
 from fedsim.results.record import Run
 from fedsim.types import FedsimError, RunFailed
 
@@ -315,11 +313,9 @@ def test_leaderboard_in_three_formats(finished: Path, monkeypatch: pytest.Monkey
     assert shown.exit_code == 0, shown.output
     assert "inverting_gradients" in shown.stdout
     table = report.render(report.leaderboard_rows([finished]), "table", width=120)
+    said = "- nothing can be said of any defense: INVALID, for the attacks do not work"
+    assert said in shown.stdout.removesuffix(table)
     assert shown.stdout.endswith(f"\n{table}")
-    said = re.sub(r"\s+", " ", shown.stdout.removesuffix(table))
-    for _, found in answers_of(report.load_runs([finished])):
-        for answer in found:
-            assert f"- {answer.brief}" in said
     document = json.loads(invoke("leaderboard", finished, "--format", "json").stdout)
     assert {row["defense"] for row in document["rows"]} == {"none", "noise"}
     header, *lines = invoke(

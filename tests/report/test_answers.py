@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from fedsim.cli.commands import app
 from fedsim.report import leaderboard_rows, load_runs, positive_controls
 from fedsim.report.answers import Answer, answers, answers_of
 from fedsim.scoring import student_interval
+from fedsim.words import printable
 
 DP = [{"name": "clip", "norm": 1.0}, {"name": "gaussian_noise", "multiplier": 1.1}]
 
@@ -197,8 +201,14 @@ def test_rows_that_are_invalid_never_answer(tmp_path: Path) -> None:
     weak = trials([13.0, 13.1, 13.2], defense="none", ssim=0.9)
     for answer in answered(tmp_path, [*weak, *trials([30.0, 30.1, 30.2], privacy=PROVEN)]):
         assert (answer.verdict, answer.finding) == ("not shown", "no answer")
-        assert "nothing can be said: INVALID, " in answer.sentence
+        assert "nothing can be said: INVALID, for the attacks do not work" in answer.sentence
         assert "dB over guessing, 95%" not in answer.sentence and "ε" not in answer.sentence
+
+
+def test_without_an_undefended_stack_nothing_is_answered(tmp_path: Path) -> None:
+    (answer,) = answered(tmp_path, trials(FAILS, privacy=PROVEN))
+    assert (answer.verdict, answer.finding) == ("not shown", "no answer")
+    assert "INVALID, for nothing was attacked without a defense" in answer.sentence
 
 
 def test_a_run_with_unscored_rows_never_answers(tmp_path: Path) -> None:
@@ -286,3 +296,17 @@ def test_every_comparison_is_answered_by_itself(tmp_path: Path) -> None:
         "works."
     )
     assert second[0].brief == second[0].sentence
+
+
+def test_the_terminal_answers_above_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nasty = "dp\x1b[2Jx"
+    found = answered(tmp_path, [*WORKS, *trials(FAILS, privacy=PROVEN, defense=nasty)])
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = CliRunner().invoke(app, ["leaderboard", str(tmp_path)]).stdout
+    said, _, _ = re.sub(r"\s+", " ", shown).partition(" defense attack ")
+    assert "\x1b" not in shown
+    assert f"- {found[0].brief}" in said
+    assert f"- {printable(found[1].brief)}" in said
+    assert max(map(len, shown.splitlines())) <= 80

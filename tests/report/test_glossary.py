@@ -63,6 +63,15 @@ def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
     assert "<button" not in explained("bandB and interval_length"), "no part of a word"
 
 
+def test_no_line_ends_between_a_term_and_its_punctuation() -> None:
+    """A button is an object and no letter: a line may end on either side of it."""
+    for text in ("(ε = ∞: none)", "an audit, so", "(masked)"):
+        found = re.findall(r'(.?)<span class="token">(.*?)</span>(.?)', explained(text))
+        for before, _, after in found:
+            assert before != "(" and after not in set(",;.)"), text
+        assert found
+
+
 def test_names_stay_text() -> None:
     nasty = '<b onclick=x>"ε = 3"</b>&'
     for marked in (unbroken(nasty), explained(nasty), tip("gain", nasty)):

@@ -13,7 +13,7 @@ from synthetic_run import STACKS, write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
-from fedsim.report.lineup import chosen, recovered, strongest
+from fedsim.report.lineup import chosen, lineup, recovered, strongest
 from fedsim.results.lines import ControlOf
 from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
@@ -81,3 +81,39 @@ def test_a_prior_that_draws_the_same_from_any_update_is_not_shown(run_folder: Pa
         rows.append(row)
     assert strongest(run.rows, "none")[0].attack.label == "inverting_gradients"
     assert strongest(rows, "none")[0].attack.label == "deep_leakage"
+
+
+def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "pruning")}
+    for rate in (0.1, 0.01):
+        write_run(
+            tmp_path / f"lr={rate}",
+            stacks=stacks,
+            trials=2,
+            batch_sizes=(1,),
+            rounds=1,
+            variant={"training.local.lr": rate},
+        )
+    shown = lineup(load_runs([tmp_path]))
+    assert shown is not None
+    assert [(behind.variant, behind.defense) for behind in shown.defenses] == [
+        (f"training.local.lr={rate}", name) for rate in (0.01, 0.1) for name in stacks
+    ]
+    for victim in shown.victims:
+        assert all(recovered(b.run, b.rows, victim) for b in shown.defenses)
+    path = save_overview(tmp_path)
+    assert path == tmp_path / "overview.png"
+    one = save_overview(tmp_path / "lr=0.1")
+    assert one is not None
+    heights = [Image.open(p).height for p in (path, one)]
+    assert heights[0] > 1.5 * heights[1], "a row for each defense of each variant"
+
+
+def test_another_clients_same_image_is_not_shown_for_it(run_folder: Path) -> None:
+    """An image may lie with two clients; a sum of all clients' updates is of each of them."""
+    (run,) = load_runs([run_folder])
+    rows = strongest([row for row in run.rows if row.batch_size == 1], "none")
+    victim = chosen(run, rows)[0]
+    for client, there in ((0, True), (1, False), (-1, True)):
+        moved = [row.model_copy(update={"client": client}) for row in rows]
+        assert (recovered(run, moved, victim) is not None) is there

@@ -427,3 +427,45 @@ def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> N
     assert "UNFINISHED" in write_report(folder).read_text()
     result = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
     assert "UNFINISHED" in result.stderr
+
+
+def test_the_answers_stand_before_everything_else(page: Page) -> None:
+    text = page.flat
+    first = text.index("Without a defense, the server gets recognizable pictures")
+    picture = text.index("The same image behind every defense")
+    assert text.index("What do the clients’ updates show") < first < picture
+    for later in ("What was run", "Who is attacking", "How sure the answers are", "Glossary"):
+        assert picture < text.index(later), later
+    assert "Not tried here: who took part (membership)" in text
+
+
+def test_a_sweep_has_a_line_for_each_variant_above_its_answers(tmp_path: Path) -> None:
+    for mode in ("train", "eval"):
+        write_run(
+            tmp_path / mode,
+            stacks={name: STACKS[name] for name in ("none", "dp")},
+            trials=1,
+            rounds=1,
+            batch_sizes=(1,),
+            variant={"training.local.mode": mode},
+        )
+    html = write_report(tmp_path).read_text()
+    glance = html[html.index("At a glance") : html.index('id="answers-1"')]
+    assert re.findall(r'href="#(answers-\d)"', glance) == ["answers-1", "answers-2"]
+    assert glance.count('data-label="dp"') == glance.count('data-label="none"') == 2
+    assert glance.count(">Do not rely<") == 2
+    assert 'id="answers-2"' in html
+
+
+def test_the_table_holds_chance_and_cost(run_folder: Path, tmp_path: Path) -> None:
+    def tested(row: dict[str, Any]) -> None:
+        row["utility"] |= {"test_examples": 100, "test_chance": 0.25}
+
+    html = write_report(edited(run_folder, tmp_path / "run", tested)).read_text()
+    for heading, figure in (
+        ("Chance", "25%"),
+        ("s a round", "1.20"),
+        ("ε (δ, unit, neighbours)", "7.82 (1e-05, client, zero out)"),
+    ):
+        assert f'<td data-label="{heading}">{figure}</td>' in html, heading
+    assert re.search(r'<td data-label="Label">\d+% <small>guess \d+%</small></td>', html)
