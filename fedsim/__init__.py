@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.acceptance import validate
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -34,9 +35,10 @@ _HOMES = {
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
+    "validate": "fedsim.acceptance",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run"]
+__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run", "validate"]
 
 
 def __getattr__(name: str) -> Any:

@@ -113,8 +113,11 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 
 @contextmanager
-def report_work(title: str) -> Iterator[None]:
-    """Prints an accountant's progress on standard error, if it takes more than a second."""
+def report_work(title: str, of: str = "a curve") -> Iterator[None]:
+    """Prints an accountant's progress on standard error, if it takes more than a second.
+
+    `of` names the whole that a share is of.
+    """
     from fedsim.privacy.numerics import work
 
     started = last = time.monotonic()
@@ -124,7 +127,7 @@ def report_work(title: str) -> Iterator[None]:
         now = time.monotonic()
         if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
             last = now
-            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=sys.stderr)
+            print(f"{title}: {done / max(total, 1):.0%} of {of}", file=sys.stderr)
 
     with work.heard_by(listen):
         yield
