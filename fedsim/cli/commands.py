@@ -115,9 +115,7 @@ def run(
     with exits():
         from fedsim.federation.network.link import Link
         from fedsim.pipeline import run as run_scenario
-        from fedsim.report.loggers import chosen, log_run
 
-        stores = chosen(log or [])
         link = None
         if superlink is not None:
             link = Link(superlink=superlink, roots=roots, secret=secret, shared_seed=shared_seed)
@@ -128,13 +126,12 @@ def run(
             overrides=overrides,
             resume=resume,
             workers=workers,
+            log=log or [],
             quiet=quiet,
             link=link,
         )
         if not quiet:
             show(finished)
-        for line in log_run(finished.out, stores) if stores else []:
-            typer.secho(line, err=True, fg="yellow")
 
 
 @app.command()
