@@ -22,6 +22,7 @@ from fedsim.federation.network.run import Deployed, join
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
+from fedsim.report.loggers import chosen, log_run
 from fedsim.results import earlier, record, rows
 from fedsim.results.record import Run
 from fedsim.scenario import (
@@ -53,6 +54,7 @@ def run(
     overrides: Sequence[str] = (),
     resume: bool = False,
     workers: int | None = None,
+    log: Sequence[str] = (),
     quiet: bool = True,
     link: Link | None = None,
 ) -> Run:
@@ -65,6 +67,8 @@ def run(
         resume: Continue what an interrupted run of the same scenario left in `out`.
         workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
+        log: Tools with a local store that figures and pictures are copied to at the end, such as
+            `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
         quiet: Show no progress.
         link: Where the SuperLink of a deployed federation is; then the engine is `deployment`.
 
@@ -72,6 +76,7 @@ def run(
         FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
+    stores = chosen(log)
     if isinstance(scenario, str | Path):
         document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
     elif overrides:
@@ -112,6 +117,8 @@ def run(
             if len(plans) > 1:
                 save_overview(root)
             write_report(root)
+            for line in log_run(root, stores) if stores else []:
+                print(line, file=sys.stderr)
         except RunFailed:
             raise
         except FedsimError as error:

@@ -86,6 +86,14 @@ def run(
         typer.Option("--superexec-secret", help="The SuperLink's secret of those who execute."),
     ] = None,
     shared_seed: SharedSeed = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL[=DIR]",
+            help="At the end, copy figures and pictures to a local store of mlflow or tensorboard; "
+            "may be repeated.",
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report.
@@ -118,6 +126,7 @@ def run(
             overrides=overrides,
             resume=resume,
             workers=workers,
+            log=log or [],
             quiet=quiet,
             link=link,
         )
@@ -338,6 +347,26 @@ def report(
         if out:
             writable_file(out, "--out")
         typer.echo(write_report(folder, out))
+
+
+@app.command()
+def dossier(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for dossier.html and dossier.pdf; default DIR.")
+    ] = None,
+) -> None:
+    """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
+
+    DIR is the folder of a finished run, or of a sweep.
+    """
+    with exits():
+        from fedsim.report.dossier import write_dossier
+        from fedsim.system.paths import writable_folder
+
+        writable_folder(out or folder, "--out" if out else "DIR")
+        for path in write_dossier(folder, out):
+            typer.echo(path)
 
 
 @app.command("list")

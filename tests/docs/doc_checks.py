@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -33,6 +33,7 @@ from typer.testing import CliRunner
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.federation.network.policy import Policy
+from fedsim.report.loggers.stores import STORES
 from fedsim.scenario import Scenario, expand, open_document
 
 SCHEMATIC = {
@@ -69,6 +70,7 @@ SCHEMATIC = {
     "fedsim check DIR --max-gain 3 --max-epsilon 8": [
         "fedsim check runs/quickstart --max-gain 3 --max-epsilon 8"
     ],
+    "fedsim dossier DIR": ["fedsim dossier runs/quickstart"],
     "fedsim compare BEFORE AFTER": ["fedsim compare runs/quickstart runs/quickstart"],
     "fedsim preflight SCENARIO": ["fedsim preflight scenarios/quickstart.yaml"],
     "fedsim preflight DIR": ["fedsim preflight runs/quickstart"],
@@ -424,7 +426,8 @@ def parse_alone(words: list[str], main: Callable[[], object]) -> None:
 def stages_replaced(place: Workplace) -> Any:
     """The command line as it is, with checks in the place of what takes minutes."""
 
-    def run(scenario: Path, *, overrides: list[str], **_: Any) -> None:
+    def run(scenario: Path, *, overrides: list[str], log: Sequence[str] = (), **_: Any) -> None:
+        assert {name.partition("=")[0] for name in log} <= set(STORES), log
         expand(open_document(scenario, overrides))
         raise typer.Exit
 
@@ -451,6 +454,10 @@ def stages_replaced(place: Workplace) -> Any:
             place.scenario(folder.name)
         raise typer.Exit
 
+    def dossier(folder: Path, *_: Any) -> tuple[Path, ...]:
+        from_runs(folder)
+        return ()
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsim.pipeline.run", run)
         patch.setattr("fedsim.pipeline.up", run)
@@ -466,6 +473,7 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.report.write_report", from_runs)
         patch.setattr("fedsim.board.write_board", from_runs)
         patch.setattr("fedsim.board.serve", lambda folders, **_: from_runs(folders))
+        patch.setattr("fedsim.report.dossier.write_dossier", dossier)
         yield
 
 
