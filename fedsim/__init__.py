@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
+    from fedsim.federation.tapping import client_tap, tap
+    from fedsim.federation.witness import witness
     from fedsim.pipeline import run
     from fedsim.recording.files import load_observation
     from fedsim.scenario import Scenario, load
@@ -29,14 +31,28 @@ if TYPE_CHECKING:
 _HOMES = {
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
+    "client_tap": "fedsim.federation.tapping",
     "observe": "fedsim.attacking.observe",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
+    "tap": "fedsim.federation.tapping",
+    "witness": "fedsim.federation.witness",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run"]
+__all__ = [
+    "Grant",
+    "Scenario",
+    "attack",
+    "client_tap",
+    "load",
+    "load_observation",
+    "observe",
+    "run",
+    "tap",
+    "witness",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -217,8 +217,18 @@ def root_of(recording: Path) -> Path | None:
     return None
 
 
-def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
+def write_tensors(path: Path, tensors: Tensors, *, private: bool = False) -> str:
+    """Write `tensors` as safetensors, atomically; returns the file's SHA-256.
+
+    A `private` file can be read by its owner alone.
+    """
+    content = serialized(tensors)
+    write_bytes(path, content, private=private)
+    return hashlib.sha256(content).hexdigest()
+
+
+def serialized(tensors: Tensors) -> bytes:
+    """Returns `tensors` as the bytes of a safetensors file."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -227,9 +237,8 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
         # safetensors refuses tensors that share memory, as granted labels do with the true ones
         own[name] = value.clone() if storage in storages else value
         storages.add(storage)
-    content = save(own)
-    write_bytes(path, content)
-    return hashlib.sha256(content).hexdigest()
+    content: bytes = save(own)
+    return content
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
