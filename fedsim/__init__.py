@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.assessment import assess
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "assess": "fedsim.assessment",
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "client_tap": "fedsim.federation.tapping",
@@ -44,6 +46,7 @@ _HOMES = {
 __all__ = [
     "Grant",
     "Scenario",
+    "assess",
     "attack",
     "client_tap",
     "load",

@@ -40,6 +40,7 @@ from fedsim.attacking.targets import questions, together
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import AttackFailed, Progress, Solution, create
 from fedsim.contracts.grant import Grant
+from fedsim.models import live
 from fedsim.recording.files import (
     checked_id,
     load_observation,
@@ -166,7 +167,10 @@ def run_jobs(
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
     public = Public.of(setting.root, setting.granted)
     around = Surroundings(
-        device=setting.device, threads=setting.threads, public_images=public.images
+        device=setting.device,
+        threads=setting.threads,
+        public_images=public.images,
+        models=live.kept(),
     )
     pending: dict[Future[Any], Callable[[Any], None]] = {}
     asking = 0

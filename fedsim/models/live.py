@@ -38,6 +38,16 @@ def is_live(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
+def kept() -> Mapping[str, Classifier]:
+    """Return all models that `keep` was given, for processes that this one starts."""
+    return dict(_models)
+
+
+def adopt(models: Mapping[str, Classifier]) -> None:
+    """Take over what another process has `kept`."""
+    _models.update(models)
+
+
 def again(name: str) -> Classifier:
     """Return a copy of the model that `keep` was given.
 
@@ -46,8 +56,8 @@ def again(name: str) -> Classifier:
     """
     if name not in _models:
         raise FedsimError(
-            f"{name}: this model was handed to fedsim.observe in another process, and has no "
-            "plugin from which it could be built: call fedsim.observe again"
+            f"{name}: this model was handed to fedsim.observe in another process (or to fedsim "
+            "assess), and has no plugin from which it could be built: call fedsim.observe again"
         )
     return copy.deepcopy(_models[name])
 

@@ -165,6 +165,8 @@ class Again:
 
 def again(runs: Sequence[Run]) -> Again:
     """Returns how to repeat `runs`, which are of one engine."""
+    if commands := {run.record["again"] for run in runs if run.record.get("again")}:
+        return Again(str(min(commands)), " of the same recording; it gives the same figures")
     same = "; on the same kind of machine it gives the same figures"
     if not any(run.setting("federation", "engine") == "deployment" for run in runs):
         return Again("fedsim run scenario.yaml", same)
