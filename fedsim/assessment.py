@@ -84,6 +84,7 @@ def assess(
     rounds: Collection[int] | Literal["last"] = "last",
     clients: int = 2,
     run: int | None = None,
+    name: str | None = None,
     seed: int = 0,
     workers: int | None = None,
     quiet: bool = True,
@@ -110,6 +111,7 @@ def assess(
         rounds: Which are attacked; default the last one recorded.
         clients: Of how many clients, in each round.
         run: Which of the recorded runs; default the newest.
+        name: Title of the report; default the package of the model.
         seed: Of attacks.
         workers: Processes that attack; default one a core.
         quiet: Show no progress.
@@ -184,7 +186,10 @@ def assess(
             seen[observation.id] = observation, each
         guesser = _guesser(said, picked, pixels, notes)
         context = _Context(
-            name=_slug(source.parent.name), model=type(built).__name__, grant=grant, seen=seen
+            name=_slug(name or _package(model)),
+            model=type(built).__name__,
+            grant=grant,
+            seen=seen,
         )
         _attack(folder, context, chosen, guesser, workers, quiet)
         found = sorted(
@@ -354,9 +359,7 @@ class _Plan:
                 "total weight, which is an approximation"
             )
         if len(set(said.sizes)) > 1:
-            self.notes.append(
-                "local: batches differ in size, and attacks take them for equal ones"
-            )
+            self.notes.append("local: batches differ in size, and attacks take them for equal ones")
         return Local(
             examples=said.images,
             steps=said.steps,
@@ -641,6 +644,11 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
         raise FedsimError(f"--model: expected a call of literals, got {call!r}")
     keywords = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
     return [ast.literal_eval(each) for each in tree.args], keywords
+
+
+def _package(model: nn.Module | str) -> str:
+    module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
+    return module.partition(".")[0]
 
 
 def _slug(name: str) -> str:

@@ -115,7 +115,9 @@ class Subject:
         idle = live.unused(apart, mode, shape)
         every = dict(model.named_parameters())
         self._trained: Tensors = {
-            name: p for name, p in every.items() if p.requires_grad and self._names[name] not in idle
+            name: p
+            for name, p in every.items()
+            if p.requires_grad and self._names[name] not in idle
         }
         self._frozen = [name for name in every if name not in self._trained]
         self._statistics: Tensors = dict(model.named_buffers())

@@ -159,9 +159,7 @@ def observed(
     )
 
 
-def _own_names(
-    tensors: Mapping[str, Tensor], model: nn.Module, prefix: str
-) -> dict[str, Tensor]:
+def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> dict[str, Tensor]:
     """By the model's names: those of the app after `prefix`, or numbers in the model's order."""
     own = model.state_dict()
     if all(name.isdecimal() for name in tensors) and len(tensors) == len(own):

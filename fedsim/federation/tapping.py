@@ -159,9 +159,7 @@ class _Plan:
             raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
         folder = Path(out).absolute()  # an app may change its folder
         paths.writable_folder(folder, "out")
-        return cls(
-            out=folder, rounds=chosen, clients=clients, max_bytes=int(max_gib * paths.GIB)
-        )
+        return cls(out=folder, rounds=chosen, clients=clients, max_bytes=int(max_gib * paths.GIB))
 
     def recorder(self, run_id: int, side: Side) -> Recorder:
         return Recorder(
@@ -326,9 +324,7 @@ class _TappedGrid(Grid):
         tape.begin(messages)
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
-    def _recorded(
-        self, replies: Iterable[Message], waiting: dict[str, _Sent]
-    ) -> Iterable[Message]:
+    def _recorded(self, replies: Iterable[Message], waiting: dict[str, _Sent]) -> Iterable[Message]:
         """Record `replies` as they are read; a list is read at once."""
         if isinstance(replies, list):
             for reply in replies:

@@ -22,9 +22,7 @@ def _loaded(name: str) -> DatasetDict:
     colored = "cifar" in name
     source = Photos().load() if colored else Digits(size=28).load()
     # Photographs lie one after the other: a shuffled set is what the original is.
-    order = torch.randperm(
-        len(source.train_images), generator=torch.Generator().manual_seed(0)
-    )
+    order = torch.randperm(len(source.train_images), generator=torch.Generator().manual_seed(0))
     splits = {
         "train": (source.train_images[order], source.train_labels[order]),
         "test": (source.test_images, source.test_labels),
