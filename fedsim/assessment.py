@@ -11,6 +11,7 @@ import ast
 import math
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -211,7 +212,25 @@ def assess(
                 "knowledge": grant.model_dump(),
                 "environment": record.environment(),
                 "seconds": time.perf_counter() - started,
-                "again": _AGAIN,
+                "again": _command(
+                    source,
+                    model,
+                    homes,
+                    rounds,
+                    {
+                        "mean": mean and _listed(mean),
+                        "std": std and _listed(std),
+                        "input-shape": input_shape and _listed(input_shape),
+                        "classes": classes,
+                        "answer": None if answer == "weights" else answer,
+                        "prefix": prefix,
+                        **{key.replace("_", "-"): value for key, value in (local or {}).items()},
+                        "clients": clients,
+                        "name": name,
+                        "seed": seed,
+                    },
+                    {"attack": chosen, "defense": {str(d["name"]): d for d in defenses}},
+                ),
                 "notes": dict(enumerate(dict.fromkeys([*plan.notes, *_BASIS]))),
             },
         )
@@ -219,7 +238,6 @@ def assess(
     return Run(folder)
 
 
-_AGAIN = "fedsim assess"
 _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",
@@ -644,6 +662,37 @@ def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
         raise FedsimError(f"--model: expected a call of literals, got {call!r}")
     keywords = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
     return [ast.literal_eval(each) for each in tree.args], keywords
+
+
+def _command(
+    source: Path,
+    model: nn.Module | str,
+    homes: Sequence[str | Path],
+    rounds: Collection[int] | Literal["last"],
+    options: Mapping[str, object],
+    plugins: Mapping[str, Mapping[str, Mapping[str, object]]],
+) -> str:
+    """Returns the command that makes the same assessment.
+
+    A model that was handed over as an object has to be named in it by who runs it.
+    """
+    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
+    words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
+    for home in homes:
+        words += ["--truth", str(Path(home).absolute())]
+    words += ["--rounds", rounds if isinstance(rounds, str) else _listed(sorted(rounds))]
+    for option, value in options.items():
+        if value not in (None, ""):
+            words += [f"--{option}", str(value)]
+    for option, chosen in plugins.items():
+        for name, parameters in chosen.items():
+            own = [f"{k}={v}" for k, v in parameters.items() if k != "name" and v is not None]
+            words += [f"--{option}", name + (":" + ",".join(own) if own else "")]
+    return shlex.join(words)
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ",".join(map(str, values))
 
 
 def _package(model: nn.Module | str) -> str:

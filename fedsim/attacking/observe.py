@@ -145,7 +145,7 @@ class Subject:
         round: int = 1,
         client: int = 0,
         defense: tuple[Mapping[str, Any], ...] = (),
-        effect: Effect = Effect(),
+        effect: Effect | None = None,
         seed: int = 0,
     ) -> Observation:
         """Returns what a server sees of one client's `update`.
@@ -186,7 +186,7 @@ class Subject:
             spec=self.spec,
             training=training,
             defense=defense,
-            effect=effect,
+            effect=effect or Effect(),
             vantage="server",
             round=round,
             client=client,

@@ -111,7 +111,7 @@ def observed(
     stack: str,
     client: int,
     defense: tuple[Mapping[str, Any], ...] = (),
-    effect: Effect = Effect(),
+    effect: Effect | None = None,
     seed: int = 0,
 ) -> Observation:
     """Returns the observation of one exchange.
