@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import random
 import shutil
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def run(name: str, folder: Path, *, seed: int = 0, nodes: int | None = None, **c
     TaskIdentity.task_id, TaskIdentity.run_id = 1, 1
     TaskIdentity.node_id = SUPERLINK_NODE_ID
     torch.manual_seed(seed)
+    random.seed(seed)  # Flower's strategies sample nodes from it
     try:
         with imported(folder):
             server, client = (_loaded(flower["components"][f"{side}app"]) for side in SIDES)

@@ -36,6 +36,8 @@ from fedsim.attacking.tapped import (
 )
 from fedsim.contracts.attack import Progress, create
 from fedsim.contracts.grant import Grant
+from fedsim.models import live
+from fedsim.models.base import Classifier
 from fedsim.recording import files
 from fedsim.recording.exchanges import Exchange, left_out, read_exchanges, run_folder
 from fedsim.recording.truth import save_truth
@@ -192,7 +194,8 @@ def assess(
             grant=grant,
             seen=seen,
         )
-        _attack(folder, context, chosen, guesser, workers, quiet)
+        models = live.kept(subject.spec.name)
+        _attack(folder, context, chosen, guesser, models, workers, quiet)
         found = sorted(
             record.read_lines(folder / "results.jsonl"),
             key=lambda row: (row["attack"]["label"], row["round"], row["client"]),
@@ -478,6 +481,7 @@ def _attack(
     context: _Context,
     attacks: Mapping[str, Mapping[str, object]],
     guesser: scoring.Guesser,
+    models: Mapping[str, Classifier],
     workers: int | None,
     quiet: bool,
 ) -> None:
@@ -501,6 +505,7 @@ def _attack(
         lpips_backbone="alex",
         lpips_weights=None,
         threads=1,
+        models=models,
     )
     with progress.display(quiet) as display:
         display.stage("attack", len(jobs))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import pickle
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing.queues import Queue
@@ -40,7 +40,7 @@ from fedsim.attacking.targets import questions, together
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import AttackFailed, Progress, Solution, create
 from fedsim.contracts.grant import Grant
-from fedsim.models import live
+from fedsim.models.base import Classifier
 from fedsim.recording.files import (
     checked_id,
     load_observation,
@@ -78,6 +78,8 @@ class Setting:
     lpips_weights: str | None
     threads: int
     """That a job computes on, wherever it runs."""
+    models: Mapping[str, Classifier] = field(default_factory=dict)
+    """Those that somebody built and no plugin builds, by the names that observations have for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ def run_jobs(
         device=setting.device,
         threads=setting.threads,
         public_images=public.images,
-        models=live.kept(),
+        models=setting.models,
     )
     pending: dict[Future[Any], Callable[[Any], None]] = {}
     asking = 0

@@ -39,9 +39,9 @@ def is_live(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
-def kept() -> Mapping[str, Classifier]:
-    """Return all models that `keep` was given, for processes that this one starts."""
-    return dict(_models)
+def kept(name: str) -> Mapping[str, Classifier]:
+    """Return the model that `keep` named so, for processes that this one starts."""
+    return {name: again(name)}
 
 
 def adopt(models: Mapping[str, Classifier]) -> None:

@@ -31,7 +31,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Any:
         if name not in made:
             folder = tmp_path_factory.mktemp("apps") / name
             build(name, folder)
-            run(name, folder, nodes=4)
+            run(name, folder, nodes=4 if name == "resnet" else 20)
             made[name] = folder
         return made[name]
 
@@ -100,7 +100,7 @@ def test_a_tapped_app_computes_what_the_untapped_does(tmp_path: Path) -> None:
     weights = []
     for tapped in (True, False):
         folder = build("quickstart", tmp_path / str(tapped), tapped=tapped)
-        run("quickstart", folder, nodes=2)
+        run("quickstart", folder, nodes=10)
         weights.append(torch.load(folder / "final_model.pt"))
         assert (folder / "tapped").exists() == (folder / "witnessed").exists() == tapped
     for name, value in weights[0].items():
@@ -125,6 +125,7 @@ def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     rows = finished.rows()
     assert [row["client"] for row in rows] == [0, 1, 2]
     # One step on all images of a client: its labels can be read off exactly.
+    assert [row["training"]["steps"] for row in rows] == [1, 1, 1]
     assert [row["metrics"]["label_accuracy"] for row in rows] == [1.0, 1.0, 1.0]
     assert all(row["control"]["other_update"]["label_accuracy"] < 1 for row in rows)
     page = finished.report.read_text(encoding="utf-8")
