@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedsim.assessment import assess
+    from fedsim.assessment.assess import assess
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
-    "assess": "fedsim.assessment",
+    "assess": "fedsim.assessment.assess",
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
     "client_tap": "fedsim.federation.tapping",

@@ -62,7 +62,7 @@ PRIVACY: dict[str, set[str]] = {
     "ledger": {"composition", "mechanisms", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"pipeline", "cli", "__main__", ""}
+FREE = {"assessment", "pipeline", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

@@ -79,7 +79,7 @@ class Setting:
     threads: int
     """That a job computes on, wherever it runs."""
     models: Mapping[str, Classifier] = field(default_factory=dict)
-    """Those that somebody built and no plugin builds, by the names that observations have for them."""
+    """Those that no plugin builds, by the names that observations have for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

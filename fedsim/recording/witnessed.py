@@ -60,6 +60,12 @@ class Testimony:
     path: Path
     said: Witnessed
 
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of an image, (C, H, W)."""
+        channels, height, width = self.images()[0].shape[1:]
+        return channels, height, width
+
     def images(self) -> tuple[Tensor, Tensor]:
         """Returns the different images (N, C, H, W), as the model got them, and labels (N,).
 
