@@ -25,10 +25,8 @@ from typing import Any
 
 import torch
 from flwr.app import Context, RecordDict
-from flwr.common.constant import SUPERLINK_NODE_ID
-from flwr.supercore.task_identity import TaskIdentity
 
-from fedsim.federation.local import LocalGrid
+from fedsim.federation.local import LocalGrid, identity
 
 APPS = Path(__file__).parent.parent / "tests" / "federation" / "stock_apps"
 _DIFFS = ("app", "data", "tap")
@@ -137,24 +135,15 @@ def run(name: str, folder: Path, *, seed: int = 0, nodes: int | None = None, **c
     flower = document["tool"]["flwr"]["app"]
     settings = {**flower["config"], **app.config, "num-server-rounds": 1, **config}
     settings = {key.replace("_", "-"): value for key, value in settings.items()}
-    identity = vars(TaskIdentity).copy()
-    TaskIdentity.task_id, TaskIdentity.run_id = 1, 1
-    TaskIdentity.node_id = SUPERLINK_NODE_ID
     torch.manual_seed(seed)
     random.seed(seed)  # Flower's strategies sample nodes from it
-    try:
-        with imported(folder):
-            server, client = (_loaded(flower["components"][f"{side}app"]) for side in SIDES)
-            grid = _AppGrid(client, nodes or app.nodes, settings)
-            server(
-                grid,
-                Context(
-                    run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=settings
-                ),
-            )
-    finally:
-        for key in ("task_id", "run_id", "node_id"):
-            setattr(TaskIdentity, key, identity.get(key))
+    with identity(), imported(folder):
+        server, client = (_loaded(flower["components"][f"{side}app"]) for side in SIDES)
+        grid = _AppGrid(client, nodes or app.nodes, settings)
+        context = Context(
+            run_id=1, node_id=1, node_config={}, state=RecordDict(), run_config=settings
+        )
+        server(grid, context)
 
 
 SIDES = ("server", "client")
