@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsim.recording.files import read_tensors, serialized, write_bytes, write_json, write_text
+from fedsim.recording.files import read_tensors, serialized, write_bytes, write_json
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
 from fedsim.words import number_of
@@ -186,7 +186,8 @@ class Recorder:
             config={name: dict(record) for name, record in config.items()},
             metrics={name: dict(record) for name, record in metrics.items()},
         )
-        write_text(base.with_suffix(".json"), sidecar.model_dump_json(indent=2) + "\n")
+        text = sidecar.model_dump_json(indent=2) + "\n"
+        write_bytes(base.with_suffix(".json"), text.encode(), durable=False)
 
     def leave_out(self, reason: str) -> bool:
         """Counts what is not recorded; returns whether that reason is new."""
@@ -212,7 +213,8 @@ class Recorder:
         if self._used + len(content) > self._max_bytes:
             self.leave_out("no room below max_gib")
             return False
-        write_bytes(path, content)
+        # Waiting for the disk would hold up the app; the checksum tells a torn file.
+        write_bytes(path, content, durable=False)
         self._used += len(content)
         return True
 

@@ -217,13 +217,10 @@ def root_of(recording: Path) -> Path | None:
     return None
 
 
-def write_tensors(path: Path, tensors: Tensors, *, private: bool = False) -> str:
-    """Write `tensors` as safetensors, atomically; returns the file's SHA-256.
-
-    A `private` file can be read by its owner alone.
-    """
+def write_tensors(path: Path, tensors: Tensors) -> str:
+    """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
     content = serialized(tensors)
-    write_bytes(path, content, private=private)
+    write_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -277,10 +274,17 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     write_bytes(target / place, path.read_bytes())
 
 
-def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_bytes(
+    path: Path, content: bytes, *, private: bool = False, durable: bool = True
+) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one.
 
-    A `private` file can be read by its owner alone.
+    Args:
+        path: Of the file; its folder is made.
+        content: Of the file.
+        private: Whether its owner alone can read it.
+        durable: Whether it is on the disk when this returns. If not, a crash of the machine may
+            leave a torn file, which only a checksum tells.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -290,7 +294,8 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.chmod(0o600 if private else 0o644)
             temporary.replace(path)
         except BaseException:

@@ -18,7 +18,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
-from fedsim.recording.files import read_tensors, write_bytes, write_tensors
+from fedsim.recording.files import read_tensors, serialized, write_bytes
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
 
@@ -90,9 +90,11 @@ def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
     """Writes what a client trained on below `out`, for its owner alone to read."""
     digest = hashlib.sha256(said.message_id.encode()).hexdigest()[:16]
     base = run_of(out, said.run_id) / f"round-{said.round:04d}" / f"node-{said.node_id}-{digest}"
-    write_tensors(base.with_suffix(".safetensors"), tensors, private=True)
+    # Waiting for the disk would hold up the client.
+    content = serialized(tensors)
+    write_bytes(base.with_suffix(".safetensors"), content, private=True, durable=False)
     text = said.model_dump_json(indent=2) + "\n"
-    write_bytes(base.with_suffix(".json"), text.encode(), private=True)
+    write_bytes(base.with_suffix(".json"), text.encode(), private=True, durable=False)
 
 
 def run_of(out: Path, run_id: int) -> Path:
