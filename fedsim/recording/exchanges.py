@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsim.recording.files import read_tensors, serialized, write_bytes, write_json
+from fedsim.recording import streaming
+from fedsim.recording.files import read_tensors, write_bytes, write_json
 from fedsim.system import paths
 from fedsim.types import FedsimError, Tensors
 from fedsim.words import number_of
@@ -140,10 +141,9 @@ class Recorder:
 
     def save_broadcast(self, round: int, tensors: Tensors) -> str | None:
         """Writes what is sent, unless it lies there; returns its digest, None if it has no room."""
-        content = serialized(tensors)
-        digest = hashlib.sha256(content).hexdigest()
+        digest = streaming.digest_of(tensors)
         path = self._round(round) / _broadcast_name(digest)
-        if not path.exists() and not self._write(path, content):
+        if not path.exists() and not self._write(path, tensors):
             return None
         return digest
 
@@ -173,8 +173,8 @@ class Recorder:
         if base.with_suffix(".json").exists():
             self.leave_out("answered twice in a round")
             return
-        content = serialized(reply)
-        if not self._write(base.with_suffix(".safetensors"), content):
+        digest = self._write(base.with_suffix(".safetensors"), reply)
+        if digest is None:
             return
         sidecar = _Sidecar(
             run_id=self._run_id,
@@ -182,7 +182,7 @@ class Recorder:
             node_id=node_id,
             message_id=message_id,
             broadcast=broadcast,
-            reply=hashlib.sha256(content).hexdigest(),
+            reply=digest,
             config={name: dict(record) for name, record in config.items()},
             metrics={name: dict(record) for name, record in metrics.items()},
         )
@@ -209,14 +209,15 @@ class Recorder:
         }
         write_json(self.folder / _TAP, about)
 
-    def _write(self, path: Path, content: bytes) -> bool:
-        if self._used + len(content) > self._max_bytes:
+    def _write(self, path: Path, tensors: Tensors) -> str | None:
+        """Writes `tensors`; returns the file's digest, None if it has no room."""
+        size = streaming.size_of(tensors)
+        if self._used + size > self._max_bytes:
             self.leave_out("no room below max_gib")
-            return False
-        # Waiting for the disk would hold up the app; the checksum tells a torn file.
-        write_bytes(path, content, durable=False)
-        self._used += len(content)
-        return True
+            return None
+        digest = streaming.write(path, tensors)
+        self._used += size
+        return digest
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:

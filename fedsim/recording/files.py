@@ -274,9 +274,7 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     write_bytes(target / place, path.read_bytes())
 
 
-def write_bytes(
-    path: Path, content: bytes, *, private: bool = False, durable: bool = True
-) -> None:
+def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one.
 
     Args:
