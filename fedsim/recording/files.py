@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -277,9 +277,23 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one.
 
+    See `write_pieces`.
+    """
+    write_pieces(path, [content], private=private, durable=durable)
+
+
+def write_pieces(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    private: bool = False,
+    durable: bool = True,
+) -> None:
+    """Write `pieces`, one after the other, whole or not at all.
+
     Args:
         path: Of the file; its folder is made.
-        content: Of the file.
+        pieces: Of its content.
         private: Whether its owner alone can read it.
         durable: Whether it is on the disk when this returns. If not, a crash of the machine may
             leave a torn file, which only a checksum tells.
@@ -290,7 +304,8 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: b
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
                 if durable:
                     os.fsync(file.fileno())

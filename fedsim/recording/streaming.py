@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from fedsim.recording.files import naming
+from fedsim.recording.files import write_pieces
 from fedsim.types import FedsimError, Tensors
 
 _NAMES = {
@@ -89,23 +87,11 @@ def write(path: Path, tensors: Tensors) -> str:
         FedsimError: see `pieces`.
     """
     digest = hashlib.sha256()
-    with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                for piece in pieces(tensors):
-                    digest.update(piece)
-                    _write_all(file.fileno(), memoryview(piece))
-            temporary.chmod(0o644)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+
+    def told() -> Iterator[Piece]:
+        for piece in pieces(tensors):
+            digest.update(piece)
+            yield piece
+
+    write_pieces(path, told(), durable=False)
     return digest.hexdigest()
-
-
-def _write_all(handle: int, piece: memoryview) -> None:
-    while piece:
-        piece = piece[os.write(handle, piece) :]
