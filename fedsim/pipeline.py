@@ -107,6 +107,8 @@ def run(
                     # Somebody may run a variant by itself, in its folder.
                     with locked(plan.out) if plan.out != root else nullcontext():
                         plan.execute(display)
+            if len(plans) > 1:
+                save_overview(root)
             write_report(root)
         except RunFailed:
             raise

@@ -391,6 +391,8 @@ class Reconstruction:
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None
     """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
+    determined: Tensor | None = None
+    """(N,) bool: of which images the attack can tell that their features are right."""
     loss: float
     """The attack's own objective at the returned point: the only thing selection may use."""
     iterations: int

@@ -1,4 +1,4 @@
-"""Features of candidate images, fitted from there to what a two-layer head's gradient shows.
+"""Features of candidate images, fitted from there to what the head's gradient shows.
 
 Where noise, pruning or rounding blurs the head's gradient, a fit of features alone ends in local
 minima: images of one label have nearly the same error signal, and what belongs to which of them is
@@ -15,10 +15,13 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.head_features import _joint_fit, _output_solver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
 from fedsim_attacks.head_features._whole_head import unexplained
+from fedsim_attacks.images_from_features import _classifier_answers
+from fedsim_attacks.images_from_features._heads import Head
 
 _ITERATIONS = 1500
 """Of the fit behind pruning and rounding; it mostly ends earlier."""
@@ -30,18 +33,22 @@ _CHANCE = 4.0
 """Times what as many numbers explain of noise alone, up to which a gain is chance."""
 
 
-def explained(head: HeadGradient, features: Tensor) -> bool:
+def explained(head: Head, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the head's gradient but for noise."""
+    if isinstance(head, ClassifierGradient):
+        return _classifier_answers.explained(head, features)
     most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
     return _misfit(head, features) < most
 
 
-def determined(head: HeadGradient, features: Tensor, exchanged: float = EXCHANGED) -> bool:
+def determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bool:
     """Says whether the head's gradient determines the features.
 
     It does if features of which two have `exchanged` a part of their difference explain it worse,
     by more than what the given ones leave unexplained.
     """
+    if isinstance(head, ClassifierGradient):
+        return _classifier_answers.determined(head, features)
     if head.exact:
         return True
     misfit = _misfit(head, features)
@@ -51,12 +58,14 @@ def determined(head: HeadGradient, features: Tensor, exchanged: float = EXCHANGE
     return gap > max(misfit - 1, _CHANCE * _explained_by_chance(head, features))
 
 
-def fitted(head: HeadGradient, features: Tensor, other: Tensor) -> Tensor | None:
+def fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 
     In the images' order. None where `features` explain it already, but for noise: fitted ones would
     be noise.
     """
+    if isinstance(head, ClassifierGradient):
+        return _classifier_answers.fitted(head, features, other)
     if head.noisy:
         refit = _joint_fit.descended(head, features)
     else:

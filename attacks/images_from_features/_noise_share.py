@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from fedsim.types import Observation
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.images_from_features._heads import Head
 
 
-def relative_noise_variance(observation: Observation, head: HeadGradient) -> float:
+def relative_noise_variance(observation: Observation, head: Head) -> float:
     """Estimates the noise's variance in an entry of the body's update, over |body's update|².
 
     Of added noise, which is the same in all entries; that of stochastic rounding at most, which has
@@ -25,7 +25,7 @@ def relative_noise_variance(observation: Observation, head: HeadGradient) -> flo
     return rounding / sum(count for _, count in spacings) / energy
 
 
-def noise_share(observation: Observation, head: HeadGradient, names: Collection[str] = ()) -> float:
+def noise_share(observation: Observation, head: Head, names: Collection[str] = ()) -> float:
     """Estimates the share of |update|² that is noise, in the body's tensors `names` or in all.
 
     `head` as for `relative_noise_variance`; the share is an estimate and may exceed 1.

@@ -23,9 +23,9 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.gradient_matching._contrast import trusted
-from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
+from fedsim_attacks.images_from_features._heads import head_of
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
 from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
 from fedsim_attacks.images_from_features._noise_share import noise_share, relative_noise_variance
@@ -122,7 +122,7 @@ class Phases:
     def __init__(
         self,
         observation: Observation,
-        recovered: Tensor,
+        recovered: Tensor | None,
         seed: int,
         settings: Settings,
         prior: ImagePrior | None = None,
@@ -131,7 +131,7 @@ class Phases:
 
         Args:
             observation: what the server saw.
-            recovered: features (N, d), rightly or not.
+            recovered: features (N, d), rightly or not; None if the head does not tell any.
             seed: of random starts.
             settings: of the descent.
             prior: from public images, if there are any.
@@ -139,9 +139,9 @@ class Phases:
         self._observation, self._recovered, self._settings = observation, recovered, settings
         self._several = observation.training.steps > 1 or observation.num_clients > 1
         self._as_one = as_one_gradient(observation) if self._several else observation
-        self._head, self._stream = HeadGradient.of(self._as_one), generator(seed, "peeling")
+        self._head, self._stream = head_of(self._as_one), generator(seed, "peeling")
         self._staged = StagedBody(
-            self._as_one, len(recovered), self._stream, width=settings.jump_width
+            self._as_one, observation.num_images, self._stream, width=settings.jump_width
         )
         self._is_deep = len(self._staged.stages) >= _DEEP
         self._contrast_seen = self._staged.contrast_seen
@@ -187,6 +187,9 @@ class Phases:
         return self._prior.given_features(features)
 
     def _first(self) -> Phase:
+        if self._recovered is None:
+            labels = infer_labels(self._observation)
+            return self._compared_as_a_whole(labels, self._one_step_iterations)
         if _image_features.determined(self._head, self._recovered):
             return self._factored(self._recovered, self._one_step_iterations)
         # Behind noise, labels are as doubtful as the features that imply them.
@@ -198,16 +201,22 @@ class Phases:
         count = (
             self._one_step_iterations if mostly_noise else int(_FIRST * self._one_step_iterations)
         )
-        misfit = WholeGradient(self._as_one, labels, width=self._settings.jump_width, calls=count)
-        variation = max(_WHOLE_VARIATION, self._settings.total_variation)
         if not mostly_noise:
             self._plans.insert(0, partial(self._from_images, 1))
+        return self._compared_as_a_whole(labels, count)
+
+    def _compared_as_a_whole(self, labels: Tensor, iterations: int) -> Phase:
+        """Makes a phase that knows of no feature: candidates' whole update is compared."""
+        settings = self._settings
+        misfit = WholeGradient(self._as_one, labels, width=settings.jump_width, calls=iterations)
+        variation = max(_WHOLE_VARIATION, settings.total_variation)
         contrast = 1.0 if self._contrast_seen < _FAINT else None
-        return Phase(misfit, count, self._settings.step_size, variation, labels, contrast=contrast)
+        return Phase(misfit, iterations, settings.step_size, variation, labels, contrast=contrast)
 
     def _from_images(self, attempts: int, images: Tensor) -> Phase:
         """Refits features from those of the images, once after each of so many `attempts`."""
         remaining = self._one_step_iterations - self._begun
+        assert self._recovered is not None
         features = _image_features.fitted(
             self._head, _features(self._observation, images), self._recovered
         )

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.head_features._feature_norms import labels_of
-from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.images_from_features import _classifier_answers
+from fedsim_attacks.images_from_features._heads import head_of
 
 
 class Signals(NamedTuple):
@@ -34,7 +36,9 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     and error signals are read off instead: with ∂L/∂W = S X, e_i = Σ_j s_ji w_j, whatever the
     neurons that were dropped, and scaled as the update is.
     """
-    head = HeadGradient.of(observation)
+    head = head_of(observation)
+    if isinstance(head, ClassifierGradient):
+        return Signals(*_classifier_answers.implied(head, features))
     model = rebuild(observation).eval()
     with torch.no_grad():
         observed = Objective(head)(features).errors

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState, solve
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
@@ -27,7 +27,7 @@ from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import chromatic_variation
-from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features._heads import features_if_told
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
 from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
@@ -71,7 +71,8 @@ class Descent(AttackState):
 class FactoredInversion(IterativeAttack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
-    It needs a two-layer head and no knowledge of labels. Several local steps are
+    It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
+    more classes than images tells as much. Several local steps are
     taken for one of the mean gradient at first, and then, if the body is not deep, simulated from
     the labels and the features that were recovered.
     """
@@ -99,12 +100,14 @@ class FactoredInversion(IterativeAttack[Descent]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Recovers features, and starts at random images.
 
+        Where the head tells no features (`classifier_fit` says why), the whole update is compared.
+
         Raises:
-            AttackFailed: the model has no two-layer head, or nothing is left of its gradient.
+            AttackFailed: the model's head has no linear layer, or nothing is left of a two-layer
+                head's gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        features = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
-        assert features is not None
+        features = features_if_told(observation, knowledge, seed)
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)
         phases = Phases(observation, features, seed, self._settings(), prior)

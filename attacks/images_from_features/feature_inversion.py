@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from fedsim.contracts.attack import AttackState, solve
+from fedsim.contracts.attack import AttackState
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
@@ -27,7 +27,7 @@ from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
-from fedsim_attacks.head_features.best_features import BestFeatures
+from fedsim_attacks.images_from_features._heads import recover
 from fedsim_attacks.images_from_features._signals import signals
 
 _ROUNDING = 1e-11
@@ -122,7 +122,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
         seed = int(torch.randint(2**31, (), generator=rng))
         features, labels = None, None
         if self.features != "none":
-            features = solve(BestFeatures(), observation, knowledge, seed).reconstruction.features
+            features = recover(observation, knowledge, seed).features
             assert features is not None
             labels = signals(observation, features).labels
         else:

@@ -11,14 +11,12 @@ from typing import ClassVar, final
 
 import torch
 
-from fedsim.contracts.attack import solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.gradient_matching._matching import Matching
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features.best_features import BestFeatures
 from fedsim_attacks.images_from_features import _image_features
+from fedsim_attacks.images_from_features._heads import head_of, recover
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
 from fedsim_attacks.images_from_features._signals import signals
 
@@ -55,9 +53,9 @@ class FeatureRegression(DirectAttack):
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
         seed = int(torch.randint(2**31, (), generator=rng))
-        recovered = solve(BestFeatures(), observation, knowledge, seed).reconstruction
+        recovered = recover(observation, knowledge, seed)
         assert recovered.features is not None
-        head = HeadGradient.of(observation)
+        head = head_of(observation)
         determined_features = _image_features.determined(head, recovered.features, _MIXED)
         distribution = (
             prior.given_features(recovered.features)

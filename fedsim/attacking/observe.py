@@ -55,7 +55,7 @@ def observe(
             after local training less those before (`fedavg`). Parameters that need no gradient may
             be left out.
         input_shape: (C, H, W) of an image.
-        classes: K.
+        classes: Their number, K.
         batch_size: Images that the update was computed from; of several local steps, in each.
         mean: Of each channel, which the client's pixels in [0, 1] were normalized by; default 0.
         std: As `mean`; default 1.

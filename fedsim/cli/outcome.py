@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fedsim.results import reading
     from fedsim.results.record import Run
 
 
@@ -54,12 +57,31 @@ def outcome(folder: Path) -> str:
 
 
 def leaderboard(folders: list[Path], format: TableFormat) -> str:
-    """Returns the leaderboard over several runs, as wide as the terminal."""
+    """Returns the leaderboard over several runs, as wide as the terminal, below its answers."""
     from shutil import get_terminal_size
 
     from fedsim.report import awaited, leaderboard_rows, load_runs, render
 
     width = get_terminal_size((120, 24)).columns
-    rows = leaderboard_rows(folders)
-    waiting = awaited(load_runs(folders))
-    return render(rows, format.value, width=width, color=sys.stdout.isatty(), awaited=waiting)
+    rows, runs = leaderboard_rows(folders), load_runs(folders)
+    waiting = awaited(runs)
+    table = render(rows, format.value, width=width, color=sys.stdout.isatty(), awaited=waiting)
+    return _answers(runs, width) + table if format is TableFormat.table else table
+
+
+def _answers(runs: Sequence[reading.Run], width: int) -> str:
+    """Words in a line or two for each defense what an attacker gets, and if to rely on it."""
+    from textwrap import fill
+
+    from fedsim.report.answers import answers_of
+    from fedsim.report.control import describe_comparison
+    from fedsim.words import printable
+
+    lines = []
+    for comparison, found in answers_of(runs):
+        lines += [f"{printable(describe_comparison(comparison))}:"]
+        if all(answer.finding == "no answer" for answer in found):
+            lines += [f"- nothing can be said of any defense: {found[0].reason}."]
+        else:
+            lines += [f"- {printable(answer.brief)}" for answer in found]
+    return "".join(f"{fill(line, width, subsequent_indent='  ')}\n" for line in lines)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedsim.recording.files import read_tensors
+from fedsim.report.lineup import Lineup, Recovered, Victim, lineup, recovered
 from fedsim.report.pictures import data_uris, enlargement, reconstruction_file
 from fedsim.report.row import LeaderboardRow
 from fedsim.results.lines import ResultRow
@@ -15,6 +16,9 @@ from fedsim.scoring import psnr
 
 _PAIRS = 8
 """The report shows at most so many images of a batch."""
+
+_SIDE = 96
+"""Pictures of the same image behind every defense have a shorter side of so many CSS pixels."""
 
 _PIXELS = 1 << 21
 """The images of one comparison have at most so many pixels (a few MB as PNG); the others stay in
@@ -52,6 +56,92 @@ class Gallery:
     plates: list[Plate]
     omitted: int
     """Number of plates left out for their size."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Shows what the strongest attack on one defense made of a victim."""
+
+    variant: str
+    defense: str
+    attack: str
+    picture: str | None
+    """`data:` address; None if no trial behind this defense recovered the image."""
+    psnr: float | None
+    gain: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PictureRow:
+    """Shows one image of one client, and beside it the same image behind every defense."""
+
+    round: int
+    client: int
+    batch_size: int
+    of: int
+    """Number of images of that round among which it was chosen."""
+    truth: str
+    """`data:` address of the client's own image."""
+    width: int
+    height: int
+    """Size of an image on the page, in CSS pixels: a whole multiple of its own."""
+    cells: list[Cell]
+
+
+def same_images(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> list[PictureRow]:
+    """Returns a row of pictures for the first and the last attacked round, as `lineup` chooses.
+
+    Of a round's images it is one that is recovered behind most defenses; of several, the nearest to
+    the median of what the strongest attack on the first stack recovered.
+
+    Raises:
+        FedsimError: a reconstruction is damaged.
+    """
+    shown = lineup(runs, {line.cell for line in lines})
+    if shown is None:
+        return []
+    rows = []
+    for round in dict.fromkeys(victim.round for victim in shown.victims):
+        victims = sorted((v for v in shown.victims if v.round == round), key=lambda v: v.psnr)
+        middle = (len(victims) - 1) // 2
+        found = [[recovered(b.run, b.rows, victim) for b in shown.defenses] for victim in victims]
+        best = max(
+            range(len(victims)),
+            key=lambda i: (sum(f is not None for f in found[i]), -abs(i - middle)),
+        )
+        rows.append(_picture_row(shown, victims[best], found[best]))
+    return rows
+
+
+def _picture_row(shown: Lineup, victim: Victim, found: Sequence[Recovered | None]) -> PictureRow:
+    """Returns the row of `victim`; `found` is what was recovered of it behind each defense."""
+    height, width = victim.image.shape[-2:]
+    factor = enlargement(height, width, _SIDE)
+    ((truth, _),) = data_uris(victim.image[None], victim.image[None])
+    cells = []
+    for behind, picture in zip(shown.defenses, found, strict=True):
+        cells.append(
+            Cell(
+                variant=behind.variant,
+                defense=behind.defense,
+                attack=behind.attack,
+                picture=data_uris(victim.image[None], picture.image[None])[0][1]
+                if picture
+                else None,
+                psnr=picture.psnr if picture else None,
+                gain=picture.gain if picture else None,
+            )
+        )
+    return PictureRow(
+        round=victim.round,
+        client=victim.client,
+        batch_size=shown.batch_size,
+        of=victim.of,
+        truth=truth,
+        width=width * factor,
+        height=height * factor,
+        cells=cells,
+    )
 
 
 def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:

@@ -1,25 +1,17 @@
-"""Draws one picture of a run: the same images behind every defense."""
+"""Draws one picture of a run, or of a sweep: the same images behind every defense."""
 
 from __future__ import annotations
 
 import io
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from fedsim.recording.files import read_tensors, write_bytes
-from fedsim.report.paired import over_other
-from fedsim.report.pictures import reconstruction_file
-from fedsim.results.lines import ResultRow
-from fedsim.results.reading import Run, load_runs
-from fedsim.scoring import psnr, summarize
-from fedsim.types import watcher_of
+from fedsim.recording.files import write_bytes
+from fedsim.report.lineup import MOST, Lineup, lineup, recovered
+from fedsim.results.reading import load_runs
 from fedsim.words import number_of
 
 if TYPE_CHECKING:
@@ -27,37 +19,25 @@ if TYPE_CHECKING:
 
 OVERVIEW = "overview.png"
 
-_SHOWN = 3
-"""At most so many images of a round are drawn."""
-
 _SIDE = 1.0
 """Side of an image in the picture, in inches."""
 
 _LETTERS = 14
 """Letters of the note that fit into an inch."""
 
+_NAME = 24
+"""Letters of a name that fit into a line beside the images."""
 
-@dataclass(frozen=True, kw_only=True)
-class _Victim:
-    """One true image, and the PSNR that the strongest attack on the first stack reached."""
-
-    round: int
-    image: Tensor
-    """(C, H, W) pixels in [0, 1]."""
-    psnr: float
-    of: int
-    """Number of images of that round among which it was chosen."""
+_ROWS = 40
+"""At most so many defenses are drawn."""
 
 
 def save_overview(folder: Path) -> Path | None:
-    """Writes `overview.png` into a run's folder: victims as columns, defenses as rows.
+    """Writes `overview.png` into the folder of a run or of a sweep: victims as columns, defenses as
+    rows, of a sweep those of every variant.
 
-    Images are of the smallest batch size, in the first and the last attacked round. All images of a
-    round are shown or, of more than three, the worst, the median and the best by PSNR of the
-    strongest attack on the first stack. Each row shows these images as its stack's strongest attack
-    recovered them: that with the highest mean PSNR, of those that do better than on another update.
-    They show what the server saw or, if it saw nothing, one other watcher. The pixels are the
-    scored ones.
+    `fedsim.report.lineup` says which images and attacks are shown. The pixels are the scored ones.
+    A defense that none of these images was attacked behind is left out.
 
     Returns:
         The picture's path; None if no attack recovered an image.
@@ -65,114 +45,49 @@ def save_overview(folder: Path) -> Path | None:
     Raises:
         FedsimError: the folder holds no results, or a file in it is damaged.
     """
-    (run, *variants) = load_runs([folder])
-    rows = [row for row in run.rows if _has_image(run, row)]
-    if variants or not rows:
+    shown = lineup(load_runs([folder]))
+    if shown is None:
         return None
-    # No stack is compared with another as somebody else sees it.
-    watchers = {watcher_of(row.vantage) for row in rows}
-    watcher = "server" if "server" in watchers else min(watchers)
-    rows = [row for row in rows if watcher_of(row.vantage) == watcher]
-    size = min(row.batch_size for row in rows)
-    rounds = sorted({row.round for row in rows})
-    rounds = sorted({rounds[0], rounds[-1]})
-    rows = [row for row in rows if row.batch_size == size and row.round in rounds]
-    stacks = list(dict.fromkeys(row.defense.name for row in rows))
-    shown = {stack: _strongest(rows, stack) for stack in stacks}
-    victims = [
-        victim
-        for round in rounds
-        for victim in _chosen(run, [row for row in shown[stacks[0]] if row.round == round])
+    victims = shown.victims
+    attacked = [
+        behind
+        for behind in shown.defenses
+        if any(recovered(behind.run, behind.rows, victim) for victim in victims)
     ]
     path = folder / OVERVIEW
-    chosen = (
+    note = (
         "all images"
-        if all(v.of <= _SHOWN for v in victims)
+        if all(victim.of <= MOST for victim in victims)
         else (
             f"the worst, median and best of up to "
-            f"{number_of(max(v.of for v in victims), 'image')} behind {stacks[0]}"
+            f"{number_of(max(victim.of for victim in victims), 'image')} behind "
+            f"{shown.defenses[0].defense}"
         )
     )
-    write_bytes(path, _draw(run, shown, victims, f"{chosen}, batch size {size}"))
+    note += f", batch size {shown.batch_size}"
+    if hidden := len(shown.defenses) - len(attacked[:_ROWS]):
+        note += f"; {number_of(hidden, 'row')} without these images or without room"
+    drawn = Lineup(batch_size=shown.batch_size, victims=victims, defenses=attacked[:_ROWS])
+    write_bytes(path, _draw(drawn, note))
     return path
 
 
-def _has_image(run: Run, row: ResultRow) -> bool:
-    """Whether a reconstruction of images was scored and lies in the run's folder."""
-    scored = row.ok and row.metrics is not None and row.metrics["psnr"] is not None
-    images = row.subject == "images" and scored
-    return images and reconstruction_file(run.folder, row) is not None
+def _short(text: str) -> list[str]:
+    """Wraps a name into lines that fit beside the images."""
+    return textwrap.wrap(text, _NAME, break_on_hyphens=False)
 
 
-def _strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
-    """Returns the rows of the attack with the highest mean PSNR behind `stack`.
-
-    Attacks that do better than on another update come first: the others draw what they knew.
-    """
-    by_attack: dict[str, list[ResultRow]] = {}
-    for row in rows:
-        if row.defense.name == stack:
-            by_attack.setdefault(row.attack.label, []).append(row)
-    return max(by_attack.values(), key=lambda rows: (_is_informed(rows), _mean_psnr(rows)))
-
-
-def _is_informed(rows: Sequence[ResultRow]) -> bool:
-    """Whether the images are better than those made of another update, if that is known."""
-    gain = summarize([value for value in over_other(rows, "psnr") if value is not None])
-    return _mean_psnr(rows) > 0 if gain is None else gain.certain > 0
-
-
-def _mean_psnr(rows: Sequence[ResultRow]) -> float:
-    return fmean(row.metrics["psnr"] or 0.0 for row in rows if row.metrics)
-
-
-def _pairs(run: Run, row: ResultRow) -> tuple[Tensor, Tensor]:
-    """Returns truth and reconstruction of a row, each (N, C, H, W)."""
-    path = reconstruction_file(run.folder, row)
-    assert path is not None
-    tensors = read_tensors(path)
-    return tensors["truth"], tensors["reconstruction"]
-
-
-def _chosen(run: Run, rows: Sequence[ResultRow]) -> list[_Victim]:
-    """Returns all images of `rows`, or the worst, the median and the best of them by PSNR."""
-    pairs = [(row.round, *_pairs(run, row)) for row in rows]
-    count = sum(len(truth) for _, truth, _ in pairs)
-    victims = [
-        _Victim(round=round, image=image, psnr=value, of=count)
-        for round, truth, recovered in pairs
-        for image, value in zip(truth, psnr(recovered, truth).tolist(), strict=True)
-    ]
-    if len(victims) <= _SHOWN:
-        return victims
-    victims.sort(key=lambda victim: victim.psnr)
-    return [victims[0], victims[(len(victims) - 1) // 2], victims[-1]]
-
-
-def _recovered(run: Run, rows: Sequence[ResultRow], victim: _Victim) -> tuple[Tensor, float] | None:
-    """Returns the reconstruction of `victim` and its PSNR; None if no row attacked that image."""
-    for row in rows:
-        if row.round != victim.round:
-            continue
-        truth, recovered = _pairs(run, row)
-        for image, reconstruction in zip(truth, recovered, strict=True):
-            if torch.equal(image, victim.image):
-                return reconstruction, float(psnr(reconstruction[None], image[None]))
-    return None
-
-
-def _draw(
-    run: Run, shown: dict[str, list[ResultRow]], victims: Sequence[_Victim], note: str
-) -> bytes:
+def _draw(shown: Lineup, note: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    victims, defenses = shown.victims, shown.defenses
     height, width = victims[0].image.shape[-2:]
     across = _SIDE * width / height
-    size = (1.9 + (across + 0.08) * len(victims), (_SIDE + 0.3) * (len(shown) + 1) + 0.55)
+    size = (1.9 + (across + 0.08) * len(victims), (_SIDE + 0.3) * (len(defenses) + 1) + 0.55)
     with rc_context({"font.size": 9, "text.parse_math": False}):
         figure = Figure(figsize=size, dpi=110)
-        axes = figure.subplots(len(shown) + 1, len(victims), squeeze=False)
+        axes = figure.subplots(len(defenses) + 1, len(victims), squeeze=False)
         figure.subplots_adjust(
             left=1.75 / size[0],
             right=1 - 0.1 / size[0],
@@ -185,15 +100,16 @@ def _draw(
             _show(axes[0][column], victim.image)
             if column == 0 or victims[column - 1].round != victim.round:
                 axes[0][column].set_title(f"round {victim.round}", fontsize=9, loc="left")
-            for row, rows in enumerate(shown.values(), start=1):
-                recovered = _recovered(run, rows, victim)
-                if recovered is None:
+            for row, behind in enumerate(defenses, start=1):
+                found = recovered(behind.run, behind.rows, victim)
+                if found is None:
                     axes[row][column].axis("off")
                 else:
-                    _show(axes[row][column], recovered[0], f"{recovered[1]:.1f} dB")
+                    _show(axes[row][column], found.image, f"{found.psnr:.1f} dB")
         _name(axes[0][0], "truth")
-        for row, (stack, rows) in enumerate(shown.items(), start=1):
-            _name(axes[row][0], f"{stack}\n{rows[0].attack.label}")
+        for row, behind in enumerate(defenses, start=1):
+            name = [*_short(behind.variant), *_short(behind.defense), behind.attack]
+            _name(axes[row][0], "\n".join(name))
         lines = textwrap.fill(note, int(_LETTERS * size[0]))
         figure.text(0.15 / size[0], 0.1 / size[1], lines, fontsize=8, color="0.35")
         buffer = io.BytesIO()

@@ -11,23 +11,23 @@ from fedsim.report import facts
 from fedsim.report.control import invalid_reasons, positive_controls
 from fedsim.report.figures import (
     describe_variant,
-    format_accuracy,
     format_claim,
     format_epsilon,
-    format_metric,
     format_number,
-    format_percent,
     format_signed,
     format_summary,
 )
+from fedsim.report.glossary import terms_of
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.section import build_section
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
+from fedsim.report.wording import explained, tip, unbroken
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, load_runs, measurements
-from fedsim.scoring import METRICS
 from fedsim.words import number_of
+
+_QUESTION = "What do the clients’ updates show of their data, and which defense is worth its price?"
 
 
 def write_report(folder: Path | str, out: Path | str | None = None) -> Path:
@@ -54,18 +54,20 @@ def _html(runs: Sequence[Run]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.globals["tip"] = tip
     environment.filters |= {
         "summary": format_summary,
         "number": format_number,
         "number_of": number_of,
-        "percent": format_percent,
-        "accuracy": format_accuracy,
         "epsilon": format_epsilon,
         "claim": lambda row: format_claim(row.epsilon, row.delta, row.unit, row.relation),
         "signed": format_signed,
-        "metric": format_metric,
+        "unbroken": unbroken,
     }
-    return environment.get_template("report.html.j2").render(_context(runs))
+    context = _context(runs)
+    keys = [term.key for term in context["terms"]]
+    environment.filters["explained"] = lambda text: explained(text, keys)
+    return environment.get_template("report.html.j2").render(context)
 
 
 def _context(runs: Sequence[Run]) -> dict[str, Any]:
@@ -74,26 +76,22 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     awaited = facts.awaited(runs)
     confidence = _confidence(runs)
     rows = aggregate(results, confidence=confidence)
+    invalid = [] if unattacked or awaited else invalid_reasons(rows)
+    sections = [build_section(control, rows, runs) for control in positive_controls(rows)]
     return {
         "title": ", ".join(_names(runs, results)) or "no results",
-        "description": next((t for run in runs if (t := run.setting("description"))), ""),
         "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
         "utility": utility(runs) if unattacked or awaited else [],
         "awaited": awaited is not None,
         "again": facts.again(runs),
         "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
         "threats": threat_model(results),
-        "invalid": [] if unattacked or awaited else invalid_reasons(rows),
+        "invalid": invalid,
         "confidence": f"{confidence:.0%}",
-        "sections": [build_section(control, rows, runs) for control in positive_controls(rows)],
-        "metrics": [
-            (metric, any(row.limit(metric.name) is not None for row in rows))
-            for metric in METRICS.values()
-            if metric.heading and metric.name != "psnr"
-            if any(row.metrics[metric.name] for row in rows)
-        ],
-        "show_other": any(row.other_update or row.no_control for row in rows),
-        "show_compared": any(row.other_update for row in rows),
+        "question": next((t for run in runs if (t := run.setting("description"))), _QUESTION),
+        "sections": sections,
+        "defenses": list(dict.fromkeys(row.defense for row in rows)),
+        "terms": terms_of(rows, invalid=bool(invalid), awaited=awaited is not None),
         "show_intervals": any(
             summary and summary.low is not None
             for row in rows

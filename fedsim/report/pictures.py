@@ -25,9 +25,9 @@ _GAP = 2
 """Pixels between two images."""
 
 
-def enlargement(height: int, width: int) -> int:
-    """Returns the whole factor by which an image is enlarged for showing."""
-    return max(1, -(-_SHOWN_SIDE // min(height, width)))
+def enlargement(height: int, width: int, side: int = _SHOWN_SIDE) -> int:
+    """Returns the whole factor that enlarges an image's shorter side to `side` pixels or more."""
+    return max(1, -(-side // min(height, width)))
 
 
 def save_grid(path: Path, truth: Tensor, reconstruction: Tensor, factor: int | None = None) -> None:

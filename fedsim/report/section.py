@@ -8,12 +8,14 @@ from statistics import geometric_mean
 from types import MappingProxyType
 
 from fedsim.report import plots
+from fedsim.report.answers import Answer, answers, round_seconds
+from fedsim.report.cells import Column, columns
 from fedsim.report.control import Control, describe_comparison
-from fedsim.report.gallery import Plate, gallery
+from fedsim.report.gallery import PictureRow, Plate, gallery, same_images
 from fedsim.report.recovered import accused, clouds
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.svg import series_color
-from fedsim.report.verdict import Verdict, verdicts
+from fedsim.report.verdict import Verdict
 from fedsim.results.reading import Run
 from fedsim.scoring import Summary
 
@@ -44,11 +46,16 @@ class Section:
     """Names of the folders of a variant's runs; empty for a run that is no variant."""
     control: Control
     rows: list[LeaderboardRow]
+    columns: list[Column]
+    """The table of `rows`."""
+    answers: list[tuple[Answer, Strip | None, str]]
+    """(answer, the strip of its gain, color of the defense)."""
+    untried: list[str]
+    """What no attack on any defense tried."""
+    pictures: list[PictureRow]
     several_rounds: bool
     cautions: list[str]
     """Cautions that apply to every verdict."""
-    verdicts: list[tuple[Verdict, Strip | None, str]]
-    """(verdict, its strip, color of the defense)."""
     gallery: list[tuple[str, str, list[Plate]]]
     """(defense, stack, its plates)."""
     omitted: int
@@ -79,7 +86,8 @@ def build_section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequen
     # A folder belongs to the comparison that its rows are part of.
     members = [run for run in runs if any(row.cell in cells for row in run.rows)]
     series = _series(lines)
-    judgements = verdicts(lines, control)
+    answered = answers(lines, control, members)
+    judgements = [answer.judgement for answer in answered]
     strips = _strips([verdict.gain for verdict in judgements])
     points = [
         plots.Point(
@@ -110,12 +118,19 @@ def build_section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequen
         folders=[run.folder.name for run in members] if lines[0].variant else [],
         control=control,
         rows=lines,
+        columns=columns(lines, round_seconds(members)),
+        answers=[
+            (answer, strip, series_color(series[answer.defense]))
+            for answer, strip in zip(answered, strips, strict=True)
+        ],
+        untried=[
+            kind
+            for kind in answered[0].untried
+            if all(kind in answer.untried for answer in answered)
+        ],
+        pictures=same_images(lines, members),
         several_rounds=len({row.round for row in lines}) > 1,
         cautions=_shared_cautions(judgements),
-        verdicts=[
-            (verdict, strip, series_color(series[verdict.strongest.defense]))
-            for verdict, strip in zip(judgements, strips, strict=True)
-        ],
         gallery=[
             (defense, stack, _plates(pictures.plates, defense, attacks))
             for defense, stack in dict.fromkeys((row.defense, row.stack) for row in lines)

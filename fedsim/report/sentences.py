@@ -22,7 +22,7 @@ from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
 from fedsim.words import number_of
 
-_WEAK_EPSILON = 10.0
+WEAK_EPSILON = 10.0
 """From this ε on a finite guarantee promises next to nothing."""
 
 
@@ -174,6 +174,12 @@ def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) ->
     return text
 
 
+def unstated_terms(row: LeaderboardRow) -> list[str]:
+    """Names what a finite ε cannot be read without and the results do not say."""
+    terms = {"δ": row.delta, "its unit": row.unit, "its neighbours": row.relation}
+    return [name for name, value in terms.items() if value is None]
+
+
 def privacy_claim(row: LeaderboardRow) -> str:
     """Words the stack's guarantee, with its unit, and what the audit found."""
     if row.epsilon is None:
@@ -181,11 +187,12 @@ def privacy_claim(row: LeaderboardRow) -> str:
     if math.isinf(row.epsilon):
         reason = f": {row.privacy_reason}" if row.privacy_reason else ""
         return f"no guarantee (ε = ∞{reason})"
-    text = f"ε = {format_epsilon(row.epsilon)}"
-    if row.delta is not None:
-        text += f" at δ = {format_delta(row.delta)}"
-    if row.unit:
-        text += f" per {row.unit}"
+    if missing := unstated_terms(row):
+        return (
+            f"a guarantee that does not state {' and '.join(missing)}, so that its ε says nothing"
+        )
+    text = f"ε = {format_epsilon(row.epsilon)} at δ = {format_delta(row.delta or 0.0)}"
+    text += f" per {row.unit}"
     details = [row.relation.replace("_", " ") if row.relation else None, row.accountant]
     if row.relation in NO_DIFFERENTIAL_PRIVACY:
         details.append("no differential privacy")
@@ -246,7 +253,7 @@ def cautions(rows: Sequence[LeaderboardRow], strongest: LeaderboardRow) -> list[
                 f"Against another client’s update the same attack scores as well "
                 f"({format_signed(other.mean)} dB): its {made} may be what it knew beforehand."
             )
-    if strongest.epsilon is not None and _WEAK_EPSILON <= strongest.epsilon < math.inf:
+    if strongest.epsilon is not None and WEAK_EPSILON <= strongest.epsilon < math.inf:
         problems.append(
             f"An ε of {format_epsilon(strongest.epsilon)} promises next to nothing: the odds of "
             "any conclusion may change by a factor of exp(ε)."

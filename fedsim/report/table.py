@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from fedsim.report.control import (
 from fedsim.report.figures import (
     format_accuracy,
     format_claim,
+    format_epsilon,
     format_metric,
     format_number,
     format_signed,
@@ -34,32 +36,76 @@ Cell = Callable[[LeaderboardRow], str]
 
 _CLAIM = "ε (δ, unit, neighbours)"
 
+_EPSILON = "ε"
+"""Heading of the claim without its terms, which then stand in a line below the table."""
 
-def _metric_cell(metric: Metric) -> Cell:
+
+_INTERVAL = "[low, high]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Column:
+    """A column of the table; without a value in any row it is left out."""
+
+    heading: str
+    cell: Cell
+    short: Cell | None = None
+    """A narrower cell; only columns with one are in every table, however narrow."""
+    short_heading: str = ""
+    """Heading of the narrower cells, if it is another."""
+
+    def laid_out(self, rows: Sequence[LeaderboardRow], *, short: bool) -> list[str]:
+        """Returns a heading, then a cell for each row."""
+        cell = self.short if short and self.short else self.cell
+        heading = (short and self.short_heading) or self.heading
+        return [heading, *(cell(row) for row in rows)]
+
+
+def _metric_column(metric: Metric, heading: str) -> _Column:
     def cell(row: LeaderboardRow) -> str:
         return format_metric(row.metrics[metric.name], metric)
 
-    return cell
+    def mean(row: LeaderboardRow) -> str:
+        summary = row.metrics[metric.name]
+        return format_number(summary.mean if summary else None, metric.digits)
+
+    return _Column(heading=heading, cell=cell, short=mean if metric.narrow == "kept" else None)
 
 
 _METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
 
-_PSNR, *_OTHERS = [(heading, _metric_cell(metric)) for metric, heading in _METRICS]
+_PSNR, *_OTHERS = [_metric_column(metric, heading) for metric, heading in _METRICS]
 
-_COLUMNS: list[tuple[str, Cell]] = [
-    # Heading and cell; a column without any value is left out.
-    ("images", lambda row: "–" if row.images is None else str(row.images)),
+_COLUMNS: list[_Column] = [
+    _Column(heading="images", cell=lambda row: "–" if row.images is None else str(row.images)),
     _PSNR,
-    ("max", lambda row: format_number(row.worst["psnr"], 1)),
-    ("gain", lambda row: _signed(row.gain)),
-    ("≥3 dB", lambda row: _share(row.leaking)),
-    ("other", lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}"),
+    _Column(heading="max", cell=lambda row: format_number(row.worst["psnr"], 1)),
+    _Column(
+        heading="gain", cell=lambda row: _signed(row.gain), short=lambda row: _signed(row.gain)
+    ),
+    _Column(heading="≥3 dB", cell=lambda row: _share(row.leaking)),
+    _Column(
+        heading="other",
+        cell=lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}",
+    ),
     *_OTHERS,
-    ("AUC ≤", lambda row: format_number(row.limit("membership_auc"), 2)),
-    ("no control", lambda row: (row.no_control or "–").removeprefix("no control: ")),
-    ("acc", lambda row: format_accuracy(row.test_accuracy, row.accuracy)),
-    (_CLAIM, lambda row: _claim(row)),
-    ("sec", lambda row: format_number(row.seconds, 1)),
+    _Column(heading="AUC ≤", cell=lambda row: format_number(row.limit("membership_auc"), 2)),
+    _Column(
+        heading="no control",
+        cell=lambda row: (row.no_control or "–").removeprefix("no control: "),
+    ),
+    _Column(
+        heading="acc",
+        cell=lambda row: format_accuracy(row.test_accuracy, row.accuracy),
+        short=lambda row: format_accuracy(row.test_accuracy, row.accuracy).partition(" ")[0],
+    ),
+    _Column(
+        heading=_CLAIM,
+        cell=lambda row: _claim(row),
+        short=lambda row: format_epsilon(row.epsilon),
+        short_heading=_EPSILON,
+    ),
+    _Column(heading="sec", cell=lambda row: format_number(row.seconds, 1)),
 ]
 
 
@@ -68,10 +114,11 @@ def _left_out(when: str) -> list[str]:
 
 
 _OPTIONAL = (
-    *("gain", _CLAIM, "AUC ≤", "no control", "≥3 dB", *_left_out("late"), "acc"),
+    *_left_out("kept"),
+    *("AUC ≤", "no control", "≥3 dB", *_left_out("late"), _CLAIM, "acc"),
     *(*_left_out("early"), "other", "max", "images", "sec"),
 )
-"""Columns that a narrow table lacks, the most important first; JSON and CSV hold all."""
+"""Columns that a narrow table lacks, or holds in short, the most important first."""
 
 _LEGEND: dict[str, str] = {
     # Column -> what it holds.
@@ -112,19 +159,32 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
             "the sum"
         )
     meanings = _LEGEND if of_images else _LEGEND | _LEGEND_OF_ROWS
-    explained = {*shown, *({_CLAIM} & set(_filled(rows)))}
+    explained = {_CLAIM if heading == _EPSILON else heading for heading in shown}
     sentences += [
-        f"{'ε' if heading == _CLAIM else heading}: {meanings[heading]}"
-        for heading, _ in _COLUMNS
-        if heading in explained
+        f"{'ε' if column.heading == _CLAIM else column.heading}: {meanings[column.heading]}"
+        for column in _COLUMNS
+        if column.heading in explained
     ]
-    summaries = [row.metrics["psnr"] for row in rows]
-    if any(summary and summary.low is not None for summary in summaries):
-        sentences.append("[low, high]: Student's interval (three trials or more, not all equal)")
+    if _INTERVAL in shown:
+        sentences.append(f"{_INTERVAL}: Student's interval (three trials or more, not all equal)")
     text = ". ".join(sentences) + "."
-    if hidden := [name for name in _filled(rows) if name not in shown and name != _CLAIM]:
-        text += f" Too wide for this terminal: {', '.join(hidden)}; --format json and csv have all."
+    hidden = [column.heading for column in _filled(rows) if column.heading not in explained]
+    if hidden:
+        text += (
+            f" {number_of(len(hidden), 'column')} left out ({', '.join(hidden)}): widen the "
+            f"terminal to {_whole_width(rows)}, or see report.html, or --format json or csv."
+        )
     return text
+
+
+def _whole_width(rows: Sequence[LeaderboardRow]) -> int:
+    """Returns the width at which no table of `rows` lacks a column, in whole tens."""
+    widths = []
+    for comparison in dict.fromkeys(row.comparison for row in rows):
+        members = [row for row in rows if row.comparison == comparison]
+        columns = [column.laid_out(members, short=False) for column in _filled(members)]
+        widths.append(_width(_fixed(members) + columns))
+    return -(-max(widths) // 10) * 10
 
 
 def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> str:
@@ -159,9 +219,12 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))
         console.print(Text(_printable(", ".join(filter(None, _shared(members)))), "dim"))
         columns = _columns_of(members, width)
-        shown.setdefault(members[0].subject, set()).update(heading for heading, *_ in columns)
+        headings = shown.setdefault(members[0].subject, set())
+        headings.update(heading for heading, *_ in columns)
+        if any(" [" in cell for _, *cells in columns for cell in cells):
+            headings.add(_INTERVAL)
         console.print(_grid(members, columns))
-        if _CLAIM not in [heading for heading, *_ in columns] and (claims := _claims(members)):
+        if _EPSILON in [heading for heading, *_ in columns] and (claims := _claims(members)):
             console.print(Text(_printable(f"{_CLAIM}: {claims}"), "dim"))
     for subject, headings in shown.items():
         members = [row for row in rows if row.subject == subject]
@@ -189,19 +252,24 @@ def _shared(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 def _columns_of(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
     """Returns the columns that `width` allows: a heading, then a cell for each row."""
+    fixed = _fixed(rows)
+    return fixed + _fitting(rows, width - _width(fixed))
+
+
+def _fixed(rows: Sequence[LeaderboardRow]) -> list[list[str]]:
+    """Returns the columns that say what a row is about."""
     varying = _varying(rows)
     attacks = [
         f"{'▸' if row.strongest else ' '} "
         f"{' '.join([row.attack, *_malicious(row), *_own_cases(row, varying)])}"
         for row in rows
     ]
-    fixed = [
+    return [
         ["defense", *(row.defense for row in rows)],
         ["attack", *attacks],
         ["B", *(str(row.batch_size) for row in rows)],
         ["ok", *(f"{row.n_ok}/{row.n}" for row in rows)],
     ]
-    return fixed + _fitting(rows, width - _width(fixed))
 
 
 def _grid(rows: Sequence[LeaderboardRow], columns: Sequence[Sequence[str]]) -> Table:
@@ -211,7 +279,13 @@ def _grid(rows: Sequence[LeaderboardRow], columns: Sequence[Sequence[str]]) -> T
 
     grid = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, pad_edge=False)
     for position, (heading, *_) in enumerate(columns):
-        grid.add_column(heading, justify="right" if position > 1 else "left", overflow="fold")
+        figures = position > 1
+        grid.add_column(
+            heading,
+            justify="right" if figures else "left",
+            overflow="fold",
+            no_wrap=figures,
+        )
     for index, row in enumerate(rows):
         first = index == 0 or row.defense != rows[index - 1].defense
         if first and index:
@@ -224,19 +298,27 @@ def _grid(rows: Sequence[LeaderboardRow], columns: Sequence[Sequence[str]]) -> T
 
 
 def _fitting(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
-    """Returns the filled columns, as many as `width` allows: a heading, then a cell per row."""
-    headings = _filled(rows)
-    columns = [[heading, *(cell(row) for row in rows)] for heading, cell in _COLUMNS]
-    columns = [column for column in columns if column[0] in headings]
-    kept = [column for column in columns if column[0] not in _OPTIONAL]
+    """Returns the filled columns, as many as `width` allows: a heading, then a cell per row.
+
+    Those that answer what leaks, at which price and guarantee are always there, at least in short.
+    """
+    filled = {column.heading: column for column in _filled(rows)}
+    laid_out = {
+        heading: column.laid_out(rows, short=True)
+        for heading, column in filled.items()
+        if column.short
+    }
     for heading in _OPTIONAL:
-        kept += [c for c in columns if c[0] == heading and _width([*kept, c]) <= width]
-    return [column for column in columns if column in kept]
+        if heading in filled:
+            whole = laid_out | {heading: filled[heading].laid_out(rows, short=False)}
+            if _width([*whole.values()]) <= width:
+                laid_out = whole
+    return [laid_out[heading] for heading in filled if heading in laid_out]
 
 
-def _filled(rows: Sequence[LeaderboardRow]) -> list[str]:
-    """Returns the headings of columns that have a value in some row."""
-    return [heading for heading, cell in _COLUMNS if any(cell(row) != "–" for row in rows)]
+def _filled(rows: Sequence[LeaderboardRow]) -> list[_Column]:
+    """Returns the columns that have a value in some row."""
+    return [column for column in _COLUMNS if any(column.cell(row) != "–" for row in rows)]
 
 
 def _claims(rows: Sequence[LeaderboardRow]) -> str:

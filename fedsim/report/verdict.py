@@ -16,12 +16,10 @@ from fedsim.report.level import (
 )
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.sentences import (
-    accuracy_sentence,
     cautions,
     label_sentence,
     main_sentence,
     membership_sentence,
-    privacy_claim,
     success_sentence,
 )
 from fedsim.scoring import Share, Summary
@@ -59,8 +57,6 @@ class Verdict:
     """How many labels leak, in words; None if no attack inferred any."""
     membership: str | None
     """How well members are told from others, in words; None if no attack tried."""
-    accuracy: str
-    privacy: str
     cautions: list[str]
 
     @property
@@ -73,16 +69,13 @@ class Verdict:
 
 def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
     """Returns one verdict per defense among the rows of one comparison, in their order."""
-    undefended = next((row for row in rows if row.undefended), None)
     return [
-        _verdict([row for row in rows if row.defense == name], control, undefended)
+        _verdict([row for row in rows if row.defense == name], control)
         for name in dict.fromkeys(row.defense for row in rows)
     ]
 
 
-def _verdict(
-    rows: Sequence[LeaderboardRow], control: Control, undefended: LeaderboardRow | None
-) -> Verdict:
+def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
     strongest = max(rows, key=lambda row: row.standing)
     # A rare exact picture leaves a low mean, behind which it must not be forgotten.
     exposed = [row for row in rows if row.exposed]
@@ -110,7 +103,5 @@ def _verdict(
         sentence=main_sentence(strongest, level, gain) + success_sentence(leakiest, leaking, level),
         labels=label_sentence(rows),
         membership=membership_sentence(rows),
-        accuracy=accuracy_sentence(strongest, undefended),
-        privacy=privacy_claim(strongest),
         cautions=cautions(rows, strongest),
     )

@@ -261,6 +261,8 @@ class RoundRow(RowPart):
     details: list[str] = []
     zero_updates: int = 0
     probe_failures: int = 0
+    seconds: float | None = None
+    """What the round took; None if the line does not say."""
 
 
 class AuditRow(RowPart):

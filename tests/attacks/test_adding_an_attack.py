@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from page_package import blocks, run_tests, write_package
 
 from fedsim.scenario.resolve import resolve
 
-ROOT = Path(__file__).parents[2]
-
-
-def blocks(language: str) -> list[str]:
-    text = (ROOT / "docs" / "adding-an-attack.md").read_text(encoding="utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
+PAGE = "adding-an-attack.md"
 
 
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
-    for block in blocks("python"):
-        name = block.partition("\n")[0].removeprefix("# ")
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(block, encoding="utf-8")
-    (tmp_path / "my_attacks" / "__init__.py").touch()
-    return tmp_path
-
-
-def run_tests(package: Path) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"],
-        cwd=package,
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-    )
+    return write_package(PAGE, "my_attacks", tmp_path)
 
 
 def test_the_attack_of_the_page_passes_its_suite(package: Path) -> None:
@@ -61,8 +37,8 @@ def test_the_suite_of_the_page_finds_what_is_wrong(package: Path) -> None:
 
 
 def test_the_scenario_of_the_page_is_accepted() -> None:
-    (block,) = blocks("yaml")
+    (block,) = blocks(PAGE, "yaml")
     document = yaml.safe_load(block)
     (name,) = document["attacks"]
-    assert f'\n{name} = "my_attacks.first_layer:FirstLayer"' in blocks("toml")[0]
+    assert f'\n{name} = "my_attacks.first_layer:FirstLayer"' in blocks(PAGE, "toml")[0]
     assert resolve({**document, "attacks": []}).observe.trials == 10

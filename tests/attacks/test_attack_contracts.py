@@ -15,6 +15,7 @@ from fedsim.contracts.plugins import load, names
 from fedsim.testing import AttackContract, RowAttackContract, make_kernel_release
 from fedsim.testing.observation import example_batch
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.closed_form.membership_inference import MembershipInference
 from fedsim_attacks.closed_form.row_reconstruction import RowReconstruction
 from fedsim_attacks.gradient_matching._generator import over_parameterized, pack_generator
@@ -98,6 +99,18 @@ class TestHeadFit(OfATwoLayerHead):
 class TestBestFeatures(OfATwoLayerHead):
     def make(self) -> BestFeatures:
         return BestFeatures(iterations=100, starts=2, trials=1)
+
+
+class TestClassifierFit(AttackContract):
+    def make(self) -> ClassifierFit:
+        return ClassifierFit(iterations=20, starts=2, labelings=13)
+
+
+class TestFactoredInversionOfAnOrdinaryClassifier(AttackContract):
+    model = "convnet"
+
+    def make(self) -> FactoredInversion:
+        return FactoredInversion(iterations=3)
 
 
 class TestFeatureRegression(OfATwoLayerHead):

@@ -84,12 +84,16 @@ BASES = {
     "docs/image-reconstruction.md": "scenarios/reconstruction/table3-small.yaml",
 }
 """The scenario that a page's fragments are part of; the quickstart where none is named."""
-FILES_RUN_BY = {"docs/adding-an-attack.md": "tests/attacks/test_adding_an_attack.py"}
+FILES_RUN_BY = {
+    "docs/adding-an-attack.md": "tests/attacks/test_adding_an_attack.py",
+    "docs/adding-a-defense.md": "tests/defenses/test_adding_a_defense.py",
+}
 """Pages whose blocks of Python are files, and the test that runs them together."""
 QUOTED = {"docs/privacy-calculator.md": "tests/thirdparty/fedsim_example_plugins/laplace.py"}
 """Pages with a part of a class, and the file that has the whole of it."""
 DEVELOPING = {
     *("python -m venv .venv", ". .venv/bin/activate", "ruff check .", "ruff format .", "mypy"),
+    "sphinx-build -W -c docs/site . build/site",
 }
 """What `.ci/run` does in words of its own."""
 REFUTED = {"privacy audit random_projection leverage=0.1 r=20 sabotage=0.8 --delta 1e-3 --json"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-PROGRAMS = {"fedsim", "python", "pytest", "pip", "bash", "ruff", "mypy"}
+PROGRAMS = {"fedsim", "python", "pytest", "pip", "bash", "ruff", "mypy", "sphinx-build"}
 
 
 @dataclass(frozen=True)

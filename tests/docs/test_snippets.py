@@ -206,7 +206,14 @@ def test_the_index_leads_to_every_page() -> None:
 
 
 FILES = re.compile(r"[\w./-]+\.(py|yaml|md)\b")
-MADE = {"README.md", "scenario.yaml", "first-layer.yaml", "my_attacks/__init__.py"}
+MADE = {
+    "README.md",
+    "scenario.yaml",
+    "first-layer.yaml",
+    "random-mask.yaml",
+    "my_attacks/__init__.py",
+    "my_defenses/__init__.py",
+}
 """Files that a user or a run makes."""
 
 

@@ -13,7 +13,7 @@ from synthetic_run import STACKS, write_run
 
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
-from fedsim.report.overview import _chosen, _recovered, _strongest
+from fedsim.report.lineup import chosen, lineup, recovered, strongest
 from fedsim.results.lines import ControlOf
 from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
@@ -30,16 +30,14 @@ def test_a_picture_is_written(run_folder: Path, tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-def test_every_defense_shows_the_image_that_was_chosen(run_folder: Path) -> None:
+def test_every_defense_shows_the_image_that_waschosen(run_folder: Path) -> None:
     (run,) = load_runs([run_folder])
     rows = [row for row in run.rows if row.batch_size == 1]
-    for victim in _chosen(run, _strongest(rows, "none")):
+    for victim in chosen(run, strongest(rows, "none")):
         for stack in ("none", "pruning"):  # behind dp a trial of the attack that is shown failed
-            recovered = _recovered(run, _strongest(rows, stack), victim)
-            assert recovered is not None
-            assert recovered[1] == pytest.approx(
-                float(psnr(recovered[0][None], victim.image[None]))
-            )
+            found = recovered(run, strongest(rows, stack), victim)
+            assert found is not None
+            assert found.psnr == pytest.approx(float(psnr(found.image[None], victim.image[None])))
 
 
 def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Path) -> None:
@@ -47,11 +45,11 @@ def test_of_many_images_the_worst_the_median_and_the_best_are_shown(tmp_path: Pa
         tmp_path, stacks={"none": STACKS["none"]}, trials=5, batch_sizes=(1,), rounds=1
     )
     (run,) = load_runs([folder])
-    rows = _strongest(run.rows, "none")
+    rows = strongest(run.rows, "none")
     values = sorted(row.metrics["psnr"] for row in rows if row.metrics and row.metrics["psnr"])
-    chosen = _chosen(run, rows)
-    assert [v.psnr for v in chosen] == pytest.approx([values[0], values[2], values[-1]], abs=1e-3)
-    assert {v.of for v in chosen} == {5}
+    victims = chosen(run, rows)
+    assert [v.psnr for v in victims] == pytest.approx([values[0], values[2], values[-1]], abs=1e-3)
+    assert {v.of for v in victims} == {5}
 
 
 def test_an_image_that_no_row_attacked_is_left_out(run_folder: Path, tmp_path: Path) -> None:
@@ -61,12 +59,12 @@ def test_an_image_that_no_row_attacked_is_left_out(run_folder: Path, tmp_path: P
         write_tensors(path, {**tensors, "truth": torch.zeros_like(tensors["truth"])})
     (run,) = load_runs([folder])
     rows = [row for row in run.rows if row.batch_size == 1]
-    victim = _chosen(run, _strongest(rows, "none"))[0]
-    assert _recovered(run, _strongest(rows, "pruning"), victim) is None
+    victim = chosen(run, strongest(rows, "none"))[0]
+    assert recovered(run, strongest(rows, "pruning"), victim) is None
     assert save_overview(folder) is not None
 
 
-def test_nothing_is_drawn_where_no_image_was_recovered(run_folder: Path, tmp_path: Path) -> None:
+def test_nothing_is_drawn_where_no_image_wasrecovered(run_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run_folder, tmp_path / "run")
     shutil.rmtree(folder / "reconstructions")
     assert save_overview(folder) is None
@@ -81,5 +79,41 @@ def test_a_prior_that_draws_the_same_from_any_update_is_not_shown(run_folder: Pa
         if row.attack.label == "inverting_gradients" and row.metrics and row.ok:
             row = row.model_copy(update={"control": ControlOf(other_update=row.metrics)})
         rows.append(row)
-    assert _strongest(run.rows, "none")[0].attack.label == "inverting_gradients"
-    assert _strongest(rows, "none")[0].attack.label == "deep_leakage"
+    assert strongest(run.rows, "none")[0].attack.label == "inverting_gradients"
+    assert strongest(rows, "none")[0].attack.label == "deep_leakage"
+
+
+def test_a_sweep_shows_the_same_images_of_every_variant(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "pruning")}
+    for rate in (0.1, 0.01):
+        write_run(
+            tmp_path / f"lr={rate}",
+            stacks=stacks,
+            trials=2,
+            batch_sizes=(1,),
+            rounds=1,
+            variant={"training.local.lr": rate},
+        )
+    shown = lineup(load_runs([tmp_path]))
+    assert shown is not None
+    assert [(behind.variant, behind.defense) for behind in shown.defenses] == [
+        (f"training.local.lr={rate}", name) for rate in (0.01, 0.1) for name in stacks
+    ]
+    for victim in shown.victims:
+        assert all(recovered(b.run, b.rows, victim) for b in shown.defenses)
+    path = save_overview(tmp_path)
+    assert path == tmp_path / "overview.png"
+    one = save_overview(tmp_path / "lr=0.1")
+    assert one is not None
+    heights = [Image.open(p).height for p in (path, one)]
+    assert heights[0] > 1.5 * heights[1], "a row for each defense of each variant"
+
+
+def test_another_clients_same_image_is_not_shown_for_it(run_folder: Path) -> None:
+    """An image may lie with two clients; a sum of all clients' updates is of each of them."""
+    (run,) = load_runs([run_folder])
+    rows = strongest([row for row in run.rows if row.batch_size == 1], "none")
+    victim = chosen(run, rows)[0]
+    for client, there in ((0, True), (1, False), (-1, True)):
+        moved = [row.model_copy(update={"client": client}) for row in rows]
+        assert (recovered(run, moved, victim) is not None) is there

@@ -40,7 +40,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in {"meta", "img", "br", "link"}:
+        if tag not in {"meta", "img", "br", "link", "wbr"}:
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
@@ -98,7 +98,7 @@ def test_elements_close_and_every_image_is_pixelated_at_a_whole_factor(
 ) -> None:
     images = [a for t, a in page.elements if t == "img"]
     assert images
-    assert {(a["width"], a["height"]) for a in images} == {("64", "64")}
+    assert {(a["width"], a["height"]) for a in images} == {("64", "64"), ("96", "96")}
     assert all(a["alt"] for a in images)
     assert "image-rendering: pixelated" in (run_folder / "report.html").read_text()
 
@@ -133,8 +133,8 @@ def test_the_page_explains_no_column_that_it_does_not_show(
 
     bare = Page(write_report(edited(run_folder, tmp_path / "bare", without)).read_text())
     for made, there in ((page, True), (bare, False)):
-        assert ("Other: PSNR of the same attack" in made.flat) is there
-        assert ("Other update" in made.flat) is there
+        assert ("The same attack’s picture of another update" in made.flat) is there
+        assert ("tip-other" in [a.get("popovertarget") for _, a in made.elements]) is there
         assert "LPIPS (" not in made.flat
     single = write_run(tmp_path / "single", trials=1, rounds=1, batch_sizes=(1,))
     assert "Small figures" not in Page(write_report(single).read_text()).flat
@@ -153,6 +153,8 @@ def test_counts_of_one_are_singular(tmp_path: Path) -> None:
 def test_pictures_of_every_attack_on_every_defense(page: Page) -> None:
     alts = [a["alt"] or "" for t, a in page.elements if t == "img"]
     pictures = [alt for alt in alts if alt.startswith("What inverting_gradients")]
+    same = [alt for alt in alts if alt.startswith("The same image as")]
+    assert [alt.rpartition(" ")[2] for alt in same] == ["none", "pruning", "dp"]
     assert len(pictures) == 3 * (1 + 3)
     assert not any("label_inference" in alt for alt in alts)
 
@@ -253,7 +255,7 @@ def test_a_run_without_results_or_extras_still_has_a_page(run_folder: Path, tmp_
     shutil.copy(run_folder / "results.jsonl", lonely)
     page = Page(write_report(lonely).read_text())
     assert not [a for t, a in page.elements if t == "img"]
-    assert "Verdict" in page.flat
+    assert "How sure the answers are" in page.flat
 
 
 def test_a_run_that_attacks_nothing_shows_what_defenses_cost(tmp_path: Path) -> None:
@@ -425,3 +427,45 @@ def test_a_run_that_has_not_ended_says_so(run_folder: Path, tmp_path: Path) -> N
     assert "UNFINISHED" in write_report(folder).read_text()
     result = CliRunner().invoke(app, ["leaderboard", str(folder), "--format", "json"])
     assert "UNFINISHED" in result.stderr
+
+
+def test_the_answers_stand_before_everything_else(page: Page) -> None:
+    text = page.flat
+    first = text.index("Without a defense, the server gets recognizable pictures")
+    picture = text.index("The same image behind every defense")
+    assert text.index("What do the clients’ updates show") < first < picture
+    for later in ("What was run", "Who is attacking", "How sure the answers are", "Glossary"):
+        assert picture < text.index(later), later
+    assert "Not tried here: who took part (membership)" in text
+
+
+def test_a_sweep_has_a_line_for_each_variant_above_its_answers(tmp_path: Path) -> None:
+    for mode in ("train", "eval"):
+        write_run(
+            tmp_path / mode,
+            stacks={name: STACKS[name] for name in ("none", "dp")},
+            trials=1,
+            rounds=1,
+            batch_sizes=(1,),
+            variant={"training.local.mode": mode},
+        )
+    html = write_report(tmp_path).read_text()
+    glance = html[html.index("At a glance") : html.index('id="answers-1"')]
+    assert re.findall(r'href="#(answers-\d)"', glance) == ["answers-1", "answers-2"]
+    assert glance.count('data-label="dp"') == glance.count('data-label="none"') == 2
+    assert glance.count(">Do not rely<") == 2
+    assert 'id="answers-2"' in html
+
+
+def test_the_table_holds_chance_and_cost(run_folder: Path, tmp_path: Path) -> None:
+    def tested(row: dict[str, Any]) -> None:
+        row["utility"] |= {"test_examples": 100, "test_chance": 0.25}
+
+    html = write_report(edited(run_folder, tmp_path / "run", tested)).read_text()
+    for heading, figure in (
+        ("Chance", "25%"),
+        ("s a round", "1.20"),
+        ("ε (δ, unit, neighbours)", "7.82 (1e-05, client, zero out)"),
+    ):
+        assert f'<td data-label="{heading}">{figure}</td>' in html, heading
+    assert re.search(r'<td data-label="Label">\d+% <small>guess \d+%</small></td>', html)

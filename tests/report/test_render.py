@@ -47,12 +47,34 @@ def test_table_fits_the_terminal_and_keeps_what_matters(rows: list[LeaderboardRo
     assert max(map(len, narrow.splitlines())) <= 72
     assert "gain" in narrow.split("▸", 1)[0]
     assert "sec" not in narrow.split("▸", 1)[0]
-    medium = render(rows, width=92).split("▸", 1)[0]
-    assert "gain" in medium
-    assert _CLAIM in medium
+    assert _CLAIM in render(rows, width=120).split("▸", 1)[0]
     below = f"{_CLAIM}: none ∞; pruning ∞; dp 7.82 (1e-05, client, zero out) ▸"
     assert below in re.sub(r"\s+", " ", narrow), "what has no room beside its defense"
     assert "\x1b[" in render(rows, color=True)
+
+
+def test_gain_accuracy_and_epsilon_are_in_every_table(rows: list[LeaderboardRow]) -> None:
+    for width in (60, 72, 80, 100, 120, 200):
+        text = render(rows, width=width)
+        heading = next(line for line in text.splitlines() if line.startswith("defense"))
+        for name in ("PSNR dB", "gain", "acc", "ε"):
+            assert re.search(rf" {name}( |$)", heading), (width, name)
+        (best,) = [line for line in text.splitlines() if line.startswith("dp ")]
+        assert "61%" in best and "7.82" in best and re.search(r"[+−]\d+\.\d", best), width
+        assert "(1e-05, client, zero out)" in re.sub(r"\s+", " ", text), "no ε without its terms"
+
+
+def test_what_has_no_room_is_counted_with_the_width_that_shows_it(
+    rows: list[LeaderboardRow],
+) -> None:
+    text = re.sub(r"\s+", " ", render(rows, width=80))
+    found = re.search(r"(\d+) columns? left out \(([^)]*)\): widen the terminal to (\d+)", text)
+    assert found is not None
+    count, names, width = int(found[1]), found[2].split(", "), int(found[3])
+    assert count == len(names) > 0
+    assert "left out" not in render(rows, width=width)
+    assert "left out" in render(rows, width=width - 10)
+    assert "report.html" in text
 
 
 def test_the_legend_explains_what_is_shown_and_names_what_is_not(
@@ -64,15 +86,17 @@ def test_the_legend_explains_what_is_shown_and_names_what_is_not(
         assert whole == sum(row.strongest and row.attack == "inverting_gradients" for row in rows)
         heading = next(line for line in text.splitlines() if line.startswith("defense"))
         legend = re.sub(r"\s+", " ", text[text.index("▸:") :])
-        explained, _, hidden = legend.partition(" Too wide for this terminal: ")
-        shown = [name for name, cell in _COLUMNS if re.search(rf" {re.escape(name)}( |$)", heading)]
+        explained, _, hidden = legend.partition(" left out (")
+        explained = re.sub(r" \d+ columns?$", "", explained)
+        heading = f"{heading} "
+        shown = {c.heading for c in _COLUMNS if f" {c.heading} " in heading}
+        shown |= {_CLAIM} if " ε " in heading else set()
         entries = {entry.partition(":")[0].strip() for entry in re.split(r"(?<=\.) ", explained)}
-        named = {_CLAIM: "ε"}
-        expected = {"▸", "B", "ok", "ε", *(named.get(name, name) for name in shown)}
+        expected = {"▸", "B", "ok", *("ε" if name == _CLAIM else name for name in shown)}
         assert entries - {"", "[low, high]"} == expected, width
-        there = {name for name, cell in _COLUMNS if any(cell(row) != "–" for row in rows)}
-        listed = hidden.partition(";")[0]
-        assert there - {*shown, _CLAIM} == {name for name in there if name in listed}, width
+        there = {c.heading for c in _COLUMNS if any(c.cell(row) != "–" for row in rows)}
+        listed = set(hidden.partition(")")[0].split(", ")) - {""}
+        assert there - shown == listed, width
 
 
 def test_an_interval_is_explained_only_where_there_is_one(tmp_path: Path) -> None:

@@ -970,7 +970,7 @@ MUTATIONS = (
     Mutation(
         name="a prior in the picture of what leaks",
         item=16,
-        file="fedsim/report/overview.py",
+        file="fedsim/report/lineup.py",
         old="key=lambda rows: (_is_informed(rows), _mean_psnr(rows))",
         new="key=_mean_psnr",
         tests=("tests/report/test_overview.py",),

@@ -1,0 +1,1 @@
+"""Recover features from an ordinary linear classifier, which nobody has planted."""

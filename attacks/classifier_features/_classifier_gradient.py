@@ -1,0 +1,166 @@
+"""What the gradient of a linear softmax classifier shows of the features of its batch.
+
+With logits z_i = W x_i + b of N images of K classes and the mean cross-entropy, the error signals
+are D_ik = p_ik - y_ik, and
+
+    ∂L/∂W = (1/N) Σ_i D_i x_i'        ∂L/∂b = (1/N) Σ_i D_i
+
+Both are the gradient of a classifier whose features end with a 1: so they are treated here.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.models.base import Classifier
+from fedsim.models.local import mean_gradient_factor, step_weights
+from fedsim.models.victim import rebuild
+from fedsim.types import Observation
+from fedsim.words import number_of
+
+_LARGEST_BATCH = 128
+"""Images up to which all their features are sought at once: unknowns are their square."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClassifierGradient:
+    """The classifier's weights and the observed mean gradient of them, in float64."""
+
+    weights: Tensor
+    """[W b] (K, d + 1), or W (K, d) if it has no bias."""
+    gradient: Tensor
+    """Of the mean loss in `weights`."""
+    biased: bool
+    """Whether the last feature is the constant 1."""
+    num_images: int
+    factors: int
+    """How many factors in (0, 1] only the client knows: none, one of the update, or one of each
+    image's gradient (N)."""
+    removed: bool
+    """Whether entries of it are set to zero."""
+    mixed: bool
+    """Whether entries of it depend on those at other positions."""
+    noisy: bool
+    """Whether noise is added to it."""
+    exact: bool
+    """Whether the row space of the gradient is as the client computed it."""
+    dropout: bool
+    """Whether each image met other features (dropout)."""
+    rates: tuple[float, ...]
+    """Learning rate after each local step on the same batch but the last; none if there is one."""
+    momentum: float
+    divisor: float = 1.0
+    """As of a two-layer head that divides its logits: this one never does."""
+
+    @staticmethod
+    def of(observation: Observation) -> ClassifierGradient:
+        """Reads the gradient off an observation.
+
+        An update of several steps is their mean gradient.
+
+        Raises:
+            AttackFailed: the model does not end with a linear classifier.
+        """
+        layer, name = linear_classifier(rebuild(observation))
+        effect, training = observation.effect, observation.training
+        factor = mean_gradient_factor(training)
+        parts = [(layer.weight, f"{name}.weight")]
+        if layer.bias is not None:
+            parts.append((layer.bias, f"{name}.bias"))
+        weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
+        gradient = [
+            observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor
+            for _, key in parts
+        ]
+        return ClassifierGradient(
+            weights=torch.cat(weights, 1),
+            gradient=torch.cat(gradient, 1),
+            biased=layer.bias is not None,
+            num_images=observation.num_images,
+            factors=observation.num_images if effect.scaled_examples else int(effect.scaled),
+            removed=effect.removed is not None,
+            mixed=effect.mixed,
+            noisy=effect.noisy,
+            exact=effect.exact,
+            dropout=training.dropout > 0,
+            rates=(training.lr,) * (len(step_weights(training)) - 1)
+            if training.batches == "same"
+            else (),
+            momentum=training.momentum,
+        )
+
+    def check(self) -> None:
+        """Refuses a gradient that does not determine the features.
+
+        Raises:
+            AttackFailed: a defense removes or mixes entries, there is dropout, or there are too
+                many images or nothing left.
+        """
+        classes, images = len(self.weights), self.num_images
+        if self.removed or self.mixed:
+            how = "sets entries to zero" if self.removed else "mixes entries"
+            raise AttackFailed(
+                f"a defense {how}, and what is left of the classifier's gradient has not the "
+                "features' row space"
+            )
+        if self.dropout:
+            raise AttackFailed("dropout before the classifier gives each image another classifier")
+        if not bool(self.gradient.any()):
+            raise AttackFailed("nothing is left of the update of the classifier")
+        most = min(classes - 1, self.gradient.shape[1])
+        if images > most:
+            raise AttackFailed(
+                f"a classifier of {number_of(classes, 'class', 'classes')} determines the features "
+                f"of {number_of(most, 'image')} at most, and the update is of {images}"
+            )
+        if images > _LARGEST_BATCH:
+            raise AttackFailed(
+                f"features are sought of {number_of(_LARGEST_BATCH, 'image')} at once, and the "
+                f"update is of {images}"
+            )
+
+    @cached_property
+    def deviation(self) -> float:
+        """Standard deviation of what is added to an entry of `gradient`: noise, or rounding.
+
+        The error signals of an image sum to 0, and so does each column of its gradient: what a
+        column sums to instead is the sum of K such errors.
+        """
+        sums = self.gradient.sum(0)
+        return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
+
+    @property
+    def noise(self) -> float:
+        """Variance of noise or rounding in an entry; 0 where neither is declared.
+
+        Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
+        """
+        return 0.0 if self.exact or self.removed else self.deviation**2
+
+
+def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:
+    """Returns the head's only linear layer and its name.
+
+    Raises:
+        AttackFailed: the head has none, or several.
+    """
+    found = [(m, n) for n, m in model.head.named_modules() if isinstance(m, nn.Linear)]
+    others = [
+        m
+        for m in model.head.modules()
+        if not list(m.children()) and next(m.parameters(), None) is not None
+        if not isinstance(m, nn.Linear)
+    ]
+    if len(found) != 1 or others:
+        raise AttackFailed(
+            "features are fitted to an ordinary classifier, and the model's head is not one linear "
+            "layer"
+        )
+    layer, name = found[0]
+    return layer, f"head.{name}".rstrip(".")

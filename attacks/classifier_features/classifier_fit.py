@@ -1,0 +1,185 @@
+"""Features and labels of a batch from the gradient of an ordinary linear classifier.
+
+Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
+that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
+features', and there are more equations in it than unknowns (`consistency`). Labels are part of what
+is fitted (`label_search`). How far rounding and noise leave the features open is computed for each
+image (`certainty`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, ClassVar, final
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.local import features_of
+from fedsim.models.victim import rebuild
+from fedsim.types import Observation, Reconstruction
+from fedsim_attacks.classifier_features._certainty import explained, relative_errors
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._consistency import Consistency, Fits
+from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
+from fedsim_attacks.labels.label_inference import infer_labels
+
+_POOL = 128
+"""Images of noise, of whose features each start is drawn."""
+_TRIAL = 30
+"""Iterations after which labels are told apart."""
+_TRIED_TOGETHER = 12
+"""Labelings that are compared before the search goes on from the best."""
+_DETERMINED = 0.03
+"""Relative error of features (a cosine of 0.9995) up to which they are determined."""
+
+
+@dataclass(kw_only=True)
+class ClassifierSolver(FeatureSolver):
+    """Searches labels and features together; the best ones are descended to the end."""
+
+    problem: Consistency
+    pool: Tensor
+    """(P, d): features that starts are drawn from."""
+    rng: torch.Generator
+    starts: int
+    """For each labeling that is tried; eight times as many in the end."""
+    iterations: int
+    """Of the last descent."""
+    waiting: list[Tensor]
+    """Labelings (N,) to be tried next."""
+    likely: Tensor
+    """(K,): how often each class was read off the gradient."""
+    labelings: int
+    """How many may be tried."""
+    tried: set[tuple[int, ...]] = field(default_factory=set)
+    best: Fits | None = None
+    """Of one start."""
+    over: bool = False
+
+    @property
+    def finished(self) -> bool:
+        """Whether the best labels' features have been descended to the end."""
+        return self.over
+
+    def improve(self) -> None:
+        """Tries the labelings that wait; or, if none is left, ends with the best ones."""
+        if not self.waiting:
+            self._end()
+            return
+        count = len(self.waiting)
+        labels = torch.stack(self.waiting).repeat_interleave(self.starts, 0)
+        fits = self.problem.descend(self._drawn(len(labels)), labels, _TRIAL)
+        self.iteration += _TRIAL
+        self.tried |= {tuple(each.tolist()) for each in self.waiting}
+        self.waiting = self.waiting[count:]
+        before = self.best
+        self._keep(fits)
+        assert self.best is not None
+        if explained(self.problem, float(self.loss)) or len(self.tried) >= self.labelings:
+            self.waiting = []
+        elif before is None or self.best is not before:
+            self._queue = neighbours(self.best.labels[0], self.likely)
+            self.waiting = self._next()
+        else:
+            self.waiting = self._next()
+
+    def _next(self) -> list[Tensor]:
+        found = []
+        for labels in self._queue:
+            if tuple(labels.tolist()) not in self.tried:
+                found.append(labels)
+            if len(found) == _TRIED_TOGETHER:
+                break
+        return found
+
+    def _end(self) -> None:
+        assert self.best is not None
+        labels = self.best.labels.expand(8 * self.starts, -1)
+        drawn = self._drawn(len(labels))
+        drawn[0] = self.best.points[0]
+        self._keep(self.problem.descend(drawn, labels, self.iterations))
+        self.iteration += self.iterations
+        self.over = True
+
+    def _keep(self, fits: Fits) -> None:
+        index = int(fits.losses.nan_to_num(torch.inf).argmin())
+        if self.best is None or float(fits.losses[index]) < float(self.loss):
+            self.best = Fits(*(each[index : index + 1] for each in fits))
+            self.loss = fits.losses[index]
+
+    def _drawn(self, count: int) -> Tensor:
+        images = self.problem.classifier.num_images
+        chosen = torch.randint(len(self.pool), (count, images), generator=self.rng)
+        return self.problem.unknowns(self.pool[chosen])
+
+    def reconstruction(self) -> Reconstruction:
+        """Returns the best features, their labels, and which of them are determined."""
+        assert self.best is not None
+        errors = relative_errors(self.problem, self.best, 0)
+        certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
+        return Reconstruction(
+            features=self.best.features[0].float(),
+            labels=self.best.labels[0],
+            determined=certain,
+            loss=float(self.loss),
+            iterations=self.iteration,
+        )
+
+
+@final
+class ClassifierFit(FeatureAttack[ClassifierSolver]):
+    """Fits features and labels to a linear classifier's gradient, by their own consistency.
+
+    It needs fewer images than classes, and plants nothing. Clipping leaves one factor unknown,
+    which is fitted; noise leaves the features as uncertain as it is large.
+    """
+
+    paper: ClassVar[str] = (
+        "fedsim: Levenberg-Marquardt on the softmax consistency of ∂L/∂W in its row space, labels "
+        "by search"
+    )
+
+    iterations: Annotated[int, Field(ge=1)] = 120
+    """Of the last descent, from the best start and new ones."""
+    starts: Annotated[int, Field(ge=1)] = 4
+    """Random features that each labeling is tried with; eight times as many in the end."""
+    labelings: Annotated[int, Field(ge=1)] = 400
+    """How many labelings may be tried."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> ClassifierSolver:
+        """Reads labels off the gradient, and draws features of images of noise to start from.
+
+        Raises:
+            AttackFailed: the model does not end with a linear classifier of more classes than
+                images, or a defense has left nothing of its gradient's row space.
+        """
+        classifier = ClassifierGradient.of(observation)
+        classifier.check()
+        model = rebuild(observation)
+        noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
+        device = classifier.weights.device
+        pool = features_of(
+            model,
+            observation.parameters,
+            observation.buffers,
+            noise.to(device),
+            observation.training,
+        )
+        labels = infer_labels(observation).sort()[0]
+        return ClassifierSolver(
+            loss=torch.full((), torch.inf),
+            problem=Consistency(classifier),
+            pool=pool,
+            rng=rng,
+            starts=self.starts,
+            iterations=self.iterations,
+            waiting=[labels],
+            likely=torch.bincount(labels, minlength=len(classifier.weights)),
+            labelings=self.labelings,
+        )

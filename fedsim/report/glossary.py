@@ -1,0 +1,255 @@
+"""The terms of the leaderboard and the report, each explained once: page, tips and docs use them.
+
+`fedsim.report.glossary.TERMS` is the table; a page that shows a figure explains it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fedsim.report.answers import LARGEST_DELTA, RECOGNIZABLE_PSNR, RECOGNIZABLE_SSIM
+from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.sentences import WEAK_EPSILON
+from fedsim.scoring import FALSE_POSITIVES, LEAST
+from fedsim.words import number_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """A term, and what it means in plain sentences."""
+
+    key: str
+    """Identifies it in a page: lower-case letters and hyphens."""
+    name: str
+    meaning: str
+
+
+_TABLE = (
+    Term(
+        key="gain",
+        name="gain",
+        meaning="How many dB of PSNR an attack is above the best guess of someone who saw no "
+        "update. Zero is guessing. Only a gain can have come from the update.",
+    ),
+    Term(
+        key="guess",
+        name="guess",
+        meaning="The answer of someone who saw no update: the mean image, or whatever fits better, "
+        "learned from images that are none of the victim’s. A failed attack counts as the guess.",
+    ),
+    Term(
+        key="db",
+        name="dB",
+        meaning="Decibel, the unit of PSNR and gain. 10 dB more is a tenth of the squared error, "
+        "3 dB more is half of it.",
+    ),
+    Term(
+        key="psnr",
+        name="PSNR",
+        meaning="Likeness of pixels in dB, of each image on its own, at most 60. Higher is more "
+        "leaked. Near 10 it is a gray patch; from about 20 on most people know the picture.",
+    ),
+    Term(
+        key="ssim",
+        name="SSIM",
+        meaning="Likeness of structure such as edges. 1 is identical, 0 is unrelated.",
+    ),
+    Term(
+        key="lpips",
+        name="LPIPS",
+        meaning="Distance of two images as a trained network perceives it. 0 is identical. It "
+        "needs weights that may not be there.",
+    ),
+    Term(
+        key="recognizable",
+        name="recognizable, colors only, nothing",
+        meaning=f"Recognizable: the attack certainly gains {REQUIRED_GAIN:g} dB or more, at a mean "
+        f"SSIM of {RECOGNIZABLE_SSIM:g} or more (without SSIM, a mean PSNR of "
+        f"{RECOGNIZABLE_PSNR:g} dB), or one trial gains {EXPOSED_GAIN:g} dB. Colors only: it "
+        "certainly gains something, below that likeness. Nothing beyond the guess: the interval "
+        "of its gain reaches down to guessing, or another update gives the same picture.",
+    ),
+    Term(
+        key="verdict",
+        name="rely, do not rely, not shown",
+        meaning="Do not rely: an attack works, or an audit refutes the ε. Rely: no attack works, "
+        f"the interval of the best one ends below {REQUIRED_GAIN:g} dB, and a differential-privacy "
+        f"guarantee with ε below {WEAK_EPSILON:g} and δ of at most {LARGEST_DELTA:g} is proven. "
+        "Not shown: anything else. Attacks that fail here are no proof that all do.",
+    ),
+    Term(
+        key="interval",
+        name="interval",
+        meaning="Where the mean over many more trials would lie at the stated confidence. It is "
+        "Student’s, and allows for the choice of the best of several attacks (Bonferroni). Of "
+        f"fewer than {number_of(LEAST, 'trial')} there is none.",
+    ),
+    Term(
+        key="n",
+        name="n",
+        meaning="Number of trials: attacks of the same kind on other images. Trials that share an "
+        "image count once.",
+    ),
+    Term(
+        key="chance",
+        name="chance level",
+        meaning="What is reached without any knowledge: the accuracy of always naming the most "
+        "frequent class, the labels or features that a guess has right, and 0.5 of an AUC.",
+    ),
+    Term(
+        key="accuracy",
+        name="accuracy",
+        meaning="Share of the test set that the trained model classifies correctly, with Wilson’s "
+        "interval; ! if it is no better than chance.",
+    ),
+    Term(
+        key="epsilon",
+        name="ε",
+        meaning="What a defense guarantees against every attack, known or not: the presence of "
+        "one unit changes the odds of any conclusion by at most a factor of exp(ε), up to δ. It "
+        "is only comparable at the same unit and neighbours. ∞ means no guarantee.",
+    ),
+    Term(
+        key="delta",
+        name="δ",
+        meaning="Probability with which the guarantee of ε may fail altogether. It should be far "
+        "below one over the number of people.",
+    ),
+    Term(
+        key="unit",
+        name="unit",
+        meaning="Whose presence ε hides: one example of a client, or a whole client with all its "
+        "data.",
+    ),
+    Term(
+        key="relation",
+        name="neighbours (relation)",
+        meaning="Which data sets ε makes hard to tell apart. Zero out: one unit’s contribution is "
+        "exchanged for zero. Add or remove: the unit is there or not. Replace one: it is exchanged "
+        "for any other, which is harder. Close and relative hide only how far apart values are, or "
+        "which of declared databases was used, and are "
+        "no differential privacy for who took part.",
+    ),
+    Term(
+        key="audit",
+        name="audit",
+        meaning="Canaries show that at least so much ε is spent. Above the claimed ε it refutes "
+        "the claim; below, it proves nothing.",
+    ),
+    Term(
+        key="vantage",
+        name="vantage",
+        meaning="Where the attacker stands. Server: sees each client’s update. Aggregate: only the "
+        "sum of a round. Client: a participant who sees global models. Eavesdropper: on the wire.",
+    ),
+    Term(
+        key="server",
+        name="planted, modified",
+        meaning="A malicious server that chose weights of the model’s head (planted), or put a "
+        "module into the model (modified). A gain that rests on it says nothing of an honest "
+        "server, so the two are never ranked together.",
+    ),
+    Term(
+        key="masked",
+        name="masked",
+        meaning="A client’s part of a secure sum, as the server receives it. Alone it is random.",
+    ),
+    Term(
+        key="other",
+        name="other update",
+        meaning="The same attack’s picture of another update, scored against this truth. If it "
+        "scores as well, the attack drew what it knew beforehand.",
+    ),
+    Term(
+        key="control",
+        name="positive control",
+        meaning="Attacks must work where there is no defense. If they do not, their failure "
+        "behind a defense says nothing.",
+    ),
+    Term(
+        key="invalid",
+        name="INVALID",
+        meaning="The positive control did not pass, so that the comparison has no answer.",
+    ),
+    Term(
+        key="unscored",
+        name="UNSCORED",
+        meaning="The truth is still with the clients, so that no attack is scored yet and there "
+        "is no answer.",
+    ),
+    Term(
+        key="batch",
+        name="batch size",
+        meaning="How many images an update was computed from. Fewer are easier to reconstruct.",
+    ),
+    Term(
+        key="matching",
+        name="matching",
+        meaning="A batch has no order. Reconstructions are paired with images one to one, at the "
+        "least total squared error, and every metric uses that one pairing.",
+    ),
+    Term(
+        key="labels",
+        name="labels",
+        meaning="Share of labels recovered: on the matched image, or as a multiset where an attack "
+        "recovers labels alone. The guess names the most frequent one.",
+    ),
+    Term(
+        key="features",
+        name="feat, span",
+        meaning="Recovered inputs of the model’s head. feat: their mean cosine with the true ones. "
+        "span: share of the true features outside the span of the recovered ones; 0 is exact.",
+    ),
+    Term(
+        key="membership",
+        name="AUC, TPR",
+        meaning="How well members are told from others. AUC: the chance that a member is accused "
+        "before another, 0.5 for a coin. TPR: share of members accused at "
+        f"{FALSE_POSITIVES:.0%} false accusations.",
+    ),
+    Term(
+        key="rows",
+        name="row err, recovered",
+        meaning="Of tables: squared error over squared length of a row, and the share of rows with "
+        "every entry near the true one. The guess is the mean of the other rows.",
+    ),
+)
+
+TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
+"""The terms by key, in the order of a page."""
+
+
+def terms_of(
+    rows: Sequence[LeaderboardRow], *, invalid: bool = False, awaited: bool = False
+) -> list[Term]:
+    """Returns the terms that a page about `rows` uses, in the order of the table.
+
+    `invalid` says that a comparison has no answer, `awaited` that the rows are still to come.
+    """
+
+    def measured(*names: str) -> bool:
+        return any(row.metrics[name] for row in rows for name in names)
+
+    used = {
+        "ssim": measured("ssim"),
+        "lpips": measured("lpips"),
+        "audit": any(row.audited_epsilon is not None for row in rows),
+        "server": any(row.server != "honest" for row in rows),
+        "masked": any(row.masked for row in rows),
+        "other": any(row.other_update for row in rows),
+        "invalid": invalid,
+        "unscored": awaited,
+        "matching": any(row.subject == "images" for row in rows),
+        "labels": measured("label_accuracy"),
+        "features": measured("feature_cosine", "subspace_error"),
+        "membership": measured("membership_auc", "membership_tpr"),
+        "rows": any(row.subject == "rows" for row in rows),
+    }
+    return [term for key, term in TERMS.items() if used.get(key, True)]
+
+
+def markdown() -> str:
+    """Returns the glossary as the table of `docs/glossary.md`."""
+    lines = ["| term | meaning |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| **{t.name}** | {t.meaning} |" for t in TERMS.values())]) + "\n"

@@ -1,0 +1,242 @@
+"""Features of an ordinary classifier: exact where its gradient determines them, and only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
+from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
+from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
+from fedsim_attacks.classifier_features import classifier_fit
+from fedsim_attacks.classifier_features._certainty import relative_errors
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._consistency import Consistency
+from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.classifier_features._levenberg_marquardt import minimize
+from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
+
+MLP: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [32]}}
+LINEAR: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": []}}
+
+
+def observe(count: int, seed: int = 0, **case: Any) -> tuple[Observation, GroundTruth]:
+    stream = rng.generator(seed, "ordinary classifier")
+    images = torch.rand(count, 1, 6, 6, generator=stream)
+    labels = torch.randint(10, (count,), generator=stream)
+    return make_observation(images, labels, seed=seed, **{**MLP, **case})
+
+
+def fit(observation: Observation, **parameters: Any) -> Reconstruction:
+    return solve(ClassifierFit(**parameters), observation, Knowledge(), seed=1).reconstruction
+
+
+def compared(found: Reconstruction, truth: GroundTruth) -> tuple[Tensor, Tensor]:
+    """Returns relative errors of features (N,), and whose they are: in the truth's order."""
+    assert found.features is not None and truth.features is not None
+    distances = torch.cdist(truth.features, found.features)
+    _, order = linear_sum_assignment(distances.numpy())
+    whose = torch.from_numpy(order)
+    errors = (found.features[whose] - truth.features).norm(dim=1) / truth.features.norm(dim=1)
+    return errors, whose
+
+
+@pytest.mark.parametrize("model", [MLP, {"model": "lenet"}], ids=["mlp", "lenet"])
+@pytest.mark.parametrize("count", [1, 4, 9])
+def test_every_feature_and_label_comes_out(model: dict[str, Any], count: int) -> None:
+    images, labels = example_batch(count)
+    observation, truth = make_observation(images, labels, **model)
+    found = fit(observation)
+    errors, whose = compared(found, truth)
+    assert float(errors.max()) < 1e-3
+    assert found.labels is not None and found.determined is not None
+    assert found.labels[whose].tolist() == truth.labels.tolist()
+    assert bool(found.determined.all())
+
+
+def test_without_a_bias_too() -> None:
+    """Then no entry of the features is known."""
+    torch.manual_seed(3)
+    features, weights = torch.randn(5, 20).relu().double(), torch.randn(10, 20).double()
+    labels = torch.tensor([1, 1, 4, 7, 9])
+    gradient = softmax_gradient(features, weights, labels)
+    problem = Consistency(of(weights, gradient, 5))
+    starts = problem.unknowns(torch.randn(16, 5, 20).relu())
+    fits = problem.descend(starts, labels.expand(16, -1), 120)
+    best = fits.features[fits.losses.argmin()]
+    assert float(torch.cdist(features, best).amin(1).max()) < 1e-6
+
+
+def test_the_factor_of_clipping_is_found() -> None:
+    observation, truth = observe(5, defense=[{"name": "clip", "norm": 1e-2}])
+    errors, _ = compared(fit(observation), truth)
+    assert float(errors.max()) < 1e-3
+
+
+def test_the_factor_of_each_image_is_found() -> None:
+    """As of clipped examples; with the bias, each feature's last entry is known."""
+    observation, truth = observe(4, **LINEAR)
+    assert truth.features is not None
+    model = rebuild(observation)
+    parameters = dict(model.named_parameters())
+    sums = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    for factor, x, y in zip((0.9, 0.5, 0.2, 0.1), truth.features, truth.labels, strict=True):
+        loss = F.cross_entropy(model.head(x[None]), y[None])
+        each = torch.autograd.grad(loss, list(parameters.values()))
+        for name, gradient in zip(parameters, each, strict=True):
+            sums[name] += factor * gradient / 4
+    effect = replace(observation.effect, scaled_examples=True)
+    errors, _ = compared(fit(replace(observation, update=sums, effect=effect)), truth)
+    assert float(errors.max()) < 1e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
+    """Of a model without a body nothing else moves."""
+    training = LocalTraining(
+        algorithm="fedavg", steps=3, batch_size=4, lr=0.3, momentum=momentum, batches="same"
+    )
+    observation, truth = observe(4, **LINEAR, training=training)
+    errors, _ = compared(fit(observation), truth)
+    assert float(errors.max()) < 1e-3
+
+
+def test_labels_are_found_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    observation, truth = observe(6)
+    wrong = (truth.labels + torch.tensor([1, 0, 0, 3, 0, 0])) % 10
+    monkeypatch.setattr(classifier_fit, "infer_labels", lambda _: wrong)
+    found = fit(observation)
+    assert found.labels is not None
+    assert found.labels.tolist() == truth.labels.sort()[0].tolist()
+
+
+def test_neighbours_differ_in_one_image_and_likely_ones_come_first() -> None:
+    labels = torch.tensor([0, 0, 2])
+    found = list(neighbours(labels, torch.tensor([1.0, 1.0, 1.0])))
+    assert found[0].tolist() == [0, 1, 2]
+    assert len({tuple(each.tolist()) for each in found}) == len(found) == 4
+    assert all((each != labels.sort()[0]).any() for each in found)
+
+
+def test_an_image_without_error_signal_is_told_apart() -> None:
+    """Its softmax is saturated: it has no part in the gradient."""
+    torch.manual_seed(0)
+    observation, truth = observe(4, **LINEAR)
+    assert truth.features is not None
+    far = torch.zeros(36)
+    far[7] = 300.0
+    features = torch.cat([truth.features[:3], far[None]])
+    model = rebuild(observation)
+    labels = truth.labels.clone()
+    labels[3] = int(model.head(far[None]).argmax())
+    parameters = dict(model.named_parameters())
+    loss = F.cross_entropy(model.head(features), labels)
+    gradients = torch.autograd.grad(loss, list(parameters.values()))
+    changed = replace(observation, update=dict(zip(parameters, gradients, strict=True)))
+    found = fit(changed)
+    assert found.determined is not None and found.features is not None
+    right = torch.cdist(found.features, features).amin(1) / found.features.norm(dim=1) < 0.03
+    assert not bool((found.determined & ~right).any())
+    assert int(found.determined.sum()) < 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("std", [1e-6, 1e-4, 1e-2])
+def test_what_is_called_determined_is_right(std: float, seed: int) -> None:
+    noise = [{"name": "gaussian_noise", "std": std}]
+    observation, truth = observe(5, seed, defense=noise)
+    found = fit(observation, labelings=13)
+    errors, whose = compared(found, truth)
+    assert found.determined is not None
+    assert not bool((found.determined[whose] & (errors > 0.03)).any())
+    if std >= 1e-2:
+        assert not bool(found.determined.any())
+
+
+def test_errors_are_as_large_as_they_are_said_to_be() -> None:
+    torch.manual_seed(1)
+    features, weights = torch.randn(4, 30).relu().double(), torch.randn(10, 30).double()
+    labels = torch.tensor([0, 3, 5, 8])
+    clean = softmax_gradient(features, weights, labels)
+    inside = 0
+    for _ in range(20):
+        gradient = clean + 1e-5 * torch.randn_like(clean)
+        problem = Consistency(of(weights, gradient, 4))
+        fits = problem.descend(problem.unknowns(features[None]), labels[None], 30)
+        bound = relative_errors(problem, fits, 0)
+        errors = (fits.features[0] - features).norm(dim=1) / features.norm(dim=1)
+        assert bool((errors > bound / 30).all())
+        inside += int((errors < bound).sum())
+    assert inside >= 78
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        ({"count": 10}, "of 9 images at most"),
+        (
+            {"count": 3, "defense": [{"name": "gradient_pruning", "ratio": 0.9}]},
+            "sets entries to zero",
+        ),
+        ({"count": 3, "defense": [{"name": "dropout", "rate": 0.5}]}, "dropout"),
+        (
+            {
+                "count": 3,
+                "model_parameters": {"hidden": [], "head": {"width": 40, "planted": 0}},
+            },
+            "not one linear layer",
+        ),
+    ],
+    ids=["batch", "pruning", "dropout", "two layers"],
+)
+def test_what_holds_no_features_is_refused(case: dict[str, Any], why: str) -> None:
+    observation, _ = observe(**case)
+    with pytest.raises(AttackFailed, match=why):
+        fit(observation)
+
+
+def test_least_squares_end_where_they_should() -> None:
+    """Rosenbrock's function as two residuals, from four starts, one of them broken."""
+
+    def residual(point: Tensor, given: Tensor) -> Tensor:
+        return torch.stack([10 * (point[1] - point[0] ** 2), given - point[0]])
+
+    starts = torch.tensor([[-1.2, 1.0], [3.0, 3.0], [0.0, 0.0], [-2.0, -2.0]]).double()
+    goals = torch.tensor([1.0, 1.0, 2.0, -1.0]).double()
+    found = minimize(residual, starts, goals, 100)
+    expected = torch.stack([goals, goals**2], 1)
+    torch.testing.assert_close(found.points, expected)
+    assert float(found.losses.max()) < 1e-20
+
+
+def softmax_gradient(features: Tensor, weights: Tensor, labels: Tensor) -> Tensor:
+    errors = (features @ weights.T).softmax(1) - F.one_hot(labels, len(weights))
+    return errors.T @ features / len(features)
+
+
+def of(weights: Tensor, gradient: Tensor, count: int) -> ClassifierGradient:
+    """A classifier without a bias, undefended."""
+    return ClassifierGradient(
+        weights=weights,
+        gradient=gradient,
+        biased=False,
+        num_images=count,
+        factors=0,
+        removed=False,
+        mixed=False,
+        noisy=False,
+        exact=True,
+        dropout=False,
+        rates=(),
+        momentum=0.0,
+    )

@@ -1,0 +1,77 @@
+"""docs/adding-a-defense.md word by word: its defense passes its tests, its scenario is accepted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from page_package import blocks, run_tests, write_package
+
+from fedsim import testing
+from fedsim.contracts import defense
+from fedsim.scenario.resolve import resolve
+
+PAGE = "adding-a-defense.md"
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    return write_package(PAGE, "my_defenses", tmp_path)
+
+
+def test_the_defense_of_the_page_passes_its_suite(package: Path) -> None:
+    done = run_tests(package)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\d passed", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found"),
+    [
+        # A factor that keeps the mean makes updates longer than what is proven.
+        (
+            "                tensor,\n",
+            "                tensor / self.share,\n",
+            "proven_bound_holds",
+        ),
+        ('Effect(removed="others")', "Effect()", "removed_entries_are_declared"),
+        ("uniform(tensor.shape, rng)", "torch.rand(tensor.shape)", "same_stream_same_result"),
+        ("        return before\n", '        return before.unproven("x")\n', "earns_no_privacy"),
+    ],
+)
+def test_the_suite_of_the_page_finds_what_is_wrong(
+    right: str, wrong: str, found: str, package: Path
+) -> None:
+    module = package / "my_defenses" / "random_mask.py"
+    source = module.read_text(encoding="utf-8")
+    assert source.count(right) == 1
+    module.write_text(source.replace(right, wrong), encoding="utf-8")
+    done = run_tests(package)
+    assert done.returncode == 1
+    assert re.search(rf"FAILED .*{found}", done.stdout), done.stdout
+
+
+def test_the_scenario_of_the_page_is_accepted() -> None:
+    (block,) = blocks(PAGE, "yaml")
+    document = yaml.safe_load(block)
+    entry = 'random_mask = "my_defenses.random_mask:RandomMask"'
+    assert f"\n{entry}\n" in blocks(PAGE, "toml")[0]
+    used = {member["name"] for stack in document["defenses"].values() for member in stack}
+    assert "random_mask" in used
+    without = {
+        name: [member for member in stack if member["name"] != "random_mask"]
+        for name, stack in document["defenses"].items()
+    }
+    assert resolve({**document, "defenses": without}).observe.trials == 5
+
+
+def test_every_kind_of_defense_that_the_page_names_is_there() -> None:
+    text = (Path(__file__).parents[2] / "docs" / PAGE).read_text(encoding="utf-8")
+    table = text[text.index("| what it changes") : text.index("The classes are in")]
+    kinds = set(re.findall(r"`(\w+Defense)`", table))
+    assert kinds == {kind.__name__ for kind in defense.Defense.__args__}
+    assert set(re.findall(r"`(\w+Contract)`", table)) == {
+        name for name in testing.__all__ if name.endswith("DefenseContract")
+    }

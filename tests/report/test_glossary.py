@@ -1,0 +1,79 @@
+"""Every term is explained once, and the page shows the explanation where the term stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedsim.report import leaderboard_rows, write_report
+from fedsim.report.cells import METRIC_TERMS
+from fedsim.report.glossary import TERMS, markdown, terms_of
+from fedsim.report.wording import explained, tip, unbroken
+from fedsim.scoring import METRICS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_page_of_the_docs_is_made_from_the_table() -> None:
+    text = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
+    assert text.endswith(markdown()), "write fedsim.report.glossary.markdown() to docs/glossary.md"
+
+
+def test_every_metric_of_a_table_has_a_term() -> None:
+    shown = {name for name, metric in METRICS.items() if metric.heading} - {"psnr"}
+    assert set(METRIC_TERMS) == shown
+    assert set(METRIC_TERMS.values()) <= set(TERMS)
+
+
+def test_every_button_of_a_page_opens_an_explanation_that_is_there(run_folder: Path) -> None:
+    html = write_report(run_folder).read_text()
+    targets = set(re.findall(r'popovertarget="([^"]+)"', html))
+    explanations = set(re.findall(r'<div popover id="([^"]+)"', html))
+    assert {"tip-gain", "tip-epsilon", "tip-delta", "tip-psnr", "tip-interval"} <= targets
+    assert targets <= explanations
+    for term in terms_of(leaderboard_rows([run_folder])):
+        assert html.count(f"<dt>{term.name}</dt>") == 1
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        "ε = 7.82",
+        "δ = 1e-05",
+        "+16.9 dB",
+        "n = 6 trials",
+        "−4.2 to +4.0 dB",
+        "83.5 to 98.6%",
+        "95%",
+    ],
+)
+def test_no_figure_breaks_from_its_unit(token: str) -> None:
+    for marked in (unbroken(f"it is {token}, so"), explained(f"it is {token}, so")):
+        inner = re.search(r'<span class="token">(.*?)</span>', marked)
+        assert inner is not None
+        assert re.sub("<[^>]+>", "", inner[1]) == token
+
+
+def test_a_term_is_a_button_once_and_only_where_it_is_explained() -> None:
+    assert explained("3 dB, 4 dB").count("<button") == 1
+    assert "<button" not in explained("3 dB", terms=["psnr"])
+    assert 'popovertarget="tip-db"' in explained("3 dB")
+    assert "<button" not in explained("bandB and interval_length"), "no part of a word"
+
+
+def test_no_line_ends_between_a_term_and_its_punctuation() -> None:
+    """A button is an object and no letter: a line may end on either side of it."""
+    for text in ("(ε = ∞: none)", "an audit, so", "(masked)"):
+        found = re.findall(r'(.?)<span class="token">(.*?)</span>(.?)', explained(text))
+        for before, _, after in found:
+            assert before != "(" and after not in set(",;.)"), text
+        assert found
+
+
+def test_names_stay_text() -> None:
+    nasty = '<b onclick=x>"ε = 3"</b>&'
+    for marked in (unbroken(nasty), explained(nasty), tip("gain", nasty)):
+        assert "<b" not in re.sub("<button|<br", "", marked)
+        assert "&lt;b onclick" in marked
