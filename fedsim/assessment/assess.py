@@ -109,9 +109,9 @@ def assess(
     if clients < 1:
         raise FedsimError(f"clients: expected at least 1, got {clients}")
     chosen = DEFAULT_ATTACKS if attacks is None else attacks
-    for name, parameters in chosen.items():
-        if missing := grant.lacks(create(name, parameters).required()):
-            raise FedsimError(f"attack {name} {missing}")
+    for attack, parameters in chosen.items():
+        if missing := grant.lacks(create(attack, parameters).required()):
+            raise FedsimError(f"attack {attack} {missing}")
     source = run_folder(Path(tapped), run)
     exchanges = read_exchanges(source)
     homes = [truth] if isinstance(truth, str | Path) else list(truth)

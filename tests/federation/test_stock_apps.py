@@ -128,6 +128,7 @@ def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     assert [row["training"]["steps"] for row in rows] == [1, 1, 1]
     assert [row["metrics"]["label_accuracy"] for row in rows] == [1.0, 1.0, 1.0]
     assert all(row["control"]["other_update"]["label_accuracy"] < 1 for row in rows)
+    assert {row["scenario"] for row in rows} == {"pytorchexample"}
     page = finished.report.read_text(encoding="utf-8")
     assert "pytorchexample" in page
     assert "<pre>fedsim assess /" in page
