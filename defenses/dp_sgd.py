@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, final
+from typing import Annotated, Any, ClassVar, Self, final
 
 import torch
-from pydantic import Field
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from torch import Tensor
 
-from fedsim.contracts.defense import GradientFn, LossFn, TrainingDefense, add_gaussian
+from fedsim.contracts.defense import GradientFn, LossFn, Target, TrainingDefense, add_gaussian
 from fedsim.contracts.guarantee import Guarantee
-from fedsim.types import Effect, LocalTraining, Tensors
+from fedsim.types import Effect, FedsimError, LocalTraining, Tensors
 from fedsim_defenses.per_example import clipped_mean, in_types_of, noise_on_steps, noisy_steps
 
 
@@ -34,30 +34,82 @@ class DPSGD(TrainingDefense):
 
     norm: Annotated[float, Field(ge=1e-12, le=1e12)]
     """Bound C on an example's gradient, all tensors together."""
-    noise_multiplier: Annotated[float, Field(ge=0, le=1e12)]
-    """z: standard deviation of the noise on the sum of clipped gradients, over C."""
+    noise_multiplier: Annotated[float, Field(ge=0, le=1e12)] | None = None
+    """z: standard deviation of the noise on the sum of clipped gradients, over C. Give either it or
+    `epsilon`."""
+    epsilon: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """The ε of the client that is worst off, after all rounds and probes: z is then the least by
+    which the ledger states no more."""
+    delta: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Of `epsilon`; default: `privacy.delta`, and no other than that."""
+
+    @model_validator(mode="after")
+    def _one_of_two(self) -> Self:
+        if self.noise_multiplier is None and self.epsilon is None:
+            raise ValueError(
+                "neither noise_multiplier nor epsilon is given; add the noise, or the ε that it is "
+                "to be found for (epsilon: 8)"
+            )
+        if self.noise_multiplier is not None and self.epsilon is not None:
+            raise ValueError(
+                "both noise_multiplier and epsilon are given, and one follows from the other; "
+                "remove one"
+            )
+        if self.delta is not None and self.epsilon is None:
+            raise ValueError("delta belongs to epsilon; remove it, or give epsilon")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _without_what_is_not_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = write(self)
+        return {key: value for key, value in written.items() if value is not None}
+
+    @property
+    def target(self) -> Target | None:
+        """The ε that is asked for."""
+        return Target(epsilon=self.epsilon, delta=self.delta) if self.epsilon else None
+
+    def with_noise(self, multiplier: float) -> DPSGD:
+        """The same with that noise multiplier."""
+        return self.model_copy(update={"noise_multiplier": multiplier})
 
     def gradient(self, loss: LossFn, gradient: GradientFn, batch_size: int) -> GradientFn:
         """The noisy mean of clipped gradients of the examples' own losses.
 
         Raises:
-            FedsimError: (when called) the loss cannot be taken one example at a time.
+            FedsimError: its noise is not found yet; or (when called) the loss cannot be taken one
+                example at a time.
         """
+
+        multiplier = self.noise_multiplier
+        if multiplier is None:
+            raise FedsimError(
+                "dp_sgd: the noise for its epsilon is found for a federation (a `Workload` does); "
+                "give noise_multiplier elsewhere"
+            )
 
         def direction(
             parameters: Tensors, images: Tensor, labels: Tensor, rng: torch.Generator
         ) -> Tensors:
             mean = clipped_mean(loss, parameters, images, labels, self.norm, batch_size)
-            noisy = add_gaussian(mean, self.noise_multiplier * self.norm / batch_size, rng)
+            noisy = add_gaussian(mean, multiplier * self.norm / batch_size, rng)
             return in_types_of(parameters, noisy)
 
         return direction
 
     def guarantee(self, before: Guarantee, training: LocalTraining) -> Guarantee:
         """A Gaussian mechanism per local step, whatever else the step does with its gradient."""
-        return noisy_steps("dp_sgd", self.noise_multiplier, training)
+        return noisy_steps("dp_sgd", self._noise, training)
 
     def effect(self, training: LocalTraining) -> Effect:
         """Noise on each step, behind a factor of each example's own."""
-        std = self.noise_multiplier * self.norm / training.batch_size
+        std = self._noise * self.norm / training.batch_size
         return noise_on_steps(std)
+
+    @property
+    def _noise(self) -> float:
+        return _UNKNOWN_NOISE if self.noise_multiplier is None else self.noise_multiplier
+
+
+_UNKNOWN_NOISE = 1e-300
+"""Stands for noise that is still to be found: so little that nothing is claimed of it."""

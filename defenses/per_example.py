@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from fedsim.contracts.defense import LossFn
-from fedsim.contracts.guarantee import Guarantee, Mechanism
+from fedsim.contracts.guarantee import Guarantee, of_steps
 from fedsim.types import Effect, FedsimError, LocalTraining, Noise, Tensors
 
 _CHUNK_BYTES = 1 << 28
@@ -53,24 +53,11 @@ def noisy_steps(
 ) -> Guarantee:
     """What Gaussian noise on the sum of clipped gradients of every step of `training` proves.
 
-    Where examples are drawn independently of each other, one is exchanged for zero (it is there or
-    not); in a batch of fixed size, for any other. `defense` names itself where there is no noise.
+    `defense` names itself where there is no noise.
     """
     if noise_multiplier == 0:
         return Guarantee(reason=f"{defense} adds no noise: its noise_multiplier is 0")
-    steps = 1 if training.algorithm == "fedsgd" else training.steps
-    sampling = training.sampling if steps == 1 or training.batches == "different" else None
-    independent = sampling in ("poisson", "balls_in_bins")
-    return Guarantee(
-        mechanism=Mechanism(
-            noise_multiplier=noise_multiplier,
-            unit="example",
-            relation="zero_out" if independent else "replace_one",
-            releases=steps,
-            sampling=sampling,
-            correlation=correlation,
-        )
-    )
+    return Guarantee(mechanism=of_steps(noise_multiplier, training, correlation))
 
 
 def noise_on_steps(std: float, correlation: float = 0.0) -> Effect:

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fedsim.acceptance import validate
     from fedsim.assessment.assess import assess
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
@@ -41,6 +42,7 @@ _HOMES = {
     "load": "fedsim.scenario",
     "tap": "fedsim.federation.tapping",
     "witness": "fedsim.federation.witness",
+    "validate": "fedsim.acceptance",
 }
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "observe",
     "run",
     "tap",
+    "validate",
     "witness",
 ]
 

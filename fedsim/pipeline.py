@@ -11,7 +11,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fedsim import audit, federation, progress, scoring
+from fedsim import acceptance, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
 from fedsim.contracts.attack import Progress
 from fedsim.data.images import public_images
@@ -36,11 +36,11 @@ from fedsim.system import paths
 from fedsim.system.device import resolve_device
 from fedsim.system.lock import locked
 from fedsim.system.threads import fixed
-from fedsim.training import refusals
+from fedsim.training import spending
 from fedsim.training.server import Server
-from fedsim.training.source import data_source, load_dataset
+from fedsim.training.source import data_source
 from fedsim.training.workload import Workload
-from fedsim.types import Dataset, FedsimError, Observation, PrivacyClaim, RunFailed, Table
+from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
 from fedsim.words import number_of
 
 
@@ -276,31 +276,16 @@ class _Plan:
         self.link = link
         self.deployed: Deployed | None = None
         with fixed(scenario.threads):
-            self.servers = self._deployed(quiet) if link else self._here()
-            # Whatever an accountant refuses, it refuses before any training.
-            claims = {
-                name: _accounted(f"{place}account {name}", server, quiet)
-                for name, server in self.servers.items()
-            }
-            if scenario.audit:
-                audit.check(scenario.audit, claims, scenario.data.clients)
+            self.servers = self._deployed(quiet) if link else self._here(quiet)
+            self.claims = acceptance.accounted(scenario, self.servers, place, quiet)
         self.refuse_other_run()
-        self._refuse_missing_weights()
 
-    def _here(self) -> dict[str, Server]:
+    def _here(self, quiet: bool) -> dict[str, Server]:
         """What each stack's federation computes in this process, or in its children."""
         if self.scenario.federation.engine == "deployment":
             self.deployed = Deployed.read(self.out)
             return self.deployed.servers(self.scenario)
-        dataset = load_dataset(self.scenario)
-        workloads = {
-            name: Workload(self.scenario, name, dataset) for name in self.scenario.defenses
-        }
-        federation.check(self.scenario)
-        for workload in workloads.values():
-            refusals.check(workload)
-            federation.check_sums(workload)
-        return {**workloads}
+        return acceptance.workloads(self.scenario, self.place, quiet)
 
     def _deployed(self, quiet: bool) -> dict[str, Server]:
         """What the server of each stack's federation knows whose clients are elsewhere."""
@@ -334,6 +319,11 @@ class _Plan:
         files.write_text(self.out / "scenario.yaml", self.resolved)
         if self.deployed:
             self.deployed.save(self.out)
+        for line in acceptance.left_out(self.described):
+            display.note(f"{self.place}{line}")
+        for name, server in self.servers.items():
+            if spending.targets(server.stack):
+                display.note(f"{self.place}{acceptance.claimed(server, self.claims[name])}")
         with fixed(self.scenario.threads):
             self._federate(display)
             self._attack(display)
@@ -507,6 +497,7 @@ class _Plan:
                 "notes": {
                     "lpips": self._lpips_note(),
                     "noise": _NODES if self.deployed and self.deployed.secret else _NOISE,
+                    **dict(zip(["data"], acceptance.left_out(self.described), strict=False)),
                     **{f"effect.{name}": _UNDECLARED.format(name) for name in self.undeclared},
                 },
             },
@@ -533,14 +524,6 @@ class _Plan:
         keys = {job.key for job, _ in self._jobs()}
         last = self.scenario.training.rounds
         earlier.refuse_foreign_rows(self.out, keys, list(self.servers), last)
-
-    def _refuse_missing_weights(self) -> None:
-        wanted = self.scenario.scoring
-        if wanted.lpips_weights is None or not isinstance(self.described, Dataset):
-            return
-        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
-        if isinstance(lpips, scoring.Unavailable):
-            raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
 
     def _on_round(
         self, path: Path, server: Server, display: progress.Display
@@ -576,11 +559,6 @@ class _Plan:
         if isinstance(lpips, scoring.Unavailable):
             return lpips.reason
         return lpips.describe(*self.described.input_shape[1:])
-
-
-def _accounted(title: str, server: Server, quiet: bool) -> PrivacyClaim:
-    with nullcontext() if quiet else progress.report_work(title):
-        return rows.spent(server, server.scenario.training.rounds)
 
 
 def _job(entry: AttackEntry, observation: Path) -> Job:

@@ -123,8 +123,11 @@ def display(quiet: bool) -> Iterator[Display]:
 
 
 @contextmanager
-def report_work(title: str) -> Iterator[None]:
-    """Prints an accountant's progress on standard error, if it takes more than a second."""
+def report_work(title: str, of: str = "a curve") -> Iterator[None]:
+    """Prints an accountant's progress on standard error, if it takes more than a second.
+
+    `of` names the whole that a share is of.
+    """
     from fedsim.privacy.numerics import work
 
     started = last = time.monotonic()
@@ -134,7 +137,7 @@ def report_work(title: str) -> Iterator[None]:
         now = time.monotonic()
         if now - started > _PATIENCE and now - max(last, started + _PATIENCE - _EVERY) >= _EVERY:
             last = now
-            print(f"{title}: {done / max(total, 1):.0%} of a curve", file=sys.stderr)
+            print(f"{title}: {done / max(total, 1):.0%} of {of}", file=sys.stderr)
 
     with work.heard_by(listen):
         yield

@@ -422,6 +422,8 @@ class Dataset:
     placed_by_label: bool = False
     """Whether changing one image's label would move other images to other places and so, where a
     partition deals by places, to other clients."""
+    left_out: tuple[tuple[str, int], ...] = ()
+    """(reason, count) of the files that the source found and did not use."""
 
     @property
     def input_shape(self) -> tuple[int, int, int]:

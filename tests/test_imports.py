@@ -31,7 +31,10 @@ ROOMS: dict[str, set[str]] = {
     "scoring": BASE,
     "privacy": {*BASE, "contracts", "scenario"},
     "progress": {"privacy"},
-    "training": {*BASE, "contracts", "data", "learners", "models", "recording", "scenario"},
+    "training": {
+        *BASE,
+        *("contracts", "data", "learners", "models", "privacy", "recording", "scenario"),
+    },
     "federation": {*BASE, "contracts", "recording", "scenario", "training"},
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
     "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
@@ -60,9 +63,10 @@ PRIVACY: dict[str, set[str]] = {
     "calculator": {"contract"},
     "plot": {"calculator", "contract"},
     "ledger": {"composition", "mechanisms", "numerics"},
+    "dp_sgd": {"contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"assessment", "pipeline", "cli", "__main__", ""}
+FREE = {"acceptance", "assessment", "pipeline", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

@@ -335,26 +335,42 @@ def validate(
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Print it with every default written out.")
     ] = False,
+    without_data: Annotated[
+        bool,
+        typer.Option("--without-data", help="Read the file alone, as where the data are not."),
+    ] = False,
 ) -> None:
-    """Check a scenario without loading its data or running anything.
+    """Ask of a scenario all that a run asks before its work: status 2 if one would be refused.
 
-    SCENARIO is a YAML file.
+    SCENARIO is a YAML file. Its data are loaded; nothing is trained, attacked or written.
     """
     with exits():
         from fedsim.report import describe_variant
         from fedsim.scenario import cautions, dump, expand, open_document
 
-        variants = expand(open_document(scenario, settings or []))
+        document = open_document(scenario, settings or [])
+        variants = expand(document)
         for line in dict.fromkeys(line for v in variants for line in cautions(v.scenario)):
             typer.secho(f"{scenario}: WARNING: {line}", err=True, fg="yellow")
+        facts: list[list[str]] = [[] for _ in variants]
+        if not without_data:
+            from fedsim.acceptance import validate as ask
+
+            accepted = ask(scenario, overrides=settings or [], quiet=False)
+            facts = [variant.lines() for variant in accepted]
         if resolved:
             typer.echo("---\n".join(dump(variant.scenario) for variant in variants), nl=False)
             return
-        typer.echo(f"{scenario}: valid")
-        for variant in variants if variants[0].label else []:
-            words = describe_variant(variant.assignment)
-            same = words.replace(", ", ",") == variant.label
-            typer.echo(f"  {variant.label}{'' if same else f'  ({words})'}")
+        typer.echo(f"{scenario}: valid{', its data aside' if without_data else ''}")
+        for variant, lines in zip(variants, facts, strict=True):
+            indent = "  "
+            if variant.label:
+                words = describe_variant(variant.assignment)
+                same = words.replace(", ", ",") == variant.label
+                typer.echo(f"  {variant.label}{'' if same else f'  ({words})'}")
+                indent = "    "
+            for line in lines:
+                typer.echo(f"{indent}{line}")
 
 
 @app.callback(invoke_without_command=True)

@@ -170,8 +170,30 @@ class UpdateDefense(Plugin):
         return {}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An ε that is asked for in place of a noise."""
+
+    epsilon: float
+    """After all rounds, of the client that is worst off."""
+    delta: float | None
+    """None: that of the ledger (`privacy.delta`)."""
+
+
 class TrainingDefense(Plugin):
     """Changes how the client trains."""
+
+    @property
+    def target(self) -> Target | None:
+        """The ε that this defense's noise is to be found for; None where it is declared.
+
+        One that has a target proves an ε of ∞, and gives no direction, until `with_noise`.
+        """
+        return None
+
+    def with_noise(self, multiplier: float) -> TrainingDefense:
+        """Returns the same defense with noise of so many times the bound; it keeps its target."""
+        raise NotImplementedError(f"{type(self).__name__} has a target and takes no noise")
 
     def training(self, declared: LocalTraining) -> LocalTraining:
         """Returns the local training that this defense makes of `declared`; by default the same."""

@@ -14,7 +14,7 @@ from typing import Literal, final
 import numpy as np
 from numpy.typing import NDArray
 
-from fedsim.types import FedsimError, Relation, ReleaseKind, Sampling, Unit
+from fedsim.types import FedsimError, LocalTraining, Relation, ReleaseKind, Sampling, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,27 @@ class Mechanism:
     def reach(self) -> int:
         """How far apart neighbours' contributions are at most, in units of C."""
         return 2 if self.relation == "replace_one" else 1
+
+
+def of_steps(
+    noise_multiplier: float, training: LocalTraining, correlation: float = 0.0
+) -> Mechanism:
+    """Returns the mechanism of Gaussian noise on the sum of clipped gradients of every step.
+
+    Where examples are drawn independently of each other, one is exchanged for zero (it is there or
+    not); in a batch of fixed size, for any other.
+    """
+    steps = 1 if training.algorithm == "fedsgd" else training.steps
+    sampling = training.sampling if steps == 1 or training.batches == "different" else None
+    independent = sampling in ("poisson", "balls_in_bins")
+    return Mechanism(
+        noise_multiplier=noise_multiplier,
+        unit="example",
+        relation="zero_out" if independent else "replace_one",
+        releases=steps,
+        sampling=sampling,
+        correlation=correlation,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import csv
+import hashlib
+import io
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, final
 
@@ -12,13 +16,16 @@ from torch import Tensor
 
 from fedsim.contracts.data import DataSource
 from fedsim.data.images import from_pil, statistics
-from fedsim.data.tree import Parts, Tree, open_tree
+from fedsim.data.tree import Parts, Tree, UnreadableError, open_tree
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError, Table
 from fedsim.words import number_of
 
 _MAX_BYTES = 1 << 33
 _MEAN, _STD = 0.5, 0.25
+_TEST_SHARE = 0.2
+_SHOWN = 5
+"""Wrong rows that a message tells of."""
 _NORMALIZATION = "mean and std of the training images (data.source.normalization: training)"
 _LIMIT = "which training images data.source.limit leaves out, by their classes"
 _CLASSES = "the list of classes, of which one has no test image"
@@ -29,15 +36,63 @@ class _Labelled:
     path: Parts
     class_name: str
     client: str
+    name: str
+    """That decides on its place: its own name, or its path where the names are listed."""
+
+
+def listed(tree: Tree, labels: Parts) -> Iterator[_Labelled]:
+    """Yields what a CSV of `file` and `label` lists, each with its path for a name.
+
+    Raises:
+        FedsimError: there is no such file, no such column or no row, or rows are wrong: a file that
+            is not there, not in the folder, no image or listed before, or no label; with the lines.
+    """
+    name = tree.name(labels)
+    reader = csv.DictReader(io.StringIO(tree.text(labels)), strict=True)
+    try:
+        lacking = {"file", "label"} - set(reader.fieldnames or [])
+        if lacking:
+            raise FedsimError(
+                f"labels: {name} has no column {min(lacking)!r} in its first line; write "
+                "`file,label` there"
+            )
+        rows = [(reader.line_num, row) for row in reader]
+    except csv.Error as error:
+        raise FedsimError(
+            f"labels: {name}: line {reader.reader.line_num}: {error}; mend it"
+        ) from error
+    wrong, found = [], {}
+    for line, row in rows:
+        file, label = (row["file"] or "").strip(), (row["label"] or "").strip()
+        path = _parts(file)
+        if not label:
+            wrong.append(f"line {line}: no label")
+        elif file.startswith(("/", "~")) or "\\" in file or ".." in path:
+            wrong.append(f"line {line}: {file!r} is no path within the folder")
+        elif not tree.has(path):
+            wrong.append(f"line {line}: there is no file {file!r} in the folder")
+        elif not tree.reads(path):
+            wrong.append(f"line {line}: {file!r} is no image by its name")
+        elif path in found:
+            wrong.append(f"line {line}: {file!r} is listed before")
+        else:
+            found[path] = _Labelled(path, label, "", "/".join(path))
+    if wrong or not found:
+        shown = "; ".join(wrong[:_SHOWN]) or "it lists nothing"
+        more = f"; and {number_of(len(wrong) - _SHOWN, 'more')}" if len(wrong) > _SHOWN else ""
+        raise FedsimError(f"labels: {name}: {shown}{more}; correct these rows")
+    yield from found.values()
 
 
 @final
 class ImageFolder(DataSource):
     """Images at `train/<class>/<name>` and `test/<class>/<name>`, in a directory or a zip archive.
 
-    BMP, GIF (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel; other files and
-    hidden ones are left out. The order is that of client, file and class names, so that an image
-    of another class under the same name takes the same place.
+    Or at `<class>/<name>`, or anywhere with `labels`: then `test_share` is held out. BMP, GIF
+    (first frame), JPEG, PNG, PPM, TIFF and WebP, of 8 bits per channel, turned upright as EXIF
+    says, what is transparent over white. Other files are counted, hidden ones not. The order is
+    that of client, file and class names, so that an image of another class under the same name
+    takes the same place.
     """
 
     path: str
@@ -47,6 +102,15 @@ class ImageFolder(DataSource):
     Without it all images must have the same size."""
     limit: Annotated[int, Field(ge=1)] | None = None
     """At most so many images of each class (of each client) in each split, by order of names."""
+    labels: str | None = None
+    """A CSV file in the folder or archive, with a header and the columns `file` (its path in the
+    folder) and `label`, in place of folders named after classes."""
+    test_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Share of images to test on where there are no `train` and `test`; default: 0.2. The digest of
+    a file's name decides, so that no other image has a say in it."""
+    unreadable: Literal["refuse", "skip"] = "refuse"
+    """What becomes of images that are damaged, empty, too large or of more than 8 bits: `skip`
+    leaves them out, and counts them by reason."""
     channels: Literal[1, 3] = 3
     """Grey (1) or colour (3)."""
     client_folders: bool = False
@@ -68,6 +132,8 @@ class ImageFolder(DataSource):
                     f"{name} has {number_of(len(given), 'value')} for "
                     f"{number_of(self.channels, 'channel')}"
                 )
+        if self.labels is not None and self.client_folders:
+            raise ValueError("labels and client_folders: a CSV names no clients; use one of them")
         if (self.mean is None) != (self.std is None):
             raise ValueError("give both mean and std, or neither")
         if self.mean is not None and self.normalization == "training":
@@ -78,26 +144,33 @@ class ImageFolder(DataSource):
         """Reads both splits.
 
         Raises:
-            FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, or the
-                whole would not fit in 8 GiB.
+            FedsimError: no such folder, a split is empty, a file is damaged, sizes differ, a row of
+                `labels` is wrong, or the whole would not fit in 8 GiB.
         """
         with open_tree(from_home(self.path)) as tree:
-            train = self._labelled(tree, "train")
-            test = self._labelled(tree, "test")
-            cut = len(train) < len(tree.images("train", 4 if self.client_folders else 3))
+            found = self._found(tree)
+            kept = {split: self._limited(items) for split, items in found.items()}
+            cut = len(kept["train"]) < len(found["train"])
+            depth = {"train": 4 if self.client_folders else 3, "test": 3}
+            left_out: Counter[str] = Counter()
+            if self.labels is not None or found["train"][0].path[0] != "train":
+                depth = {"": len(found["train"][0].path)}
+            used = {item.path for items in found.values() for item in items}
+            for parts in set(depth.values()):
+                left_out += tree.left_out(used | {_parts(self.labels)}, parts)
+            train_images, train = self._images(tree, kept["train"], None, left_out)
             classes = sorted({item.class_name for item in train})
-            unknown = {item.class_name for item in test} - set(classes)
+            unknown = {item.class_name for item in kept["test"]} - set(classes)
             if unknown:
                 raise FedsimError(
                     f"{tree.root} tests on class {min(unknown)!r}, of which there is no training "
                     "image: add some or remove the class"
                 )
-            train_images = self._images(tree, train, None)
-            test_images = self._images(tree, test, train_images.shape[2:])
+            test_images, test = self._images(tree, kept["test"], train_images.shape[2:], left_out)
         clients = _indices([item.client for item in train])
         only_trained = set(classes) - {item.class_name for item in test}
         private = ((_CLASSES,) if only_trained else ()) + ((_LIMIT,) if cut else ())
-        names = {(item.client, item.path[-1]) for item in train}
+        names = {(item.client, item.name) for item in train}
         declared = Dataset(
             name="image_folder",
             train_images=train_images,
@@ -110,6 +183,7 @@ class ImageFolder(DataSource):
             client_of=clients if self.client_folders else None,
             private_statistics=private,
             placed_by_label=len(names) < len(train),
+            left_out=tuple(sorted(left_out.items())),
         )
         return self._normalized(declared)
 
@@ -124,45 +198,114 @@ class ImageFolder(DataSource):
         private = tuple({*(dataset.private_statistics or ()), _NORMALIZATION})
         return replace(dataset, mean=mean, std=std, private_statistics=tuple(sorted(private)))
 
-    def _labelled(self, tree: Tree, split: str) -> list[_Labelled]:
-        by_client = self.client_folders and split == "train"
-        grouped: dict[tuple[str, str], list[_Labelled]] = defaultdict(list)
-        for path in tree.images(split, 4 if by_client else 3):
-            class_name, client = path[-2], path[1] if by_client else ""
-            group = grouped[class_name, client]
-            if self.limit is None or len(group) < self.limit:
-                group.append(_Labelled(path, class_name, client))
-        if not grouped:
-            layout = f"{split}/{'<client>/' if by_client else ''}<class>/<name>"
+    def _found(self, tree: Tree) -> dict[str, list[_Labelled]]:
+        """All images of both splits, in whichever way the folder is laid out.
+
+        Raises:
+            FedsimError: there are none, or none of a split.
+        """
+        if self.labels is not None:
+            return self._split(tree, list(listed(tree, _parts(self.labels))))
+        laid_out = {
+            split: self._of_split(tree, split, 4 if self.client_folders and split == "train" else 3)
+            for split in ("train", "test")
+        }
+        classes = [] if self.client_folders else tree.classes(("train", "test"))
+        if not any(laid_out.values()) and classes:
+            items = [_Labelled(path, path[-2], "", path[-1]) for path in classes]
+            return self._split(tree, items)
+        if self.test_share is not None:
             raise FedsimError(
-                f"{tree.root} has no image at {layout}: arrange the files so, or correct `path`"
-                + ("" if by_client else " (it must not include the split's folder)")
+                f"test_share: {tree.root} has folders train and test (or no image at all), which "
+                "say what is held out; leave it out"
             )
-        items = [item for group in grouped.values() for item in group]
-        return sorted(items, key=lambda item: (item.client, item.path[-1], item.class_name))
+        for split, items in laid_out.items():
+            if not items:
+                by_client = self.client_folders and split == "train"
+                layout = f"{split}/{'<client>/' if by_client else ''}<class>/<name>"
+                raise FedsimError(
+                    f"{tree.root} has no image at {layout}: arrange the files so, or as "
+                    "<class>/<name> without train and test, or correct `path`"
+                    + ("" if by_client else " (it must not include the split's folder)")
+                )
+        return laid_out
+
+    def _of_split(self, tree: Tree, split: str, depth: int) -> list[_Labelled]:
+        client = 1 if depth == 4 else None
+        return _in_order(
+            _Labelled(path, path[-2], "" if client is None else path[client], path[-1])
+            for path in tree.images(split, depth)
+        )
+
+    def _split(self, tree: Tree, items: list[_Labelled]) -> dict[str, list[_Labelled]]:
+        """Holds out `test_share` of the images by the digests of their names."""
+        share = _TEST_SHARE if self.test_share is None else self.test_share
+        parted: dict[str, list[_Labelled]] = {"train": [], "test": []}
+        for item in _in_order(items):
+            parted["test" if _drawn(item.name) < share else "train"].append(item)
+        for split, part in parted.items():
+            if not part:
+                raise FedsimError(
+                    f"test_share: of {number_of(len(items), 'image')} in {tree.root}, none is left "
+                    f"to {split} with at {share:g}; choose another share, or add images"
+                )
+        return parted
+
+    def _limited(self, items: list[_Labelled]) -> list[_Labelled]:
+        """The first `limit` of each class (of each client)."""
+        taken: Counter[tuple[str, str]] = Counter()
+        kept = []
+        for item in items:
+            taken[item.class_name, item.client] += 1
+            if self.limit is None or taken[item.class_name, item.client] <= self.limit:
+                kept.append(item)
+        return kept
 
     def _images(
-        self, tree: Tree, items: list[_Labelled], expected: tuple[int, ...] | None
-    ) -> Tensor:
-        """Reads images as (N, C, H, W) uint8, of size `expected` or that of the first one."""
-        first = self._decode(tree, items[0].path)
-        shape = (len(items), self.channels, *(expected or first.shape[1:]))
-        if torch.Size(shape).numel() > _MAX_BYTES:
-            raise FedsimError(
-                f"{number_of(len(items), 'image')} of {shape[2]}x{shape[3]} pixels in {tree.root} "
-                "would take "
-                f"more than {_MAX_BYTES >> 30} GiB: set `size` or `limit`"
-            )
-        images = torch.empty(shape, dtype=torch.uint8)
-        for index, item in enumerate(items):
-            image = self._decode(tree, item.path) if index else first
+        self,
+        tree: Tree,
+        items: list[_Labelled],
+        expected: tuple[int, ...] | None,
+        left_out: Counter[str],
+    ) -> tuple[Tensor, list[_Labelled]]:
+        """Reads images as (N, C, H, W) uint8, of size `expected` or that of the first one.
+
+        Also returns which these are: those that cannot be read are counted, or refused.
+        """
+        images: Tensor | None = None
+        kept: list[_Labelled] = []
+        for item in items:
+            try:
+                image = self._decode(tree, item.path)
+            except UnreadableError as error:
+                if self.unreadable == "refuse":
+                    raise FedsimError(f"{error}, or set `unreadable: skip`") from error
+                left_out[error.reason] += 1
+                continue
+            if images is None:
+                shape = (len(items), self.channels, *(expected or image.shape[1:]))
+                self._refuse_beyond_memory(tree, shape)
+                images = torch.empty(shape, dtype=torch.uint8)
             if image.shape != images.shape[1:]:
                 raise FedsimError(
                     f"{tree.name(item.path)} has {image.shape[1]}x{image.shape[2]} pixels, others "
-                    f"have {shape[2]}x{shape[3]}: set `size` to bring all to one size"
+                    f"have {images.shape[2]}x{images.shape[3]}: set `size` to bring all to one size"
                 )
-            images[index] = image
-        return images
+            images[len(kept)] = image
+            kept.append(item)
+        if images is None:
+            raise FedsimError(
+                f"{tree.root}: none of {number_of(len(items), 'image')} can be read "
+                f"({', '.join(left_out)}): repair them"
+            )
+        return images[: len(kept)], kept
+
+    def _refuse_beyond_memory(self, tree: Tree, shape: tuple[int, ...]) -> None:
+        if torch.Size(shape).numel() > _MAX_BYTES:
+            raise FedsimError(
+                f"{number_of(shape[0], 'image')} of {shape[2]}x{shape[3]} pixels in {tree.root} "
+                f"would take more than {_MAX_BYTES >> 30} GiB: set `size` or `limit`"
+            )
 
     def _decode(self, tree: Tree, path: Parts) -> Tensor:
         image = tree.image(path, "L" if self.channels == 1 else "RGB")
@@ -172,6 +315,21 @@ class ImageFolder(DataSource):
 
             image = ImageOps.fit(image, (self.size, self.size), Resampling.BICUBIC)
         return from_pil(image)
+
+
+def _parts(file: str | None) -> Parts:
+    """The parts of a path in the folder; a leading `./` is none."""
+    return tuple(part for part in (file or "").split("/") if part not in ("", "."))
+
+
+def _in_order(items: Iterable[_Labelled]) -> list[_Labelled]:
+    return sorted(items, key=lambda item: (item.client, item.name, item.class_name))
+
+
+def _drawn(name: str) -> float:
+    """A number in [0, 1) that the digest of a file's name gives."""
+    digest = hashlib.sha256(b"fedsim split\0" + name.encode("utf-8", "surrogateescape")).digest()
+    return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def _indices(names: list[str], order: list[str] | None = None) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import io
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, final
@@ -32,6 +33,8 @@ _FORMATS = {
     ".tiff": "TIFF",
     ".webp": "WEBP",
 }
+_NOT_READ = {".heic": "HEIC", ".heif": "HEIC", ".avif": "AVIF", ".svg": "SVG"}
+"""Pictures that are no images here, and what they are called: the remedy is to convert them."""
 Parts = tuple[str, ...]
 """A path relative to the root, such as `("train", "cat", "0001.jpg")`."""
 
@@ -39,6 +42,14 @@ MAX_FILE_BYTES = 1 << 26
 """An image file has at most so many bytes."""
 MAX_PIXELS = 1 << 25
 """An image has at most so many pixels."""
+
+
+class UnreadableError(FedsimError):
+    """An image file cannot be used; `reason` is why, in words that many files can share."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Tree(ABC):
@@ -73,41 +84,107 @@ class Tree(ABC):
             if len(path) == depth
             and path[0] == split
             and _format(path) is not None
-            and not any(part == "" or part.startswith(".") for part in path)
+            and _is_visible(path)
         )
 
     @final
-    def image(self, path: Parts, mode: str) -> Image:
-        """Decodes an image of `images`, converted to Pillow mode `L` or `RGB`.
+    def classes(self, beside: Container[str]) -> list[Parts]:
+        """Returns the visible image files `<class>/<name>`, sorted; `beside` are no classes."""
+        return sorted(
+            path
+            for path in self._paths()
+            if len(path) == 2 and path[0] not in beside and _is_visible(path) and _format(path)
+        )
+
+    @final
+    def left_out(self, used: Container[Parts], depth: int) -> Counter[str]:
+        """Counts, by reason, the visible files of `depth` parts that are not `used`."""
+        found: Counter[str] = Counter()
+        for path in self._paths():
+            if len(path) == depth and path not in used and _is_visible(path):
+                found[_why_left_out(path)] += 1
+        return found
+
+    @final
+    def has(self, path: Parts) -> bool:
+        """Whether there is such a file, below the root wherever links lead."""
+        return all(part not in ("", ".", "..") for part in path) and self._has(path)
+
+    @final
+    def reads(self, path: Parts) -> bool:
+        """Whether a file's name is that of an image."""
+        return bool(path) and _format(path) is not None
+
+    @abstractmethod
+    def _has(self, path: Parts) -> bool:
+        """Returns whether there is such a file, given parts that climb nowhere."""
+
+    @final
+    def text(self, path: Parts) -> str:
+        """Reads a text file in UTF-8.
 
         Raises:
-            FedsimError: it is too large, damaged, or not of 8 bits per channel; with its name.
+            FedsimError: it is not there, too large, or no text.
         """
-        from PIL import Image, UnidentifiedImageError
+        name = self.name(path)
+        if not self.has(path):
+            raise FedsimError(f"{name}: there is no such file: correct `labels`")
+        try:
+            if self._size(path) > MAX_FILE_BYTES:
+                raise FedsimError(f"{name} has more than {MAX_FILE_BYTES >> 20} MiB")
+            return self._read(path).decode("utf-8-sig")
+        except FedsimError:
+            raise
+        except Exception as error:  # archives raise anything on damaged data
+            raise FedsimError(
+                f"{name} cannot be read as text in UTF-8 ({error}): save it so"
+            ) from error
+
+    @final
+    def image(self, path: Parts, mode: str) -> Image:
+        """Decodes an image, upright, converted to Pillow mode `L` or `RGB`.
+
+        It is turned as its EXIF orientation says. What is transparent is laid over white.
+
+        Raises:
+            UnreadableError: it is empty, too large, damaged, or not of 8 bits per channel; with its
+                name.
+        """
+        from PIL import Image, ImageOps, UnidentifiedImageError
 
         name = self.name(path)
         try:
             if self._size(path) > MAX_FILE_BYTES:
-                raise FedsimError(
-                    f"{name} has more than {MAX_FILE_BYTES >> 20} MiB: make it smaller or remove it"
-                )
+                most = f"more than {MAX_FILE_BYTES >> 20} MiB"
+                raise UnreadableError(f"{name} has {most}: make it smaller or remove it", most)
+            if self._size(path) == 0:
+                raise _unreadable(name, "it is empty", "empty (0 bytes)")
             picture = Image.open(io.BytesIO(self._read(path)), formats=[_format(path) or ""])
             if picture.width * picture.height > MAX_PIXELS:
-                raise FedsimError(
+                raise UnreadableError(
                     f"{name} has {picture.width}x{picture.height} pixels, more than "
-                    f"{MAX_PIXELS} in all: make it smaller or remove it"
+                    f"{MAX_PIXELS} in all: make it smaller or remove it",
+                    f"more than {MAX_PIXELS:,} pixels",
                 )
             if picture.mode[0] in "IF":
-                raise FedsimError(
-                    f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it"
+                raise UnreadableError(
+                    f"{name} has more than 8 bits per channel (mode {picture.mode}): convert it",
+                    "more than 8 bits per channel",
                 )
-            return picture.convert(mode)
+            upright = ImageOps.exif_transpose(picture)
+            if upright.has_transparency_data:
+                shown = upright.convert("RGBA")
+                white = Image.new("RGBA", shown.size, "white")
+                return Image.alpha_composite(white, shown).convert("RGB").convert(mode)
+            return upright.convert(mode)
         except (FedsimError, MemoryError):
             raise
         except UnidentifiedImageError as error:  # its text names a buffer
-            raise _unreadable(name, f"its content is not {_format(path)}") from error
+            cause = f"its content is not {_format(path)}"
+            raise _unreadable(name, cause, "no image of the kind that its name says") from error
         except Exception as error:  # decoders raise anything on damaged data
-            raise _unreadable(name, f"{type(error).__name__}: {error}".rstrip(": ")) from error
+            cause = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise _unreadable(name, cause, "damaged or cut off") from error
 
 
 @final
@@ -115,10 +192,15 @@ class DirectoryTree(Tree):
     """Reads files below a directory. Links are followed, to the depth asked for and no deeper."""
 
     def _paths(self) -> Iterator[Parts]:
-        for pattern in ("*/*/*", "*/*/*/*"):
+        for pattern in ("*", "*/*", "*/*/*", "*/*/*/*"):
             for path in self.root.glob(pattern):
                 if path.is_file():
                     yield path.relative_to(self.root).parts
+
+    def _has(self, path: Parts) -> bool:
+        place = self.root.joinpath(*path)
+        inside = place.resolve().is_relative_to(self.root.resolve())
+        return inside and place.is_file()
 
     def _size(self, path: Parts) -> int:
         return self.root.joinpath(*path).stat().st_size
@@ -143,6 +225,9 @@ class ZipTree(Tree):
     def _paths(self) -> Iterator[Parts]:
         yield from self._members
 
+    def _has(self, path: Parts) -> bool:
+        return path in self._members
+
     def _size(self, path: Parts) -> int:
         return self._members[path].file_size
 
@@ -150,8 +235,22 @@ class ZipTree(Tree):
         return self._archive.read(self._members[path])
 
 
-def _unreadable(name: str, cause: str) -> FedsimError:
-    return FedsimError(f"{name} cannot be read as an image ({cause}): repair or remove it")
+def _unreadable(name: str, cause: str, reason: str) -> UnreadableError:
+    return UnreadableError(
+        f"{name} cannot be read as an image ({cause}): repair or remove it",
+        reason,
+    )
+
+
+def _is_visible(path: Parts) -> bool:
+    return not any(part == "" or part.startswith((".", "__MACOSX")) for part in path)
+
+
+def _why_left_out(path: Parts) -> str:
+    suffix = PurePath(path[-1]).suffix.lower()
+    if kind := _NOT_READ.get(suffix):
+        return f"{kind}, which is not read: convert to JPEG or PNG"
+    return "not asked for" if suffix in _FORMATS else "no image by its name"
 
 
 def _format(path: Parts) -> str | None:

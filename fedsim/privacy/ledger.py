@@ -156,13 +156,13 @@ def claim(
             f"({number_of(num_examples, 'example')}); use a smaller batch"
         )
     if independent:
-        steps = (rounds + repeated_rounds) * held.mechanism.releases
-        sampling = held.mechanism.sampling
-        assert sampling in _INDEPENDENT
-        assert held.mechanism.relation == "zero_out", "an example that is drawn is there or not"
-        balls = sampling == "balls_in_bins"
-        rate = 1 / training.bins(num_examples) if balls else batch_size / num_examples
-        epsilon, accountant = _of_curve(held.mechanism, steps, sampling, rate, delta)
+        epsilon, accountant = of_steps(
+            held.mechanism,
+            training,
+            rounds=rounds + repeated_rounds,
+            num_examples=num_examples,
+            delta=delta,
+        )
         return _stated(epsilon, delta, held.mechanism, accountant)
     spent = [
         _Spent(held.mechanism, rounds, 1, batch_size),
@@ -176,6 +176,23 @@ def claim(
         spent.append(_Spent(asked_of, probe.count, probe.releases, size))
     epsilon, accountant = _composed(tuple(spent), num_examples, delta)
     return _stated(epsilon, delta, held.mechanism, accountant)
+
+
+def of_steps(
+    mechanism: Mechanism, training: LocalTraining, *, rounds: int, num_examples: int, delta: float
+) -> tuple[float, str]:
+    """(ε, accountant) of so many rounds of `training` whose steps release by `mechanism`.
+
+    The batch is at most as large as the client's data (`num_examples`).
+    """
+    if mechanism.sampling not in _INDEPENDENT:
+        spent = _Spent(mechanism, rounds, 1, training.batch_size)
+        return _composed((spent,), num_examples, delta)
+    sampling = mechanism.sampling
+    assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
+    balls = sampling == "balls_in_bins"
+    rate = 1 / training.bins(num_examples) if balls else training.batch_size / num_examples
+    return _of_curve(mechanism, rounds * mechanism.releases, sampling, rate, delta)
 
 
 _PROBED = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,15 @@ from torch import Tensor
 from fedsim import scoring
 from fedsim.attacking.jobs import Job, Result, reconstruction_path
 from fedsim.audit import Step, audited_epsilon, quiet
-from fedsim.contracts.defense import NoisyAggregation
 from fedsim.federation.records import RoundRecord
 from fedsim.privacy import membership
-from fedsim.privacy.ledger import Probed, claim, worst_off
 from fedsim.recording.files import read_tensors
 from fedsim.results.record import Row
 from fedsim.scenario import Scenario
+from fedsim.training.accounting import claim_of as claim_of
+from fedsim.training.accounting import participations as participations
+from fedsim.training.accounting import spent as spent
+from fedsim.training.accounting import spent_by as spent_by
 from fedsim.training.server import Server
 from fedsim.training.workload import Workload
 from fedsim.types import (
@@ -36,165 +38,10 @@ from fedsim.types import (
     RowTruth,
     watcher_of,
 )
-from fedsim.words import number_of
 
 _UTILITY = ("train_loss", "test_loss", "test_accuracy", "test_examples", "test_chance")
 Key = tuple[str, str, str]
 """(stack, attack label, observation id)."""
-
-
-def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
-    """What the stack guarantees after `round` rounds, for the client that is worst off.
-
-    Worst is the most participations so far together with the most probes and the least data. It is
-    of all that clients released: of their training, and of the probes that they were asked for. A
-    scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
-    caller that they are not asked about.
-    """
-    scenario = server.scenario
-    taken = participations(server, round)
-    public: set[tuple[bool, ...]] = set()
-    if isinstance(server.stack.aggregation, NoisyAggregation):
-        public = {tuple(past in each for past in range(1, round + 1)) for each in taken}
-    counted = probes and scenario.privacy.probes == "included"
-    claims = [
-        claim(
-            server.stack,
-            server.declared,
-            rounds=most.trained,
-            repeated_rounds=most.repeated,
-            repeats=scenario.observe.releases,
-            num_examples=held,
-            delta=scenario.privacy.delta,
-            buffers_released=server.releases_statistics,
-            release=server.release,
-            schedules=public,
-            private_statistics=server.census.private_statistics,
-            unprotected=server.unprotected,
-            probes=_probed(server, most.probed) if counted else (),
-        )
-        for most in _most(server, taken, round)
-        for held in worst_off(server.training, server.census.held)
-    ]
-    worst = max(claims, key=lambda claim: claim.epsilon)
-    asked = _most(server, taken, round)[0].probed * len(_sizes(server))
-    covers = f"training of {number_of(round, 'round')}"
-    if asked and probes:
-        count = asked * scenario.observe.trials * scenario.observe.releases
-        told = f" and {number_of(count, 'probe release')}"
-        covers += told if counted else ", probes declared outside of the deployment"
-    return _covering(worst, covers)
-
-
-def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
-    """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
-    scenario, probing = server.scenario, bool(_sizes(server))
-    declared = server.declared
-    if probing:
-        declared = server.declared_of(seen.training.batch_size)
-    own = [seen.client]
-    if seen.vantage in ("aggregate", "client"):
-        taking_part = server.schedule.participants(seen.round)
-        own = [client for client in taking_part if client != seen.client]
-    only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
-    shared = isinstance(server.stack.aggregation, NoisyAggregation)
-    again = seen.releases > 1
-    claims = [
-        claim(
-            server.stack,
-            declared,
-            rounds=int(not again),
-            repeated_rounds=int(again),
-            repeats=seen.releases,
-            num_examples=held,
-            delta=scenario.privacy.delta,
-            buffers_released=server.releases_statistics,
-            release=server.release,
-            schedules={only} if shared else (),
-            private_statistics=server.census.private_statistics,
-            unprotected=server.unprotected,
-        )
-        for held in worst_off(server.training, (server.census.held[one] for one in own))
-    ]
-    kind = "probe" if probing else "training update"
-    covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
-    return _covering(max(claims, key=lambda claim: claim.epsilon), covers)
-
-
-def _covering(claim: PrivacyClaim, releases: str) -> PrivacyClaim:
-    """The claim, with what it covers before what it holds under, if there is any such thing."""
-    return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)
-
-
-def spent_by(server: Server, round: int) -> PrivacyClaim:
-    """The claim after `round` rounds, or after a few more (no less), where it takes long."""
-    sampled = server.training.sampling != "without_replacement"
-    later = 1 << (round - 1).bit_length() if sampled else round
-    return spent(server, min(later, server.scenario.training.rounds))
-
-
-def participations(server: Server, round: int) -> set[tuple[int, ...]]:
-    """Which of the first `round` rounds a client takes part in; each answer that there is."""
-    rounds: dict[int, list[int]] = {}
-    for past in range(1, round + 1):
-        for client in server.schedule.participants(past):
-            rounds.setdefault(client, []).append(past)
-    return set(map(tuple, rounds.values()))
-
-
-@dataclass(frozen=True, order=True)
-class _Most:
-    """How often a client released something."""
-
-    trained: int
-    repeated: int
-    """Rounds in which its training was released several times."""
-    probed: int
-    """Rounds in which it was asked for probes."""
-
-
-def _most(server: Server, taken: set[tuple[int, ...]], round: int) -> list[_Most]:
-    """Of which no client has more of all, after `round` rounds.
-
-    Every client counts as observed, and probes are asked of those, too, that do not take part.
-    """
-    sizes, again = _sizes(server), server.scenario.observe.releases > 1
-    probed = sum(server.schedule.is_observed(past) for past in range(1, round + 1) if sizes)
-    counts = set()
-    for rounds in taken:
-        observed = sum(server.schedule.is_observed(past) for past in rounds)
-        repeated = observed if again and not sizes else 0
-        counts.add(_Most(len(rounds) - repeated, repeated, probed))
-    return [
-        most
-        for most in sorted(counts, reverse=True)
-        if not any(
-            other != most
-            and other.trained >= most.trained
-            and other.repeated >= most.repeated
-            and other.probed >= most.probed
-            for other in counts
-        )
-    ] or [_Most(0, 0, 0)]
-
-
-def _sizes(server: Server) -> list[int]:
-    """Of the batches that probes are computed from; empty if training itself is recorded."""
-    return list(server.scenario.observe.batch_sizes or [])
-
-
-def _probed(server: Server, rounds: int) -> tuple[Probed, ...]:
-    """What a client released as probes that was asked for them in so many rounds."""
-    observe = server.scenario.observe
-    return tuple(
-        Probed(
-            declared=server.declared_of(size),
-            count=rounds * observe.trials,
-            releases=observe.releases,
-        )
-        for size in _sizes(server)
-        if rounds
-    )
 
 
 def audit_row(workload: Workload, on_progress: Step = quiet) -> Row | None:

@@ -98,11 +98,16 @@ def announced(
     Raises:
         FedsimError: as `Stack.guarantees`.
     """
-    laws = iter(stack.update_parameters(declared, release))
+    laws, trained = iter(stack.update_parameters(declared, release)), iter(stack.training_defenses)
     members = []
     for ref in refs:
-        updates = issubclass(plugin_class("fedsim.defenses", ref.name), UpdateDefense)
-        members.append({"name": ref.name, **ref.parameters, **(next(laws) if updates else {})})
+        known: Mapping[str, object] = {}
+        kind = plugin_class("fedsim.defenses", ref.name)
+        if issubclass(kind, UpdateDefense):
+            known = next(laws)
+        elif issubclass(kind, TrainingDefense) and (defense := next(trained)).target:
+            known = defense.model_dump(mode="json")  # with the noise that was found
+        members.append({"name": ref.name, **ref.parameters, **known})
     return tuple(members)
 
 

@@ -7,7 +7,7 @@ schedule, what the stack declares, the test split. The tap and Flower's ServerAp
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -29,6 +29,7 @@ from fedsim.scenario.build import (
     problem_of,
 )
 from fedsim.system.device import resolve_device
+from fedsim.training import spending
 from fedsim.training.blame import blaming
 from fedsim.training.census import Census
 from fedsim.training.schedule import Probe, Schedule
@@ -84,8 +85,18 @@ class Server:
 
     @cached_property
     def stack(self) -> Stack:
-        """The defenses."""
-        return build_stack(self.scenario.defenses[self.stack_name])
+        """The defenses; one that asks for an ε has the noise that keeps to it."""
+        refs = self.scenario.defenses[self.stack_name]
+        written = build_stack(refs)
+        asking = [i for i, ref in enumerate(refs) if spending.targets(build_stack([ref]))]
+        return spending.calibrated(
+            written,
+            place=f"defenses.{self.stack_name}[{asking[-1] if asking else 0}]",
+            scenario=self.scenario,
+            schedule=self._schedule(written),
+            declared=self.declared,
+            held=self.census.held,
+        )
 
     @cached_property
     def declared(self) -> LocalTraining:
@@ -152,7 +163,10 @@ class Server:
     @property
     def schedule(self) -> Schedule:
         """Who takes part when, and what is recorded."""
-        aggregated = self.stack.aggregation is not None
+        return self._schedule(self.stack)
+
+    def _schedule(self, stack: Stack) -> Schedule:
+        aggregated = stack.aggregation is not None
         return Schedule(scenario=self.scenario, aggregated=aggregated, trains=self.trains)
 
     @property
@@ -381,11 +395,8 @@ class Server:
         return self.declared if probe is None else self.declared_of(probe.batch_size)
 
     def declared_of(self, batch_size: int) -> LocalTraining:
-        """The local training of a probe of so many images, before the stack's training defenses.
-
-        An attacker knows of how many it is: so they are drawn without replacement.
-        """
-        return replace(self.declared, batch_size=batch_size, sampling="without_replacement")
+        """The local training of a probe of so many images (`spending.as_probed`)."""
+        return spending.as_probed(self.declared, batch_size)
 
 
 _KIND = {Dataset: "images", Table: "a table"}

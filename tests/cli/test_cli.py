@@ -414,10 +414,17 @@ def test_schema_is_json() -> None:
 
 
 def test_validate(path: Path) -> None:
-    assert invoke("validate", path).stdout == f"{path}: valid\n"
-    swept = invoke("validate", path, "--set", 'sweep["seed"]=[1, 2]').stdout
-    assert swept == f"{path}: valid\n  seed=1\n  seed=2\n"
-    wide = invoke("validate", path, "--set", 'sweep["model"]=[{"name": "mlp", "hidden": [8]}]')
+    first, *facts = invoke("validate", path).stdout.splitlines()
+    assert first == f"{path}: valid" and facts[0].startswith("  data: ")
+    alone = invoke("validate", path, "--without-data").stdout
+    assert alone == f"{path}: valid, its data aside\n"
+    lost = ("--set", "data.source={name: image_folder, path: lost}")
+    assert invoke("validate", path, *lost).exit_code == 2
+    assert invoke("validate", path, *lost, "--without-data").exit_code == 0
+    ask = ("validate", path, "--without-data")
+    swept = invoke(*ask, "--set", 'sweep["seed"]=[1, 2]').stdout
+    assert swept == f"{path}: valid, its data aside\n  seed=1\n  seed=2\n"
+    wide = invoke(*ask, "--set", 'sweep["model"]=[{"name": "mlp", "hidden": [8]}]')
     assert "-" in wide.stdout
     assert wide.stdout.endswith('  (model={"name": "mlp", "hidden": [8]})\n')
     resolved = invoke("validate", path, "--resolved").stdout

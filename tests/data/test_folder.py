@@ -1,6 +1,7 @@
 """Image folders: the same from a directory and from a zip, and safe on bad archives."""
 
 import io
+import shutil
 import zipfile
 
 import pytest
@@ -50,7 +51,13 @@ def write_directory(path, files):
 
 @pytest.fixture(params=[write_zip, write_directory], ids=["zip", "directory"])
 def write(request, tmp_path):
-    return lambda files: request.param(tmp_path / "set.zip", files)
+    def written(files):
+        path = tmp_path / "set.zip"
+        if path.is_dir():
+            shutil.rmtree(path)
+        return request.param(path, files)
+
+    return written
 
 
 def test_classes_order_pixels_and_normalization(write):
@@ -275,3 +282,182 @@ def test_a_set_beyond_memory_is_refused(write, monkeypatch):
     monkeypatch.setattr(folder, "_MAX_BYTES", 4 * 3 * 6 * 6 - 1)
     with pytest.raises(FedsimError, match="set `size` or `limit`"):
         ImageFolder(path=write(FILES)).load()
+
+
+PHOTOS = {
+    f"{name}/{index}.png": png((index, value, 0))
+    for name, value in (("cat", 100), ("dog", 200))
+    for index in range(30)
+}
+
+
+def test_class_folders_are_split_by_the_digests_of_names(write):
+    data = ImageFolder(path=write(PHOTOS)).load()
+    assert data.classes == ("cat", "dog")
+    assert len(data.train_labels) + len(data.test_labels) == 60
+    assert 4 <= len(data.test_labels) <= 20
+    held_out = set(data.test_images[:, 0, 0, 0].tolist())
+    assert held_out.isdisjoint(data.train_images[:, 0, 0, 0].tolist()), "by names, not by classes"
+    fewer = {name: content for name, content in PHOTOS.items() if not name.endswith("/3.png")}
+    again = ImageFolder(path=write(fewer)).load()
+    assert set(again.test_images[:, 0, 0, 0].tolist()) == held_out - {3}, "no image moves another"
+
+
+def test_the_share_to_test_on_is_kept_to_and_refused_beside_splits(write):
+    more = ImageFolder(path=write(PHOTOS), test_share=0.6).load()
+    assert 24 <= len(more.test_labels) <= 48
+    with pytest.raises(FedsimError, match=r"test_share.*none is left to train"):
+        ImageFolder(path=write({"cat/0.png": png(0)}), test_share=0.99).load()
+
+
+def test_a_share_beside_folders_of_splits_is_refused(write):
+    with pytest.raises(FedsimError, match=r"test_share.*has folders train and test"):
+        ImageFolder(path=write(FILES), test_share=0.5).load()
+
+
+def rows_of(lines):
+    return "\n".join(["file,label", *lines]).encode()
+
+
+FLAT = {f"IMG_{index}.png": png((index, 0, 0)) for index in range(20)}
+
+
+def test_a_csv_names_the_labels(write):
+    rows = [f'"./{name}", {"odd" if index % 2 else "even"}' for index, name in enumerate(FLAT)]
+    files = {**FLAT, "labels.csv": rows_of(rows), "IMG_99.png": png(0)}
+    data = ImageFolder(path=write(files), labels="labels.csv").load()
+    assert data.classes == ("even", "odd") and not data.placed_by_label
+    for images, labels in (
+        (data.train_images, data.train_labels),
+        (data.test_images, data.test_labels),
+    ):
+        assert (images[:, 0, 0, 0].long() % 2).tolist() == labels.tolist()
+    assert data.left_out == (("not asked for", 1),)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ("lost.png,a", r"line 4: there is no file 'lost.png'"),
+        ("../secret.png,a", r"line 4: '../secret.png' is no path within the folder"),
+        ("/etc/passwd,a", r"line 4: '/etc/passwd' is no path within"),
+        ("IMG_1.png,", "line 4: no label"),
+        ("IMG_1.png", "line 4: no label"),
+        ("IMG_0.png,a", "line 4: 'IMG_0.png' is listed before"),
+        ("labels.csv,a", "line 4: 'labels.csv' is no image"),
+        ('"IMG_1.png,a', "line 4: unexpected end of data"),
+    ],
+)
+def test_wrong_rows_are_refused_with_their_lines(write, row, said):
+    rows = ["IMG_0.png,a", "IMG_2.png,b", row]
+    with pytest.raises(FedsimError, match=said):
+        ImageFolder(path=write({**FLAT, "labels.csv": rows_of(rows)}), labels="labels.csv").load()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "no column 'file'"),
+        (b"name,label\n", "no column 'file'"),
+        (b"file,class\n", "no column 'label'"),
+        (b"file,label\n", "lists nothing"),
+        (b"\xff\xfe\x00", "UTF-8"),
+        (None, "there is no such file"),
+    ],
+)
+def test_a_wrong_csv_is_refused(write, content, said):
+    files = FLAT if content is None else {**FLAT, "labels.csv": content}
+    with pytest.raises(FedsimError, match=said):
+        ImageFolder(path=write(files), labels="labels.csv").load()
+
+
+def test_a_link_out_of_the_folder_is_no_file_of_it(tmp_path):
+    (tmp_path / "secret.png").write_bytes(png((99, 99, 99)))
+    root = tmp_path / "set"
+    write_directory(root, {**FLAT, "labels.csv": rows_of(["IMG_0.png,a", "out.png,b"])})
+    (root / "out.png").symlink_to(tmp_path / "secret.png")
+    with pytest.raises(FedsimError, match=r"line 3: there is no file 'out.png'"):
+        ImageFolder(path=str(root), labels="labels.csv").load()
+
+
+def test_what_is_left_out_is_counted_by_reason(write, monkeypatch):
+    monkeypatch.setattr(tree, "MAX_PIXELS", 100)
+    bad = {
+        "cat/phone.HEIC": b"ftypheic",
+        "cat/readme.txt": b"hello",
+        "cat/.DS_Store": b"hidden",
+        "cat/empty.jpg": b"",
+        "dog/half.png": png((1, 2, 3), size=(8, 8))[:-30],
+        "dog/lie.png": b"GIF89a",
+        "dog/deep.png": png(40000, mode="I;16"),
+        "dog/wide.png": png(0, size=(20, 20)),
+    }
+    path = write({**PHOTOS, **bad})
+    with pytest.raises(FedsimError, match="unreadable: skip"):
+        ImageFolder(path=path).load()
+    data = ImageFolder(path=path, unreadable="skip").load()
+    assert len(data.train_labels) + len(data.test_labels) == 60
+    assert dict(data.left_out) == {
+        "HEIC, which is not read: convert to JPEG or PNG": 1,
+        "no image by its name": 1,
+        "empty (0 bytes)": 1,
+        "damaged or cut off": 1,
+        "no image of the kind that its name says": 1,
+        "more than 8 bits per channel": 1,
+        "more than 100 pixels": 1,
+    }
+    assert ImageFolder(path=write(PHOTOS)).load().left_out == ()
+
+
+def test_none_that_can_be_read_is_refused(write):
+    files = {f"cat/{index}.jpg": b"" for index in range(20)}
+    with pytest.raises(FedsimError, match=r"none of \d+ images can be read \(empty"):
+        ImageFolder(path=write(files), unreadable="skip").load()
+
+
+def only(write, content, name="1.png", **more):
+    files = {f"train/a/{name}": content, "test/a/z.png": png(0, size=(6, 6))}
+    return ImageFolder(path=write(files), **more).load().train_images[0]
+
+
+def test_photographs_are_turned_upright(write):
+    picture = Image.new("RGB", (6, 6))
+    picture.putpixel((5, 0), (255, 255, 255))  # at the right, above
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees, clockwise
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG", exif=exif)
+    shown = only(write, buffer.getvalue())
+    assert shown[0, 5, 5] == 255 and shown[0, 0, 5] == 0
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    ("mode", "colour", "seen"),
+    [
+        ("RGBA", (0, 0, 0, 0), 255),
+        ("RGBA", (0, 0, 0, 255), 0),
+        ("RGBA", (0, 0, 0, 128), 127),
+        ("LA", (0, 0), 255),
+        ("L", 77, 77),
+        ("1", 1, 255),
+    ],
+)
+def test_what_is_transparent_is_white(write, mode, colour, seen, channels):
+    shown = only(write, png(colour, mode=mode), channels=channels)
+    assert shown.unique().tolist() == [seen] and len(shown) == channels
+
+
+def test_palettes_prints_and_animations(write):
+    palette = Image.new("P", (6, 6), 1)
+    palette.putpalette([0, 0, 0, 10, 20, 30])
+    buffer = io.BytesIO()
+    palette.save(buffer, "PNG", transparency=0)
+    assert only(write, buffer.getvalue())[:, 0, 0].tolist() == [10, 20, 30]
+    ink = only(write, png((255, 255, 0, 0), mode="CMYK", kind="TIFF"), "2.tif")
+    assert ink[0, 0, 0] == 0 and ink[2, 0, 0] == 255
+    frames = [Image.new("RGB", (6, 6), colour) for colour in ("red", "blue")]
+    buffer = io.BytesIO()
+    frames[0].save(buffer, "GIF", save_all=True, append_images=frames[1:])
+    assert only(write, buffer.getvalue(), "3.gif")[:, 0, 0].tolist() in ([255, 0, 0], [254, 0, 0])
+    assert only(write, png((9, 9, 9), size=(1, 1)), "4.png", size=6)[0].unique().tolist() == [9]

@@ -71,6 +71,7 @@ SCHEMATIC = {
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],
     "fedsim run scenario.yaml": ["fedsim run scenarios/quickstart.yaml"],
+    "fedsim validate SCENARIO": ["fedsim validate scenarios/quickstart.yaml"],
     "fedsim validate SCENARIO --resolved": [
         "fedsim validate scenarios/quickstart.yaml --resolved",
     ],
@@ -125,6 +126,8 @@ class Workplace:
         for block in page:
             named = re.match(r"# ([\w/]+\.py)\n", block.text)
             document = _mapping(block)
+            if "path: photos," in block.text:
+                photographs(folder / "photos")
             if named:
                 path = folder / named[1]
                 if not (folder / path.parts[-2]).is_symlink():
@@ -183,6 +186,19 @@ def pictures(path: Path, *, classes: int = 10, train: int = 60, test: int = 20) 
                     file = BytesIO()
                     Image.fromarray(drawn).save(file, "PNG")
                     archive.writestr(f"{split}/{label}/{number:03}.png", file.getvalue())
+
+
+def photographs(folder: Path, *, count: int = 100) -> None:
+    """Folders of two classes as a phone leaves them: of several sizes, and not all readable."""
+    rng = np.random.default_rng(1)
+    for name, colour in (("beach", (230, 200, 120)), ("forest", (30, 110, 40))):
+        (folder / name).mkdir(parents=True)
+        for number in range(count):
+            noise = rng.normal(0, 30, (48 + number % 3, 64, 3))
+            drawn = np.clip(noise + colour, 0, 255).astype(np.uint8)
+            Image.fromarray(drawn).save(folder / name / f"{name}_{number:04}.jpg")
+        (folder / name / "IMG_0001.HEIC").write_bytes(b"ftypheic")
+    (folder / "beach" / "beach_cut.jpg").write_bytes(b"")
 
 
 def check_block(block: Block, place: Workplace) -> None:

@@ -211,6 +211,7 @@ MADE = {
     "scenario.yaml",
     "first-layer.yaml",
     "random-mask.yaml",
+    "photos.yaml",
     "my_attacks/__init__.py",
     "my_defenses/__init__.py",
 }

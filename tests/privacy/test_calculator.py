@@ -40,6 +40,7 @@ NORMAL = {
 }
 CURVES: dict[str, dict[str, Any]] = {
     "gaussian": {"sensitivity": 1, "sigma": 2},
+    "dp_sgd": {"examples": 300, "batch_size": 30, "rounds": 4, "noise_multiplier": 2},
     "random_projection": {"leverage": 0.1, "r": 20},
     "least_squares": {"p": 0.02, "q": 0.05, "r": 300, "d": 12},
     "normal": {},
@@ -48,6 +49,7 @@ CURVES: dict[str, dict[str, Any]] = {
 }
 NOISES: dict[str, dict[str, Any]] = {
     "gaussian": {"sensitivity": 2.5},
+    "dp_sgd": {"examples": 300, "batch_size": 30, "rounds": 4},
     "random_projection": {"row_norm": 1.5, "r": 20},
     "truncated_laplace": {"sensitivity": 2},
     "gaussian_sampling": {"distance": 0.01},
@@ -126,7 +128,9 @@ def test_the_noise_is_private_and_less_is_not(name: str) -> None:
 
     def log_delta(factor: float) -> float:
         given = NOISES[name]
-        if name == "gaussian":
+        if name == "dp_sgd":
+            keys = {**given, "noise_multiplier": (found.noise_multiplier or 0) * factor}
+        elif name == "gaussian":
             keys = {**given, "sigma": (found.sigma or 0) * factor}
         elif name == "random_projection":
             sigma = (found.sigma or 0) * factor
@@ -167,6 +171,7 @@ def beside(output: str) -> list[str]:
 
 NEIGHBOURS = {
     "gaussian": "row, at most 1 apart",
+    "dp_sgd": "example, replace one",
     "random_projection": "row, add or remove, leverage ≤ 0.1",
     "least_squares": "row, add or remove, leverages 0.02 and 0.05",
     "normal": "unit unknown, the two distributions",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -26,13 +27,13 @@ from fedsim.federation.secure_aggregation.identity import Identity
 from fedsim.scenario import Scenario
 from fedsim.scenario.model import PluginRef
 from fedsim.system import threads
-from fedsim.training import refusals
+from fedsim.training import accounting, refusals
 from fedsim.training.census import Census
 from fedsim.training.client import Client
 from fedsim.training.inputs import digest
 from fedsim.training.source import build_source, load_source, private_statistics
 from fedsim.training.workload import IN_LOG, OneClient, Workload
-from fedsim.types import Dataset, FedsimError, Table
+from fedsim.types import Dataset, FedsimError, Table, Unit
 
 _MOST_TEXT = 50_000_000
 
@@ -127,13 +128,17 @@ class NodeApp:
         for stack in scenario.defenses:
             self._policy.check(scenario, stack)
         client = self._client(scenario, scenario.seed)
+        reasons = self._reasons(scenario, client)
+        counts = [0] * scenario.data.clients
+        counts[self._number] = len(client.own)
+        own = Census(held=counts, private_statistics=reasons)
         for stack in scenario.defenses:
-            workload = OneClient(scenario, stack, client)
+            workload = OneClient(scenario, stack, client, own)
             self._policy.check_release(workload)
             self._party(workload)
             refusals.check(workload)
             plan.check(workload)
-        reasons = private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
+            accounting.check_promise(workload)
         return census.answer(self._number, len(client.own), reasons)
 
     def _build(self, written: str, stack: str, run: str, held: str) -> ClientApp:
@@ -143,14 +148,19 @@ class NodeApp:
             raise FedsimError(f"defenses: the scenario has no stack {stack[:40]!r}")
         self._policy.check(scenario, stack)
         folder = run_folder(self._home, run)
-        counts = Census(held=_counts(held, scenario), private_statistics={})
         seed = scenario.seed if self._shared_seed else secret_seed(self._home, run)
         client = self._client(scenario, seed)
         found = fingerprint(scenario, stack)
         if not self._shared_seed:
             use = json.dumps(["noise", stack, found, held, _digest(client.dataset)])
             client = replace(client, noise_seed=secret_seed(self._home, run, use))
+        # A server's word on the noise is not taken: it follows from the scenario and the counts,
+        # of which its own cannot be misstated, and another's only so that there is more noise.
+        counts = Census(
+            held=_counts(held, scenario), private_statistics=self._reasons(scenario, client)
+        )
         workload = OneClient(scenario, stack, client, counts)
+        accounting.check_promise(workload)
         self._policy.check_release(workload)
         hold_to(self._home, run, stack, found)
         job = client_app.Job(
@@ -159,6 +169,10 @@ class NodeApp:
         return client_app.build(
             job, workload, self._party(workload), on_release=self._releases.count
         )
+
+    def _reasons(self, scenario: Scenario, client: Client) -> Mapping[Unit, tuple[str, ...]]:
+        """Why nothing can be claimed, as far as this client's data say."""
+        return private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
 
     def _party(self, workload: Workload) -> Party | None:
         """Who this node is in the secure sums of a stack that has any."""

@@ -18,6 +18,7 @@ from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack
 from fedsim.scenario.model import PluginRef
 from fedsim.system import paths
+from fedsim.training.spending import targets
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError
 from fedsim.words import number_of
@@ -52,7 +53,11 @@ class Policy(BaseModel):
     def _built(cls, stacks: list[list[dict[str, Any]]] | None) -> list[list[dict[str, Any]]] | None:
         for stack in stacks or []:
             try:
-                _stack(stack)
+                if any(one.delta is None for one in targets(_stack(stack))):
+                    raise ValueError(
+                        "epsilon without delta: the server would choose what it means; add "
+                        "`delta: 1e-5`, and the scenario has to say the same"
+                    )
             except KeyError as error:
                 raise ValueError("a defense has no name") from error
             except ValidationError as error:

@@ -1,0 +1,199 @@
+"""What `run` and `validate` ask of a scenario before any work: the same questions of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim import audit, federation, progress, scoring
+from fedsim.report.figures import format_claim
+from fedsim.scenario import Document, Scenario, expand, locate, open_document
+from fedsim.system.device import resolve_device
+from fedsim.system.threads import fixed
+from fedsim.training import accounting, refusals, spending
+from fedsim.training.server import Server
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, FedsimError, PrivacyClaim, Table
+from fedsim.words import number_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """A scenario with its data, of which nothing was refused."""
+
+    scenario: Scenario
+    variant: Mapping[str, Any]
+    """What a sweep has assigned in it."""
+    label: str
+    """Of the variant; empty without a sweep."""
+    servers: Mapping[str, Server]
+    """What each stack's federation computes, or what is known of it here."""
+    claims: Mapping[str, PrivacyClaim]
+    """What the ledger states of each stack after all rounds."""
+
+    def lines(self) -> list[str]:
+        """What privacy depends on, and what each stack claims, one line each."""
+        scenario = self.scenario
+        first = next(iter(self.servers.values()))
+        held, schedule = first.census.held, first.schedule
+        of = "row" if isinstance(first.described, Table) else "image"
+        counts = f"at least {number_of(min(held), of)}"
+        taking = len(schedule.participants(1))
+        lines = [
+            f"data: {number_of(len(held), 'client')} each with {counts}, and "
+            f"{number_of(first.test_set()[0], f'{of} to test on', f'{of}s to test on')}",
+            f"rounds: {scenario.training.rounds:,}, each of {taking} of "
+            f"{number_of(len(held), 'client')}",
+        ]
+        if scenario.federation.engine == "deployment":
+            lines[0] += "; nodes with data of their own are asked for their counts by a run"
+        lines += left_out(first.described)
+        if first.trains:
+            local = first.declared
+            each = number_of(local.batch_size, of)
+            lines.append(
+                f"local training: {number_of(local.steps, 'step')} of {each}, "
+                f"sampling {local.sampling}"
+            )
+        observe = scenario.observe
+        if observe.batch_sizes:
+            rounds = sum(map(schedule.is_observed, range(1, scenario.training.rounds + 1)))
+            sizes = ", ".join(map(str, observe.batch_sizes))
+            asked = rounds * len(observe.batch_sizes) * observe.trials * observe.releases
+            lines.append(
+                f"probes: {number_of(asked, 'release')} of each observed client, of batches of "
+                f"{sizes} (in the ε: {scenario.privacy.probes})"
+            )
+        defended = [one for name, one in self.servers.items() if scenario.defenses[name]]
+        return [*lines, *(claimed(one, self.claims[one.stack_name]) for one in defended)]
+
+
+def left_out(described: Dataset | Table) -> list[str]:
+    """One line on the files that a source found and did not use, if there are any."""
+    if isinstance(described, Table) or not described.left_out:
+        return []
+    total = sum(count for _, count in described.left_out)
+    reasons = "; ".join(f"{count:,} {reason}" for reason, count in described.left_out)
+    return [f"left out: {number_of(total, 'file')} of the data source ({reasons})"]
+
+
+def claimed(server: Server, claim: PrivacyClaim) -> str:
+    """One line on the ε of a stack, and on the noise that was found for an ε asked for."""
+    found = [
+        f"noise_multiplier {multiplier:g} for epsilon {target.epsilon:g}, "
+        for target, multiplier in spending.noises(server.stack)
+    ]
+    if claim.unit is None:
+        return f"{server.stack_name}: {''.join(found)}ε = ∞: {claim.reason}"
+    stated = format_claim(claim.epsilon, claim.delta, claim.unit, claim.relation)
+    return f"{server.stack_name}: {''.join(found)}ε = {stated}, by {claim.accountant}"
+
+
+def validate(
+    scenario: str | Path | Mapping[str, Any] | Scenario,
+    *,
+    overrides: Sequence[str] = (),
+    quiet: bool = True,
+) -> list[Accepted]:
+    """Ask of a scenario all that a run asks before its work, and write nothing.
+
+    Its data are loaded, and two local steps are tried behind each stack. Of a federation over a
+    network the nodes are not asked: clients hold what the scenario's own source deals to them.
+
+    Args:
+        scenario: A file, the same as plain values, or a `Scenario`.
+        overrides: `a.b=value` assignments to a file's keys.
+        quiet: Whether accountants keep their progress to themselves.
+
+    Raises:
+        FedsimError: a run would refuse it.
+    """
+    if isinstance(scenario, str | Path):
+        document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
+    elif overrides:
+        raise FedsimError("overrides apply to a scenario file; change the scenario itself instead")
+    else:
+        document = scenario
+    variants = expand(document)
+    found = []
+    try:
+        for number, variant in enumerate(variants, start=1):
+            place = f"{number}/{len(variants)} " if variant.label else ""
+            resolve_device(variant.scenario.device)
+            with fixed(variant.scenario.threads):
+                servers = workloads(variant.scenario, place, quiet)
+                claims = accounted(variant.scenario, servers, place, quiet)
+            found.append(
+                Accepted(
+                    scenario=variant.scenario,
+                    variant=variant.assignment,
+                    label=variant.label,
+                    servers=servers,
+                    claims=claims,
+                )
+            )
+    except FedsimError as error:
+        raise locate(document, error) if isinstance(document, Document) else error from None
+    return found
+
+
+def workloads(scenario: Scenario, place: str, quiet: bool) -> dict[str, Server]:
+    """What each stack's federation computes whose clients are in this process, or its children.
+
+    Args:
+        scenario: With every default written out.
+        place: Which variant of a sweep it is, before what is said of it.
+        quiet: Whether nothing is said.
+
+    Raises:
+        FedsimError: it cannot work.
+    """
+    dataset = load_dataset(scenario)
+    found = {}
+    for name in scenario.defenses:
+        with reported(f"{place}calibrate {name}", quiet, "the search for its noise"):
+            found[name] = Workload(scenario, name, dataset)
+    federation.check(scenario)
+    for workload in found.values():
+        refusals.check(workload)
+        federation.check_sums(workload)
+    return {**found}
+
+
+def accounted(
+    scenario: Scenario, servers: Mapping[str, Server], place: str, quiet: bool
+) -> dict[str, PrivacyClaim]:
+    """What each stack claims after all rounds.
+
+    Args:
+        scenario: With every default written out.
+        servers: Of its stacks.
+        place: See `workloads`.
+        quiet: See `workloads`.
+
+    Raises:
+        FedsimError: a stack does not keep to the ε that it asks for, an audit would show nothing,
+            or weights for scoring are missing: whatever is refused, it is before any training.
+    """
+    claims = {}
+    for name, server in servers.items():
+        with reported(f"{place}account {name}", quiet):
+            accounting.check_promise(server)
+            claims[name] = accounting.spent(server, scenario.training.rounds)
+    if scenario.audit:
+        audit.check(scenario.audit, claims, scenario.data.clients)
+    wanted, described = scenario.scoring, next(iter(servers.values())).described
+    if wanted.lpips_weights is not None and isinstance(described, Dataset):
+        lpips = scoring.load_lpips(wanted.lpips_backbone, wanted.lpips_weights)
+        if isinstance(lpips, scoring.Unavailable):
+            raise FedsimError(f"scoring.lpips_weights: {lpips.reason}")
+    return claims
+
+
+def reported(title: str, quiet: bool, of: str = "a curve") -> Any:
+    """A block of which standard error is told how far it is, unless `quiet`."""
+    return nullcontext() if quiet else progress.report_work(title, of)

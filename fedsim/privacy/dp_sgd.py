@@ -1,0 +1,140 @@
+"""The calculator's mechanism `dp_sgd`: DP-SGD as people say it, by the ledger of runs.
+
+It stands beside the ledger, which accounts it, and not among the mechanisms, which the ledger uses.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal, Self, final
+
+from pydantic import Field, model_validator
+
+from fedsim.contracts.guarantee import of_steps
+from fedsim.privacy.contract import Answer, Calibration, Curve, KnownMechanism, Stated
+from fedsim.privacy.ledger import of_steps as epsilon_of_steps
+from fedsim.privacy.numerics.search import least_noise
+from fedsim.privacy.numerics.special import least
+from fedsim.types import LocalTraining, Sampling
+from fedsim.words import number_of
+
+_SMALLEST = 700.0
+"""δ is looked for down to exp(-700)."""
+
+
+class _Keys(Stated):
+    unit: ClassVar[str] = "example"
+    examples: Annotated[int, Field(ge=1, le=1_000_000_000)]
+    """n: how many examples the client with the fewest holds."""
+    batch_size: Annotated[int, Field(ge=1, le=1_000_000)]
+    """B: examples of a step's batch; their mean, where that varies."""
+    rounds: Annotated[int, Field(ge=1, le=100_000)]
+    """In which the client takes part: at full participation, all of the training."""
+    steps: Annotated[int, Field(ge=1, le=1_000_000)] = 1
+    """Local steps in a round, each of a batch of its own."""
+    sampling: Sampling = "without_replacement"
+    """`without_replacement`: batches of one size. `poisson`: each example is in a batch with
+    probability B / n, independently. `balls_in_bins`: in every (n / B)-th, from a random one on."""
+    batches: Literal["different", "same"] = "different"
+    """`same`: all steps of a round are on one batch, which nothing then hides."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.batch_size > self.examples:
+            raise ValueError(
+                f"batch_size: {self.batch_size} is larger than the client's data "
+                f"({number_of(self.examples, 'example')}); use a smaller batch"
+            )
+        if self.batches == "same" and self.sampling != "without_replacement" and self.steps > 1:
+            raise ValueError(
+                f"a batch is drawn for each step under {self.sampling}; use batches: different"
+            )
+        return self
+
+    def neighbours(self) -> str:
+        """The relation, as reports write it."""
+        return of_steps(1.0, self._training).relation.replace("_", " ")
+
+    def ledger(self, noise_multiplier: float, delta: float) -> tuple[float, str]:
+        """(ε, accountant) that a run of this scenario states."""
+        return epsilon_of_steps(
+            of_steps(noise_multiplier, self._training),
+            self._training,
+            rounds=self.rounds,
+            num_examples=self.examples,
+            delta=delta,
+        )
+
+    @property
+    def _training(self) -> LocalTraining:
+        return LocalTraining(
+            algorithm="fedavg",
+            steps=self.steps,
+            batch_size=self.batch_size,
+            lr=1.0,
+            sampling=self.sampling,
+            batches=self.batches,
+        )
+
+
+@final
+class DPSGDCurve(_Keys, Curve):
+    """ε of a given noise."""
+
+    noise_multiplier: Annotated[float, Field(gt=0, le=1e12)]
+    """z: standard deviation of the noise on the sum of clipped gradients, over the norm."""
+
+    def delta(self, epsilon: float) -> Answer:
+        """The least δ at which the ledger states no more than `epsilon`."""
+        found = least(
+            lambda up: self.ledger(self.noise_multiplier, _delta(up))[0] <= epsilon,
+            most=2 * _SMALLEST,
+            tolerance=1e-13,
+        )
+        return self._answer(epsilon, _delta(found))
+
+    def epsilon(self, delta: float) -> Answer:
+        """What a run's ledger states."""
+        return self._answer(self.ledger(self.noise_multiplier, delta)[0], delta)
+
+    def _answer(self, epsilon: float, delta: float) -> Answer:
+        return Answer(
+            epsilon=epsilon,
+            delta=delta,
+            log_delta=math.log(delta),
+            method=self.ledger(self.noise_multiplier, delta)[1],
+            noise_multiplier=self.noise_multiplier,
+        )
+
+
+def _delta(up: float) -> float:
+    """exp(`up` - 700), and no more than a probability below 1."""
+    return math.exp(min(up - _SMALLEST, -1e-9))
+
+
+@final
+class DPSGDCalibration(_Keys, Calibration):
+    """The least noise of a whole training that is (ε, δ)-private."""
+
+    def calibrate(self, epsilon: float, delta: float) -> Answer:
+        """See Calibration: in five digits, and of the ε that the ledger then states.
+
+        Raises:
+            FedsimError: no noise is enough.
+        """
+        noise = least_noise(lambda at: self.ledger(at, delta)[0], epsilon)
+        found, accountant = self.ledger(noise, delta)
+        return Answer(
+            epsilon=found,
+            delta=delta,
+            log_delta=math.log(delta),
+            method=accountant,
+            noise_multiplier=noise,
+        )
+
+
+class DPSGD(KnownMechanism):
+    """A federated training by DP-SGD, of the client that is worst off: rounds of local steps."""
+
+    curve = DPSGDCurve
+    calibration = DPSGDCalibration

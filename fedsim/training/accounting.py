@@ -1,0 +1,116 @@
+"""What a stack's federation spends of privacy, by the ledger: after a round, or of one release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedsim.contracts.defense import NoisyAggregation
+from fedsim.privacy.ledger import claim, worst_off
+from fedsim.training.server import Server
+from fedsim.training.spending import Account, targets
+from fedsim.types import FedsimError, Observation, PrivacyClaim
+
+
+def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
+    """What the stack guarantees after `round` rounds, for the client that is worst off.
+
+    Worst is the most participations so far together with the most probes and the least data. It is
+    of all that clients released: of their training, and of the probes that they were asked for. A
+    scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
+    caller that they are not asked about.
+    """
+    account = _account(server)
+    claims = [
+        claim(
+            server.stack,
+            server.declared,
+            rounds=most.trained,
+            repeated_rounds=most.repeated,
+            repeats=account.scenario.observe.releases,
+            num_examples=held,
+            delta=account.scenario.privacy.delta,
+            buffers_released=server.releases_statistics,
+            release=server.release,
+            schedules=account.public(round, server.stack),
+            private_statistics=server.census.private_statistics,
+            unprotected=server.unprotected,
+            probes=account.probed(most.probed) if probes else (),
+        )
+        for most in account.most(round)
+        for held in account.worst_off(server.training)
+    ]
+    worst = max(claims, key=lambda claim: claim.epsilon)
+    return _covering(worst, account.covers(round, probes))
+
+
+def claim_of(server: Server, seen: Observation) -> PrivacyClaim:
+    """What the stack guarantees of the one recorded release `seen`, and of its repetitions."""
+    scenario, probing = server.scenario, bool(server.scenario.observe.batch_sizes)
+    declared = server.declared
+    if probing:
+        declared = server.declared_of(seen.training.batch_size)
+    own = [seen.client]
+    if seen.vantage in ("aggregate", "client"):
+        taking_part = server.schedule.participants(seen.round)
+        own = [client for client in taking_part if client != seen.client]
+    only = tuple(past == seen.round for past in range(1, scenario.training.rounds + 1))
+    shared = isinstance(server.stack.aggregation, NoisyAggregation)
+    again = seen.releases > 1
+    claims = [
+        claim(
+            server.stack,
+            declared,
+            rounds=int(not again),
+            repeated_rounds=int(again),
+            repeats=seen.releases,
+            num_examples=held,
+            delta=scenario.privacy.delta,
+            buffers_released=server.releases_statistics,
+            release=server.release,
+            schedules={only} if shared else (),
+            private_statistics=server.census.private_statistics,
+            unprotected=server.unprotected,
+        )
+        for held in worst_off(server.training, (server.census.held[one] for one in own))
+    ]
+    kind = "probe" if probing else "training update"
+    covers = f"this {kind}" + (f", released {seen.releases} times" if again else "")
+    return _covering(max(claims, key=lambda claim: claim.epsilon), covers)
+
+
+def spent_by(server: Server, round: int) -> PrivacyClaim:
+    """The claim after `round` rounds, or after a few more (no less), where it takes long."""
+    sampled = server.training.sampling != "without_replacement"
+    later = 1 << (round - 1).bit_length() if sampled else round
+    return spent(server, min(later, server.scenario.training.rounds))
+
+
+def participations(server: Server, round: int) -> set[tuple[int, ...]]:
+    """Which of the first `round` rounds a client takes part in; each answer that there is."""
+    return _account(server).participations(round)
+
+
+def check_promise(server: Server) -> None:
+    """Refuse a stack that asks for an ε of which the ledger states another, larger one.
+
+    Raises:
+        FedsimError: it does, with the ledger's reason.
+    """
+    if not (asked := targets(server.stack)):
+        return
+    claimed = spent(server, server.scenario.training.rounds)
+    least = min(target.epsilon for target in asked)
+    if claimed.epsilon > least:
+        said = claimed.reason or f"the ledger states {claimed.epsilon:g}"
+        raise FedsimError(
+            f"defenses.{server.stack_name}: epsilon: {least:g} cannot be promised: {said}"
+        )
+
+
+def _account(server: Server) -> Account:
+    return Account(server.scenario, server.schedule, server.declared, server.census.held)
+
+
+def _covering(claim: PrivacyClaim, releases: str) -> PrivacyClaim:
+    """The claim, with what it covers before what it holds under, if there is any such thing."""
+    return replace(claim, covers=f"{releases}, if {claim.covers}" if claim.covers else releases)

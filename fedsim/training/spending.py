@@ -1,0 +1,217 @@
+"""What clients are asked for over the rounds, and the noise that keeps it to an ε asked for.
+
+All of it is of the client that is worst off: the most participations, the most probes and the least
+data. How much a client holds is known from the census, and it is taken to be public.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedsim.contracts.defense import NoisyAggregation, Target
+from fedsim.contracts.stack import Stack
+from fedsim.privacy.ledger import Probed, claim, worst_off
+from fedsim.privacy.numerics.search import least_noise
+from fedsim.scenario import Scenario
+from fedsim.training.blame import blaming
+from fedsim.training.schedule import Schedule
+from fedsim.types import FedsimError, LocalTraining
+from fedsim.words import number_of
+
+
+def targets(stack: Stack) -> list[Target]:
+    """Each ε that a defense of `stack` asks for in place of a noise."""
+    return [one.target for one in stack.training_defenses if one.target]
+
+
+def noises(stack: Stack) -> list[tuple[Target, float]]:
+    """Each ε that a defense of a calibrated `stack` asks for, and the noise multiplier found."""
+    return [
+        (one.target, float(one.model_dump()["noise_multiplier"]))
+        for one in stack.training_defenses
+        if one.target
+    ]
+
+
+def calibrated(
+    written: Stack,
+    *,
+    place: str,
+    scenario: Scenario,
+    schedule: Schedule,
+    declared: LocalTraining,
+    held: Sequence[int],
+) -> Stack:
+    """`written` with the least noise by which the worst client's ε after all rounds is as asked.
+
+    The noise is a function of what is public: the scenario, and how much each client holds. So
+    whoever knows these finds the same, to the last digit. Without an ε asked for, `written` itself.
+
+    Args:
+        written: As the scenario has it.
+        place: Its key in the scenario, for errors.
+        scenario: Of the federation.
+        schedule: Who takes part when.
+        declared: Local training before the stack's training defenses.
+        held: How many examples each client holds; 0 where that is not known.
+
+    Raises:
+        FedsimError: the ε cannot be reached, or δ is not the one that the ledger states.
+    """
+    asked = [one for one, defense in enumerate(written.training_defenses) if defense.target]
+    if not asked:
+        return written
+    with blaming(place):
+        if len(asked) > 1:
+            raise FedsimError(
+                "two defenses ask for an ε, and the claim is one of the whole stack; declare the "
+                "noise of one of them"
+            )
+        defense = written.training_defenses[asked[0]]
+        target = defense.target
+        assert target is not None
+        delta = scenario.privacy.delta
+        if target.delta not in (None, delta):
+            raise FedsimError(
+                f"delta: {target.delta:g}, and the ledger states ε at privacy.delta, which is "
+                f"{delta:g}; make them the same, or leave this one out"
+            )
+        account = Account(scenario, schedule, declared, held)
+        worst = account.most(scenario.training.rounds)
+        public = account.public(scenario.training.rounds, written)
+        counts = account.worst_off(written.training(declared))
+        defenses = written.training_defenses
+        before, behind = defenses[: asked[0]], defenses[asked[0] + 1 :]
+
+        def with_noise(multiplier: float) -> Stack:
+            own = (*before, defense.with_noise(multiplier), *behind)
+            return replace(written, training_defenses=own)
+
+        def epsilon_of(multiplier: float) -> float:
+            stack = with_noise(multiplier)
+            return max(
+                claim(
+                    stack,
+                    declared,
+                    rounds=most.trained,
+                    repeated_rounds=most.repeated,
+                    repeats=scenario.observe.releases,
+                    num_examples=count,
+                    delta=delta,
+                    schedules=public,
+                    probes=account.probed(most.probed),
+                ).epsilon
+                for most in worst
+                for count in counts
+            )
+
+        return with_noise(least_noise(epsilon_of, target.epsilon))
+
+
+@dataclass(frozen=True)
+class Account:
+    """What is asked of clients over the rounds, whatever the noise."""
+
+    scenario: Scenario
+    schedule: Schedule
+    declared: LocalTraining
+    held: Sequence[int]
+
+    def worst_off(self, training: LocalTraining) -> list[int]:
+        """The counts of which one has the largest ε; one that is not known is taken for no less."""
+        return worst_off(training, [count for count in self.held if count] or self.held)
+
+    def participations(self, round: int) -> set[tuple[int, ...]]:
+        """Which of the first `round` rounds a client takes part in; each answer that there is."""
+        rounds: dict[int, list[int]] = {}
+        for past in range(1, round + 1):
+            for client in self.schedule.participants(past):
+                rounds.setdefault(client, []).append(past)
+        return set(map(tuple, rounds.values()))
+
+    def public(self, round: int, stack: Stack) -> set[tuple[bool, ...]]:
+        """The clients' participations, where the noise of a trusted server depends on them."""
+        if not isinstance(stack.aggregation, NoisyAggregation):
+            return set()
+        return {
+            tuple(past in each for past in range(1, round + 1))
+            for each in self.participations(round)
+        }
+
+    def most(self, round: int) -> list[Most]:
+        """Of which no client has more of all, after `round` rounds.
+
+        Every client counts as observed, and probes are asked of those, too, that do not take part.
+        """
+        observed = self.schedule.is_observed
+        sizes, again = self._sizes, self.scenario.observe.releases > 1
+        probed = sum(observed(past) for past in range(1, round + 1) if sizes)
+        counts = set()
+        for rounds in self.participations(round):
+            repeated = sum(map(observed, rounds)) if again and not sizes else 0
+            counts.add(Most(len(rounds) - repeated, repeated, probed))
+        return [
+            most
+            for most in sorted(counts, reverse=True)
+            if not any(
+                other != most
+                and other.trained >= most.trained
+                and other.repeated >= most.repeated
+                and other.probed >= most.probed
+                for other in counts
+            )
+        ] or [Most(0, 0, 0)]
+
+    def probed(self, rounds: int) -> tuple[Probed, ...]:
+        """What a client released as probes that was asked for them in so many rounds.
+
+        Empty where the scenario declares them no part of the deployment.
+        """
+        observe = self.scenario.observe
+        if self.scenario.privacy.probes != "included" or not rounds:
+            return ()
+        return tuple(
+            Probed(
+                declared=as_probed(self.declared, size),
+                count=rounds * observe.trials,
+                releases=observe.releases,
+            )
+            for size in self._sizes
+        )
+
+    def covers(self, round: int, probes: bool) -> str:
+        """What the ε of so many rounds is of, in words."""
+        observe = self.scenario.observe
+        covers = f"training of {number_of(round, 'round')}"
+        asked = self.most(round)[0].probed * len(self._sizes)
+        if asked and probes:
+            count = asked * observe.trials * observe.releases
+            counted = self.scenario.privacy.probes == "included"
+            told = f" and {number_of(count, 'probe release')}"
+            covers += told if counted else ", probes declared outside of the deployment"
+        return covers
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Of the batches that probes are computed from; empty if training itself is recorded."""
+        return list(self.scenario.observe.batch_sizes or [])
+
+
+def as_probed(declared: LocalTraining, batch_size: int) -> LocalTraining:
+    """The local training of a probe of so many images, before the stack's training defenses.
+
+    An attacker knows of how many it is: so they are drawn without replacement.
+    """
+    return replace(declared, batch_size=batch_size, sampling="without_replacement")
+
+
+@dataclass(frozen=True, order=True)
+class Most:
+    """How often a client released something."""
+
+    trained: int
+    repeated: int
+    """Rounds in which its training was released several times."""
+    probed: int
+    """Rounds in which it was asked for probes."""

@@ -1,0 +1,103 @@
+"""`fedsim validate` refuses what `fedsim run` refuses, with the same words."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedsim
+from fedsim import acceptance, federation
+from fedsim.training import accounting, refusals
+from fedsim.types import FedsimError
+
+SCENARIO: dict[str, Any] = {
+    "name": "t",
+    "data": {"source": {"name": "digits", "size": 8}, "clients": 3},
+    "model": {"name": "mlp", "hidden": [4]},
+    "training": {"rounds": 1, "local": {"batch_size": 2}},
+    "attacks": [],
+}
+SECURE = {"defenses": {"s": [{"name": "clip", "norm": 1.0}, "secure_aggregation"]}}
+QUIET = {"name": "secure_aggregation", "noise_multiplier": 1e-9}
+REFUSED: dict[str, dict[str, Any]] = {
+    "one participant": {**SECURE, "federation": {"participation": 0.3}},
+    "buffer_range": {**SECURE, "model": {"name": "resnet18", "width": 4}},
+    "noise that rounding eats": {"defenses": {"s": [{"name": "clip", "norm": 1.0}, QUIET]}},
+    "a large batch": {"training": {"local": {"batch_size": 1000}}},
+    "no neurons to plant": {"observe": {"plant": True, "batch_sizes": [1]}},
+    "nothing to audit": {"audit": {"method": "two_worlds"}},
+    "no weights": {"training": {"weights": "lost.safetensors"}},
+    "no folder": {"data": {"source": {"name": "image_folder", "path": "lost"}}},
+    "no strategy": {"federation": {"strategy": "FedAgv"}},
+    "another delta": {
+        "defenses": {"d": [{"name": "dp_sgd", "norm": 1.0, "epsilon": 8.0, "delta": 1e-3}]}
+    },
+    "an epsilon of no claim": {
+        "defenses": {"d": [{"name": "dp_sgd", "norm": 1.0, "epsilon": 8.0}]},
+        "data": {**SCENARIO["data"], "partition": {"name": "shards", "shards_per_client": 2}},
+    },
+    "no device": {"device": "cuda:99"},
+}
+
+
+def refusal(ask: Any) -> str:
+    with pytest.raises(FedsimError) as caught:
+        ask()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_both_refuse(why: str, tmp_path: Path) -> None:
+    asked = {**SCENARIO, **REFUSED[why]}
+    said = refusal(lambda: fedsim.validate(asked))
+    assert said == refusal(lambda: fedsim.run(asked, out=tmp_path / "out"))
+    assert not (tmp_path / "out" / "scenario.yaml").exists()
+
+
+def checks() -> list[str]:
+    """All that `refusals.check` asks."""
+    tree = ast.parse(inspect.getsource(refusals.check))
+    called = {node.func for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    names = [name.id for name in called if isinstance(name, ast.Name)]
+    return sorted(name for name in names if name.startswith("_"))
+
+
+PLACES = [
+    *((refusals, name) for name in checks()),
+    *((federation, name) for name in ("check", "check_sums")),
+    *((accounting, name) for name in ("check_promise", "spent")),
+]
+
+
+@pytest.mark.parametrize(("module", "name"), PLACES, ids=lambda part: str(part)[-40:])
+def test_both_ask_every_question(
+    module: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise FedsimError(f"refused by {name}")
+
+    monkeypatch.setattr(module, name, refuse)
+    for ask in (lambda: fedsim.validate(SCENARIO), lambda: fedsim.run(SCENARIO, out=tmp_path)):
+        assert refusal(ask).endswith(f"refused by {name}")
+
+
+def test_what_is_valid_says_what_privacy_depends_on() -> None:
+    stack = {"d": [{"name": "dp_sgd", "norm": 1.0, "epsilon": 8.0}]}
+    probes = {"batch_sizes": [1], "trials": 3}
+    (found,) = acceptance.validate({**SCENARIO, "defenses": stack, "observe": probes})
+    data, rounds, local, probed, claimed = found.lines()
+    assert "3 clients each with at least 479 images" in data
+    assert rounds == "rounds: 1, each of 3 of 3 clients"
+    assert local == "local training: 1 step of 2 images, sampling without_replacement"
+    assert "3 releases" in probed and "included" in probed
+    assert claimed.startswith("d: noise_multiplier ") and "for epsilon 8, ε = 7.9" in claimed
+
+
+def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fedsim.validate(SCENARIO)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,240 @@
+"""An ε asked for: the noise found is enough, hardly more, and the same for everybody."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from dp_accounting import (
+    GaussianDpEvent,
+    NeighboringRelation,
+    PoissonSampledDpEvent,
+    SampledWithoutReplacementDpEvent,
+)
+from dp_accounting.pld import PLDAccountant
+from dp_accounting.rdp import RdpAccountant
+
+from fedsim.contracts.stack import chain
+from fedsim.privacy import calculator
+from fedsim.privacy.ledger import claim
+from fedsim.privacy.numerics.search import least_noise
+from fedsim.scenario import Scenario, expand
+from fedsim.training import accounting, spending
+from fedsim.training.census import Census
+from fedsim.training.workload import OneClient, Workload
+from fedsim.types import FedsimError
+from fedsim_defenses.dp_sgd import DPSGD
+
+
+def scenario(
+    *, epsilon: float = 8.0, rounds: int = 5, steps: int = 2, clients: int = 4, **more: Any
+) -> Scenario:
+    sampling = more.pop("sampling", "without_replacement")
+    member = {"name": "dp_sgd", "norm": 1.0, "epsilon": epsilon, **more.pop("member", {})}
+    document = {
+        "name": "t",
+        "data": {"source": {"name": "digits", "size": 8}, "clients": clients},
+        "model": {"name": "mlp", "hidden": [4]},
+        "training": {
+            "rounds": rounds,
+            "local": {"steps": steps, "batch_size": 20, "sampling": sampling},
+        },
+        "defenses": {"none": [], "dp": [*more.pop("before", []), member]},
+        "attacks": [],
+        **more,
+    }
+    return expand(document)[0].scenario
+
+
+def noise(made: Scenario) -> float:
+    ((_, found),) = spending.noises(Workload(made, "dp").stack)
+    return found
+
+
+OUTSIDE = {"observe": {"batch_sizes": [1]}, "privacy": {"probes": "outside"}}
+CASES: list[dict[str, Any]] = [
+    {},
+    {"epsilon": 0.5},
+    {"epsilon": 300.0, "steps": 1},
+    {"rounds": 40, "federation": {"participation": 0.5}},
+    {"observe": {"batch_sizes": [1, 5], "trials": 2, "rounds": [1, 3]}},
+    {"observe": {"batch_sizes": [2], "releases": 3}},
+    {"before": [{"name": "local_aggregation", "steps": 3}], "steps": 1},
+    {"sampling": "poisson", **OUTSIDE},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_ledger_keeps_to_what_is_asked_and_hardly_below(case: dict[str, Any]) -> None:
+    made = scenario(**case)
+    workload = Workload(made, "dp")
+    held = accounting.spent(workload, made.training.rounds)
+    assert 0.99 * case.get("epsilon", 8.0) <= held.epsilon <= case.get("epsilon", 8.0)
+    assert held.unit == "example" and held.delta == 1e-5
+    accounting.check_promise(workload)
+
+
+def test_dp_accounting_agrees_without_replacement() -> None:
+    made = scenario(rounds=7, steps=3)
+    peer = RdpAccountant(neighboring_relation=NeighboringRelation.REPLACE_ONE)
+    held = min(Workload(made, "dp").census.held)
+    # Exchanging an example moves the sum by up to 2 C.
+    release = SampledWithoutReplacementDpEvent(held, 20, GaussianDpEvent(noise(made) / 2))
+    peer.compose(release, 21)
+    assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8
+
+
+def test_dp_accounting_agrees_by_poisson() -> None:
+    made = scenario(rounds=7, steps=3, sampling="poisson", **OUTSIDE)
+    held = min(Workload(made, "dp").census.held)
+    peer = PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    peer.compose(PoissonSampledDpEvent(20 / held, GaussianDpEvent(noise(made))), 21)
+    assert 0.99 * 8 <= peer.get_epsilon(1e-5) <= 8 * 1.001
+
+
+def test_laws() -> None:
+    """A smaller ε takes more noise, and so does a longer training, and fewer images of a client."""
+    plain = noise(scenario())
+    assert noise(scenario(epsilon=4.0)) > plain
+    assert noise(scenario(rounds=10)) > plain
+    assert noise(scenario(steps=4)) > plain
+    assert noise(scenario(clients=8)) > plain
+    assert noise(scenario(privacy={"delta": 1e-7})) > plain
+    assert noise(scenario(observe={"batch_sizes": [5]})) > plain, "probes are spent, too"
+    half = scenario(rounds=10, federation={"participation": 0.5})
+    assert plain < noise(half) <= noise(scenario(rounds=10)), "the one that takes part most often"
+
+
+def test_the_smallest_client_decides() -> None:
+    uneven = {"data": {"source": {"name": "digits", "size": 8}, "clients": 2}}
+    made = scenario(**uneven)
+    shared = {"place": "p", "scenario": made, "declared": Workload(made, "dp").declared}
+    written = chain(DPSGD(norm=1.0, epsilon=8.0))
+    schedule = Workload(made, "dp").schedule
+
+    def found(*held: int) -> float:
+        stack = spending.calibrated(written, held=held, schedule=schedule, **shared)
+        return spending.noises(stack)[0][1]
+
+    assert found(700, 60) == found(60, 60) > found(700, 700)
+    assert found(0, 60) == found(60, 60), "a count that is not known is no count of nothing"
+
+
+def test_a_node_finds_the_noise_of_all() -> None:
+    made = scenario(clients=3)
+    whole = Workload(made, "dp")
+    for client in whole.clients:
+        census = Census(held=whole.census.held, private_statistics={})
+        one = OneClient(made, "dp", client, census)
+        assert spending.noises(one.stack) == spending.noises(whole.stack)
+        assert one.stack == whole.stack
+
+
+def test_a_server_that_misstates_counts_gets_more_noise_or_none() -> None:
+    made = scenario(clients=3)
+    whole = Workload(made, "dp")
+    held = list(whole.census.held)
+    least = noise(made)
+    fewer = Census(held=[held[0], 30, 30], private_statistics={})
+    assert spending.noises(OneClient(made, "dp", whole.clients[0], fewer).stack)[0][1] > least
+    many = Census(held=[held[0], 10**6, 10**6], private_statistics={})
+    ((_, found),) = spending.noises(OneClient(made, "dp", whole.clients[0], many).stack)
+    keys = {"examples": held[0], "batch_size": 20, "rounds": 5, "steps": 2}
+    own = calculator.epsilon("dp_sgd", {**keys, "noise_multiplier": found}, delta=1e-5)
+    assert own.epsilon <= 8, "its own images are protected as asked, whatever it is told"
+    with pytest.raises(FedsimError, match="the server counts"):
+        OneClient(made, "dp", whole.clients[0], Census(held=[10**6] * 3, private_statistics={}))
+
+
+def test_what_is_announced_has_the_noise_and_the_scenario_has_not() -> None:
+    made = scenario()
+    workload = Workload(made, "dp")
+    (seen,) = workload.recordings()
+    (member,) = seen.defense
+    assert member == {
+        "name": "dp_sgd",
+        "norm": 1.0,
+        "epsilon": 8.0,
+        "noise_multiplier": noise(made),
+    }
+    assert made.defenses["dp"][0].parameters == {"norm": 1.0, "epsilon": 8.0}
+    assert seen.effect.noise[0].variance == pytest.approx((noise(made) / 20) ** 2)
+
+
+def test_the_calculator_says_the_same() -> None:
+    made = scenario()
+    keys = {"examples": min(Workload(made, "dp").census.held), "batch_size": 20}
+    keys |= {"rounds": 5, "steps": 2}
+    found = calculator.calibrate("dp_sgd", keys, epsilon=8, delta=1e-5)
+    assert found.noise_multiplier == noise(made)
+    assert found.epsilon == accounting.spent(Workload(made, "dp"), 5).epsilon
+
+
+@pytest.mark.parametrize(
+    ("member", "said"),
+    [
+        ({"noise_multiplier": 1.0}, "both noise_multiplier and epsilon are given"),
+        ({"epsilon": None}, "neither noise_multiplier nor epsilon is given"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"delta": 1.0}, "delta"),
+        ({"epsilon": None, "noise_multiplier": 1.0, "delta": 1e-5}, "delta belongs to epsilon"),
+    ],
+)
+def test_one_of_epsilon_and_noise(member: dict[str, Any], said: str) -> None:
+    with pytest.raises(FedsimError, match=said):
+        scenario(member=member)
+
+
+def test_another_delta_than_the_ledgers_is_refused() -> None:
+    made = scenario(member={"delta": 1e-6})
+    with pytest.raises(FedsimError, match=r"defenses.dp\[0\]: delta: 1e-06, .*privacy.delta"):
+        Workload(made, "dp")
+    noise(scenario(member={"delta": 1e-6}, privacy={"delta": 1e-6}))
+
+
+def test_two_targets_are_refused() -> None:
+    made = scenario(before=[{"name": "dp_sgd", "norm": 1.0, "epsilon": 3.0}])
+    with pytest.raises(FedsimError, match="two defenses ask for an ε"):
+        Workload(made, "dp")
+
+
+def test_what_no_noise_reaches_and_what_needs_none_are_refused() -> None:
+    with pytest.raises(FedsimError, match="not reached by any noise"):
+        least_noise(lambda _: 9.0, 8.0)
+    with pytest.raises(FedsimError, match="hardly any of this noise"):
+        least_noise(lambda _: 7.0, 8.0)
+    with pytest.raises(FedsimError, match="above 0"):
+        least_noise(lambda at: 1 / at, 0.0)
+
+
+@pytest.mark.parametrize("power", [0.8, 1.0, 3.0, 12.0])
+@pytest.mark.parametrize("target", [1e-3, 1.0, 8.0, 1e4])
+def test_few_questions_find_the_least_noise(power: float, target: float) -> None:
+    asked = []
+
+    def epsilon_of(at: float) -> float:
+        asked.append(at)
+        return 5.0 * at**-power
+
+    found = least_noise(epsilon_of, target)
+    assert 0.99 * target <= epsilon_of(found) <= target
+    assert len(asked) < 20
+
+
+def test_a_promise_that_cannot_be_kept_is_refused() -> None:
+    partition = {
+        "source": {"name": "digits", "size": 8},
+        "partition": {"name": "dirichlet", "alpha": 5.0},
+    }
+    made = scenario(data=partition)
+    with pytest.raises(FedsimError, match=r"defenses.dp: epsilon: 8 cannot be promised: .*labels"):
+        accounting.check_promise(Workload(made, "dp"))
+
+
+def test_without_its_noise_it_claims_nothing_and_does_not_train() -> None:
+    bare, declared = DPSGD(norm=1.0, epsilon=8.0), Workload(scenario(), "none").declared
+    found = claim(chain(bare), declared, rounds=1, num_examples=300, delta=1e-5)
+    assert found.epsilon == float("inf")
+    with pytest.raises(FedsimError, match="give noise_multiplier elsewhere"):
+        bare.gradient(lambda *_: None, lambda *_: {}, 4)  # type: ignore[arg-type,return-value]
