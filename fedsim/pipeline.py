@@ -6,12 +6,10 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from fedsim import acceptance, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
@@ -107,7 +105,7 @@ def run(
         except FedsimError as error:
             raise locate(document, error) if isinstance(document, Document) else error from None
         try:
-            with _display(quiet) as display:
+            with progress.display(quiet) as display:
                 for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
                     display.note(f"WARNING: {line}")
                 for plan in plans:
@@ -218,7 +216,7 @@ def collect(
             link=None,
         )
         try:
-            with _display(quiet) as display:
+            with progress.display(quiet) as display:
                 plan.attack_again(display)
             write_report(root)
         except OSError as error:
@@ -578,15 +576,6 @@ def _job(entry: AttackEntry, observation: Path) -> Job:
         parameters=entry.parameters,
         restarts=entry.restarts,
     )
-
-
-@contextmanager
-def _display(quiet: bool) -> Iterator[progress.Display]:
-    if quiet:
-        yield progress.Quiet()
-    else:
-        with progress.Live(Console(stderr=True)) as live:
-            yield live
 
 
 def _audited(row: record.Row | None) -> str:

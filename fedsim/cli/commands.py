@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsim.cli import network
+from fedsim.cli import assess, network
 from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
 from fedsim.cli.outcome import TableFormat, show
@@ -503,4 +503,5 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
     write_json(out / "result.json", row)
 
 
+assess.add_to(app)
 network.add_to(app)

@@ -37,6 +37,8 @@ from fedsim.report.loggers.stores import STORES
 from fedsim.scenario import Scenario, expand, open_document
 
 SCHEMATIC = {
+    # Its recordings are another program's: tests/federation/test_stock_apps.py makes some.
+    "fedsim assess TAPPED --model MODULE:NAME --truth DIR --out DIR": ["fedsim assess --help"],
     "fedsim attack ... --grant labels=known --grant bn=exact": [
         "fedsim attack runs/quickstart/observations/none/round-0001/client-0000-b1-t0.json "
         "--attack deep_leakage --grant labels=known --grant bn=exact"
