@@ -7,18 +7,19 @@ for its truth, and a defense of which nothing is proven are all reported.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from fedsim.report.control import invalid_reasons
+from fedsim.contracts.grant import Grant
+from fedsim.report.control import describe_comparison, invalid_reasons
 from fedsim.report.facts import awaited, unfinished
 from fedsim.report.leaderboard import leaderboard_rows
-from fedsim.report.row import LeaderboardRow
+from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, load_runs
+from fedsim.results.reading import ReportError, Run, load_runs
 
-Cell = tuple[str, str, str, str, int, int]
-"""(defense, attack, vantage, server, batch size, round)."""
+Cell = tuple[str, str, str, str, str, Grant, int, int]
+"""(member of a sweep, defense, attack, vantage, server, what is granted, batch size, round)."""
 
 
 def broken_limits(
@@ -40,10 +41,15 @@ def broken_limits(
         defenses: Names of those that count; by default all but the undefended.
 
     Raises:
-        ReportError: a folder holds no results, a defense is in none, or no limit is given.
+        ReportError: a folder holds no results, a defense is in none, no limit is given, or one is
+            not finite.
     """
-    if max_psnr is None and max_gain is None and max_epsilon is None:
+    limits = {"max-psnr": max_psnr, "max-gain": max_gain, "max-epsilon": max_epsilon}
+    if not any(limit is not None for limit in limits.values()):
         raise ReportError("no limit is given: use --max-psnr, --max-gain or --max-epsilon")
+    for option, limit in limits.items():
+        if limit is not None and not math.isfinite(limit):
+            raise ReportError(f"--{option}: expected a finite number, got {limit}")
     folders = list(folders)
     runs, rows = load_runs(folders), leaderboard_rows(folders)
     known = {row.defense for row in rows}
@@ -52,21 +58,20 @@ def broken_limits(
             f"--defense: {unknown[0]} is none of these runs' ({', '.join(sorted(known))})"
         )
     chosen = [row for row in rows if row.defense in defenses or not (defenses or row.undefended)]
-    if not chosen:
-        raise ReportError("these runs have no defended stack; name one with --defense")
     lines = [*unfinished(runs), *filter(None, [awaited(runs)])]
+    if not chosen:
+        if lines:
+            return lines
+        raise ReportError("these runs have no defended stack; name one with --defense")
     if max_psnr is not None or max_gain is not None:
         lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows)]
+    lines += _unmeasured(chosen, max_psnr is not None, max_gain is not None)
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
-    names = {row.defense for row in chosen}
     if max_epsilon is not None:
-        lines += [
-            line
-            for row in utility(runs)
-            if row.defense in names and (line := _unproven(row, max_epsilon))
-        ]
-    return lines
+        names = {row.defense for row in chosen}
+        lines += [line for run in runs for line in _unproven(run, names, max_epsilon)]
+    return list(dict.fromkeys(lines))
 
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
@@ -78,34 +83,56 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
     Raises:
         ReportError: a folder holds no results, or they have no attack on a defense in common.
     """
-    old, new = ({_cell(row): row for row in leaderboard_rows([f])} for f in (before, after))
+    runs, later = load_runs([before]), load_runs([after])
+    rows, later_rows = leaderboard_rows([before]), leaderboard_rows([after])
+    swept = any(len({(r.scenario, r.variant) for r in each}) > 1 for each in (rows, later_rows))
+    old, new = ({_cell(row, swept): row for row in each} for each in (rows, later_rows))
     common = [cell for cell in old if cell in new]
     if not common:
         raise ReportError(
             f"{before} and {after} have no attack on a defense in common, so that nothing compares"
         )
-    lines = [f"{_named(old[cell])}: not measured any more" for cell in old if cell not in new]
+    known = invalid_reasons(rows)
+    lines = unfinished(later)
+    lines += [f"INVALID: {reason}" for reason in invalid_reasons(later_rows) if reason not in known]
+    lines += [f"{_named(old[cell])}: not measured any more" for cell in old if cell not in new]
     for cell in common:
         was, is_ = old[cell].own_gain, new[cell].own_gain
-        if was and is_ and is_.mean > _upper(old[cell]):
+        if was and old[cell].n_ok and not (is_ and new[cell].n_ok):
+            lines.append(f"{_named(new[cell])}: not measured any more")
+        elif was and is_ and is_.mean > _upper(old[cell]):
             lines.append(
                 f"{_named(new[cell])}: gain {is_.mean:+.1f} dB, before {was.mean:+.1f} "
                 f"(up to {_upper(old[cell]):+.1f})"
             )
-    was_proven = {row.defense: row for row in utility(load_runs([before]))}
-    for row in utility(load_runs([after])):
-        earlier = was_proven.get(row.defense)
-        if earlier and _epsilon(row) > _epsilon(earlier) * (1 + 1e-9):
-            lines.append(f"{row.defense}: ε {_epsilon(row):.4g}, before {_epsilon(earlier):.4g}")
+    was_proven, proven = _claims(runs, swept), _claims(later, swept)
+    for (member, name), earlier in was_proven.items():
+        now = proven.get((member, name), math.inf)
+        if now > earlier * (1 + 1e-9):
+            of = f"{member}, " if member else ""
+            lines.append(f"{of}{name}: ε {now:.4g}, before {earlier:.4g}")
     return lines
 
 
-def _cell(row: LeaderboardRow) -> Cell:
-    return row.defense, row.attack, row.vantage, row.server, row.batch_size, row.round
+def _cell(row: LeaderboardRow, swept: bool) -> Cell:
+    member = f"{row.scenario} {row.variant}" if swept else ""
+    where = row.vantage, row.server, row.knowledge, row.batch_size, row.round
+    return member, row.defense, row.attack, *where
+
+
+def _claims(runs: Sequence[Run], swept: bool) -> dict[tuple[str, str], float]:
+    """Maps (member of a sweep, defense) to the largest ε of its runs."""
+    claims: dict[tuple[str, str], float] = {}
+    for run in runs:
+        for row in utility([run]):
+            key = row.variant if swept else "", row.defense
+            claims[key] = max(claims.get(key, 0.0), _epsilon(row))
+    return claims
 
 
 def _named(row: LeaderboardRow) -> str:
     seen = "" if row.vantage == "server" else f", {row.vantage}"
+    seen += f", {row.variant}" if row.variant else ""
     return f"{row.defense}, {row.attack}, batch size {row.batch_size}, round {row.round}{seen}"
 
 
@@ -128,11 +155,42 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
     return lines
 
 
-def _unproven(row: UtilityRow, limit: float) -> str | None:
-    if _epsilon(row) <= limit:
-        return None
-    why = f" ({row.reason})" if row.reason else ""
-    return f"{row.defense}: ε is {_epsilon(row):.4g}{why}, above {limit:g}"
+def _unmeasured(rows: Sequence[LeaderboardRow], psnr: bool, gain: bool) -> list[str]:
+    """Returns a line for each defense of a comparison on which no attack yields what is limited."""
+    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
+    for row in rows:
+        stacks.setdefault((row.comparison, row.defense), []).append(row)
+    lines = []
+    for (comparison, defense), members in stacks.items():
+        ended = [row for row in members if row.n_ok]
+        missing = {
+            "PSNR": psnr and all(row.worst.get("psnr") is None for row in ended),
+            "gain over guessing and over another update": gain
+            and all(row.own_gain is None for row in ended),
+        }
+        lines += [
+            f"{defense} ({describe_comparison(comparison)}): no attack on it has a {what}, and "
+            "what is not measured keeps to no limit; results.jsonl says what failed"
+            for what, is_missing in missing.items()
+            if is_missing
+        ]
+    return lines
+
+
+def _unproven(run: Run, names: Collection[str], limit: float) -> list[str]:
+    """Returns a line for each of these defenses of a run whose ε is above the limit."""
+    claims = {row.defense: row for row in utility([run])}
+    lines = []
+    for name in dict.fromkeys([*claims, *(row.defense.name for row in run.rows)]):
+        if name not in names:
+            continue
+        claim = claims.get(name)
+        if claim is None:
+            lines.append(f"{name}: no line of rounds.jsonl states its ε ({run.folder})")
+        elif _epsilon(claim) > limit:
+            why = f" ({claim.reason})" if claim.reason else ""
+            lines.append(f"{name}: ε is {_epsilon(claim):.4g}{why}, above {limit:g}")
+    return lines
 
 
 def _epsilon(row: UtilityRow) -> float:

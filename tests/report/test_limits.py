@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic_run import STACKS, Stack, write_run
@@ -110,6 +113,117 @@ def test_a_larger_epsilon_and_what_is_gone_are_told(tmp_path: Path) -> None:
         grown(before, other)
 
 
+def altered(run: Path, change: Callable[[dict[str, Any]], bool | None]) -> Path:
+    """Changes the lines of a run's results; a line for which `change` returns False is removed."""
+    path = run / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    kept = [row for row in rows if change(row) is not False]
+    path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+    return run
+
+
+def leak(row: dict[str, Any]) -> None:
+    """An attack that gets 40 dB more."""
+    if row["defense"]["name"] == "dp" and row["metrics"]["psnr"] is not None:
+        row["metrics"]["psnr"] += 40
+
+
+def failed(row: dict[str, Any]) -> None:
+    if row["defense"]["name"] == "dp":
+        row |= {"status": "failed", "reason": "broken", "metrics": None, "control": None}
+        row["per_image"] = None
+
+
+def labels_alone(row: dict[str, Any]) -> bool:
+    return row["defense"]["name"] != "dp" or row["attack"]["label"] == "label_inference"
+
+
+@pytest.mark.parametrize("limit", ["max_psnr", "max_gain", "max_epsilon"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_limit_that_nothing_is_above_is_refused(
+    limit: str, value: float, run_folder: Path
+) -> None:
+    with pytest.raises(ReportError, match=f"{limit.replace('_', '-')}: expected a finite number"):
+        broken_limits([run_folder], **{limit: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("change", [failed, labels_alone])
+def test_what_no_attack_measured_keeps_to_no_limit(
+    change: Callable[[dict[str, Any]], bool | None], tmp_path: Path
+) -> None:
+    run = altered(written(tmp_path), change)
+    for limit, what in (("max_psnr", "PSNR"), ("max_gain", "gain")):
+        (line,) = broken_limits([run], **{limit: 90.0}, defenses=["dp"])  # type: ignore[arg-type]
+        assert line.startswith("dp (") and f"has a {what}" in line
+        assert broken_limits([run], **{limit: 90.0}, defenses=["pruning"]) == []  # type: ignore[arg-type]
+
+
+def test_an_epsilon_that_no_line_states_is_above_any_limit(tmp_path: Path) -> None:
+    run = written(tmp_path / "run")
+    (run / "rounds.jsonl").unlink()
+    (line,) = broken_limits([run], max_epsilon=100.0, defenses=["dp"])
+    assert line.startswith("dp: no line of rounds.jsonl states its ε")
+
+
+def test_each_seed_has_to_keep_to_the_limit_of_epsilon(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        written(tmp_path / str(seed))
+    path = tmp_path / "2" / "rounds.jsonl"
+    rounds = [json.loads(line) for line in path.read_text().splitlines()]
+    for row in rounds:
+        row |= {"epsilon": None, "privacy": None}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rounds))
+    assert broken_limits([tmp_path], max_epsilon=8.0, defenses=["dp"]) == ["dp: ε is inf, above 8"]
+
+
+def test_a_run_that_waits_for_its_truth_keeps_to_no_limit(tmp_path: Path) -> None:
+    run = altered(written(tmp_path), lambda row: row.update(status="unscored", metrics=None))
+    assert any(line.startswith("UNSCORED: ") for line in broken_limits([run], max_psnr=90.0))
+
+
+@pytest.mark.parametrize("grown_member", ["eval", "train"])
+def test_every_member_of_a_sweep_is_compared_with_its_own(
+    grown_member: str, tmp_path: Path
+) -> None:
+    for sweep in ("before", "after"):
+        for mode in ("eval", "train"):
+            write_run(
+                tmp_path / sweep / mode,
+                stacks=CHOSEN,
+                trials=3,
+                batch_sizes=(1,),
+                rounds=3,
+                variant={"training.mode": mode},
+            )
+    altered(tmp_path / "after" / grown_member, leak)
+    lines = grown(tmp_path / "before", tmp_path / "after")
+    assert lines and all(f"training.mode={grown_member}: gain" in line for line in lines)
+
+
+def test_each_threat_model_is_compared_with_its_own(tmp_path: Path) -> None:
+    """Rows of attackers that know labels neither hide nor stand for those of others."""
+
+    def twice(folder: Path, weaker_leaks: bool) -> Path:
+        run, other = written(folder), written(folder.with_name(f"{folder.name}-known"))
+        altered(other, lambda row: row["knowledge"].update(labels="known"))
+        altered(other, leak)
+        if weaker_leaks:
+            altered(run, leak)
+        lines = [path.joinpath("results.jsonl").read_text() for path in (run, other)]
+        (run / "results.jsonl").write_text("".join(lines))
+        return run
+
+    before = twice(tmp_path / "before", weaker_leaks=False)
+    after = twice(tmp_path / "after", weaker_leaks=True)
+    assert any(line.startswith("dp, ") for line in grown(before, after))
+
+
+def test_an_attack_that_fails_now_is_told(tmp_path: Path) -> None:
+    before, after = written(tmp_path / "before"), altered(written(tmp_path / "after"), failed)
+    lines = grown(before, after)
+    assert lines and all("dp" in line and "not measured any more" in line for line in lines)
+
+
 def test_the_status_says_it(run_folder: Path) -> None:
     def status(*words: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, list(words))
@@ -120,4 +234,5 @@ def test_the_status_says_it(run_folder: Path) -> None:
     code, said = status("check", folder, "--max-epsilon", "1", "--defense", "dp")
     assert (code, said) == (1, "dp: ε is 7.82, above 1\n")
     assert status("check", folder)[0] == 2
+    assert status("check", folder, "--max-psnr", "nan")[0] == 2
     assert status("compare", folder, folder)[0] == 0
