@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -27,7 +28,8 @@ PORT = 8321
 _COOKIE = "fedsim_board"
 
 _SILENCE = 10.0
-"""A browser that says nothing for so many seconds is hung up on."""
+"""A browser whose request is not here after so many seconds, or that takes none of the answer for
+as long, is hung up on."""
 
 _AT_ONCE = 32
 """So many requests are answered at once; further ones wait."""
@@ -143,6 +145,22 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "fedsim"
     sys_version = ""
 
+    def handle_one_request(self) -> None:
+        """Hangs up on a request that comes byte by byte: the timeout is one of silence alone."""
+        connection = self.connection
+
+        def hang_up() -> None:
+            with suppress(OSError):  # it is closed
+                connection.shutdown(socket.SHUT_RD)
+
+        self._deadline = threading.Timer(self.timeout, hang_up)
+        self._deadline.daemon = True
+        self._deadline.start()
+        try:
+            super().handle_one_request()
+        finally:
+            self._deadline.cancel()
+
     def do_GET(self) -> None:
         self._answer(with_body=True)
 
@@ -153,6 +171,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Writes no line for a request: its address may hold the token."""
 
     def _answer(self, with_body: bool) -> None:
+        self._deadline.cancel()
         url = urlsplit(self.path)
         if not self._names_this_host():
             # Another site's name that was made to point here must not read the page.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedsim.board.compact import SENTENCE, shortened
 from fedsim.board.data import board_data, document
 from fedsim.results.reading import RESULTS
 from fedsim.types import FedsimError
@@ -55,7 +56,10 @@ class Watched:
                 try:
                     data = board_data(self._folders)
                 except (FedsimError, OSError) as error:
-                    data = {**self._version.data, "problem": str(error)}
+                    data = {**self._version.data, "problem": shortened(str(error), SENTENCE)}
+                except Exception as error:  # else the page would stand still, and nobody be told
+                    problem = f"{type(error).__name__}: {error}"
+                    data = {**self._version.data, "problem": shortened(problem, SENTENCE)}
                 self._version = _version(data)
                 self._signature = signature
             return self._version

@@ -6,11 +6,12 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -146,6 +147,45 @@ def test_half_a_line_and_a_damaged_file_do_no_harm(run: Path) -> None:
         path.write_text("no json\n")
         document = json.loads(ask(server, "/data")[2])
         assert document["rows"] == rows and "line 1" in document["problem"]
+
+
+def test_requests_that_never_end_keep_nobody_out(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More browsers than are answered at once, each of which sends a byte now and then."""
+    monkeypatch.setattr("fedsim.board.server._Handler.timeout", 1.0)
+    ended = threading.Event()
+
+    def drip(address: tuple[str, int]) -> None:
+        with suppress(OSError), socket.create_connection(address) as connection:
+            connection.sendall(b"GET / HTTP/1.1\r\n")
+            while not ended.wait(0.3):
+                connection.sendall(b"x")
+
+    with served([run]) as server:
+        address = ("127.0.0.1", server.server_address[1])
+        threads = [threading.Thread(target=drip, args=(address,)) for _ in range(40)]
+        try:
+            for thread in threads:
+                thread.start()
+            assert ask(server, "/data")[0] == 200
+        finally:
+            ended.set()
+            for thread in threads:
+                thread.join()
+
+
+@pytest.mark.parametrize("error", [OverflowError("too large"), KeyError("psnr")])
+def test_what_nobody_thought_of_is_said_on_the_page(
+    error: Exception, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("fedsim.board.watch.board_data", fail)
+    with served([run]) as server:
+        status, _, body = ask(server, "/data")
+    assert status == 200 and type(error).__name__ in json.loads(body)["problem"]
 
 
 def test_the_page_follows_a_run_and_can_be_paused(browser: Browser, run: Path) -> None:
