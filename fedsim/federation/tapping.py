@@ -120,17 +120,28 @@ def client_tap(
     def mod(
         message: Message, context: Context, call_next: Callable[[Message, Context], Message]
     ) -> Message:
-        recorder = plan.recorder(context.run_id, "client")
-        # Of messages that do not say which round they are of, those before this one are on disk.
-        tape = _Tape(recorder, counted=recorder.recorded(context.node_id))
-        tape.begin([message])
-        sent = tape.note(message, context.node_id)
+        tape = _client_tape(plan, context) if trains(message) else None
+        sent = None
+        if tape:
+            tape.begin([message])
+            sent = tape.note(message, context.node_id)
         reply = call_next(message, context)
-        if sent:
+        if tape and sent:
             tape.record(sent, message.metadata.message_id, reply)
         return reply
 
     return mod
+
+
+def _client_tape(plan: _Plan, context: Context) -> _Tape | None:
+    """Returns the tape of this client's run; None if its folder cannot be looked at."""
+    try:
+        recorder = plan.recorder(context.run_id, "client")
+        # Of messages that do not say which round they are of, those before this one are on disk.
+        return _Tape(recorder, counted=recorder.recorded(context.node_id))
+    except OSError as error:
+        _log.warning("fedsim.client_tap: an exchange is not recorded: %s", error)
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +201,8 @@ class _Tape:
     def __init__(self, recorder: Recorder, counted: int = 0) -> None:
         self._recorder = recorder
         self._counted = counted
-        self._last: tuple[int, ArrayRecord, str] | None = None
-        """The round, the record and the digest of what was sent last: clients share it."""
+        self._last: tuple[int, _Content, str] | None = None
+        """The round, the content and the digest of what was sent last: clients share it."""
 
     def begin(self, messages: Iterable[Message]) -> None:
         """Count a round of messages to train that do not say which round it is."""
@@ -216,11 +227,12 @@ class _Tape:
             return None
         key, arrays = _model(content, None)
         last = self._last
-        if last is None or last[0] != round or last[1] is not arrays:
+        content_now = _content_of(arrays)
+        if last is None or last[0] != round or not _same(last[1], content_now):
             digest = self._recorder.save_broadcast(round, wire.decode(arrays))
             if digest is None:
                 return None
-            self._last = last = round, arrays, digest
+            self._last = last = round, content_now, digest
         return _Sent(
             round=round, node_id=node_id, key=key, broadcast=last[2], config=_told(content)
         )
@@ -230,6 +242,9 @@ class _Tape:
         try:
             if not reply.has_content():
                 self._recorder.leave_out("a client answered with an error")
+                return
+            if reply.metadata.src_node_id != sent.node_id:
+                self._recorder.leave_out("another node answered than was asked")
                 return
             _, arrays = _model(reply.content, sent.key)
             self._recorder.save_reply(
@@ -320,7 +335,11 @@ class _TappedGrid(Grid):
         return self._recorded(replies, waiting)
 
     def _note(self, messages: list[Message]) -> list[_Sent | None]:
-        tape = self._tape()
+        try:
+            tape = self._tape()
+        except Exception as error:  # an app goes on, whatever its grid and the disk say
+            _log.warning("fedsim.tap: messages are not recorded: %s", error)
+            return [None] * len(messages)
         tape.begin(messages)
         return [tape.note(message, message.metadata.dst_node_id) for message in messages]
 
@@ -380,6 +399,25 @@ def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
         ((name, arrays),) = records.items()
         return name, arrays
     raise FedsimError(f"a message holds {len(records)} records of arrays, expected one")
+
+
+_Content = list[tuple[str, str, tuple[int, ...], bytes]]
+"""Name, type, shape and bytes of each array of a record."""
+
+
+def _content_of(arrays: ArrayRecord) -> _Content:
+    return [(name, array.dtype, tuple(array.shape), array.data) for name, array in arrays.items()]
+
+
+def _same(first: _Content, second: _Content) -> bool:
+    """Whether both hold the very same bytes; a record that is filled anew does not.
+
+    Bytes cannot change: that they are one object says it without a look at them.
+    """
+    return len(first) == len(second) and all(
+        one[:3] == other[:3] and one[3] is other[3]
+        for one, other in zip(first, second, strict=True)
+    )
 
 
 def _told(content: RecordDict) -> Told:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ Told = Mapping[str, Mapping[str, Any]]
 MOST_ROUNDS = 999_999
 _RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
 _TAP = "tap.json"
+_WRITTEN = (".safetensors", ".json")
+_REASONS, _OTHER = 100, "other reasons"
+"""So many reasons for leaving something out are told apart: senders can make up any number."""
 
 
 class _Sidecar(BaseModel):
@@ -84,11 +88,16 @@ class Exchange:
         return _verified(self.path.with_suffix(".safetensors"), self._reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the metric of that name, of whichever record; None if there is no number."""
+        """Returns the finite metric of that name, of whichever record; None if there is none."""
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
-                return float(value)
+                try:
+                    number = float(value)
+                except OverflowError:
+                    continue
+                if math.isfinite(number):
+                    return number
         return None
 
 
@@ -105,7 +114,7 @@ class Recorder:
         clients: int | None,
         max_bytes: int,
     ) -> None:
-        """A recorder that has written nothing.
+        """A recorder that goes on with what is written of the run, if there is anything.
 
         Args:
             out: The folder of all runs.
@@ -123,7 +132,7 @@ class Recorder:
         self._max_bytes = max_bytes
         self._used = _used(self.folder)
         self._nodes: set[int] = set()
-        self._left_out: dict[str, int] = {}
+        self._left_out = _counts(self.folder / _TAP)
 
     def wants(self, round: int, node_id: int) -> bool:
         """Whether the answer of that node in that round is to be recorded."""
@@ -186,11 +195,15 @@ class Recorder:
             config={name: dict(record) for name, record in config.items()},
             metrics={name: dict(record) for name, record in metrics.items()},
         )
-        text = sidecar.model_dump_json(indent=2) + "\n"
-        write_bytes(base.with_suffix(".json"), text.encode(), durable=False)
+        text = (sidecar.model_dump_json(indent=2) + "\n").encode()
+        if self._has_room(len(text)):
+            write_bytes(base.with_suffix(".json"), text, durable=False)
+            self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
         """Counts what is not recorded; returns whether that reason is new."""
+        if reason not in self._left_out and len(self._left_out) >= _REASONS:
+            reason = _OTHER
         self._left_out[reason] = self._left_out.get(reason, 0) + 1
         self._describe()
         return self._left_out[reason] == 1
@@ -212,12 +225,18 @@ class Recorder:
     def _write(self, path: Path, tensors: Tensors) -> str | None:
         """Writes `tensors`; returns the file's digest, None if it has no room."""
         size = streaming.size_of(tensors)
-        if self._used + size > self._max_bytes:
-            self.leave_out("no room below max_gib")
+        if not self._has_room(size):
             return None
         digest = streaming.write(path, tensors)
         self._used += size
         return digest
+
+    def _has_room(self, size: int) -> bool:
+        """Whether so many bytes fit below the bound; if not, that is counted."""
+        if self._used + size <= self._max_bytes:
+            return True
+        self.leave_out("no room below max_gib")
+        return False
 
 
 def read_exchanges(folder: Path) -> list[Exchange]:
@@ -284,6 +303,15 @@ def left_out(folder: Path) -> list[str]:
         raise FedsimError(f"{path}: not what a tap writes: {error}") from error
 
 
+def _counts(path: Path) -> dict[str, int]:
+    """Returns what was left out so far; nothing where that cannot be read."""
+    try:
+        reasons = json.loads(paths.text(path, paths.TEXT))["left_out"]
+        return {str(reason): int(n) for reason, n in reasons.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, FedsimError):
+        return {}
+
+
 def _broadcast_name(digest: str) -> str:
     return f"broadcast-{digest[:16]}.safetensors"
 
@@ -296,4 +324,5 @@ def _verified(path: Path, digest: str) -> Tensors:
 
 
 def _used(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    written = (path for path in folder.glob("round-*/*") if path.suffix in _WRITTEN)
+    return sum(path.stat().st_size for path in written)

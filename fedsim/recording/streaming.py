@@ -28,6 +28,10 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _ALIGNED = 8
+_LONGEST_HEADER = 100_000_000
+"""Bytes of names and shapes that readers of safetensors take."""
+_RESERVED = "__metadata__"
+"""No name of a tensor in such a file."""
 Piece = bytes | memoryview
 
 
@@ -37,28 +41,37 @@ def pieces(tensors: Tensors) -> Iterator[Piece]:
     Raises:
         FedsimError: one is of a type that such files do not hold.
     """
+    names, header = _header(tensors)
+    yield header
+    for name in names:
+        if tensors[name].numel():
+            yield tensors[name].reshape(-1).view(torch.uint8).numpy().data
+
+
+def _header(tensors: Tensors) -> tuple[list[str], bytes]:
+    """Returns the names in the order of their bytes, and all that stands before these."""
     # Wide numbers first, so that all of them are aligned.
     names = sorted(tensors, key=lambda name: -tensors[name].element_size())
-    header: dict[str, object] = {}
+    places: dict[str, object] = {}
     start = 0
     for name in names:
         tensor = tensors[name]
         if tensor.dtype not in _NAMES:
             raise FedsimError(f"{name[:40]!r}: {tensor.dtype} cannot be recorded")
+        if name == _RESERVED:
+            raise FedsimError(f"a tensor is called {name}, and cannot be recorded by that name")
         end = start + tensor.numel() * tensor.element_size()
-        header[name] = {
+        places[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [start, end],
         }
         start = end
-    text = json.dumps(header).encode()
+    text = json.dumps(places).encode()
     text += b" " * (-len(text) % _ALIGNED)
-    yield len(text).to_bytes(8, "little")
-    yield text
-    for name in names:
-        if tensors[name].numel():
-            yield tensors[name].reshape(-1).view(torch.uint8).numpy().data
+    if len(text) > _LONGEST_HEADER:
+        raise FedsimError("the names of the tensors are too long to be recorded")
+    return names, len(text).to_bytes(8, "little") + text
 
 
 def digest_of(tensors: Tensors) -> str:
@@ -74,8 +87,13 @@ def digest_of(tensors: Tensors) -> str:
 
 
 def size_of(tensors: Tensors) -> int:
-    """Returns how many bytes the numbers take in a file."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    """Returns how many bytes the file has that `write` makes.
+
+    Raises:
+        FedsimError: see `pieces`.
+    """
+    numbers = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    return len(_header(tensors)[1]) + numbers
 
 
 def write(path: Path, tensors: Tensors) -> str:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,21 +74,11 @@ def watched(max_images: int) -> Iterator[Steps]:
     no `nn.Module`, and training in other threads or processes.
     """
     watch = _Watch(Steps(max_images=max_images))
-    losses: dict[str, Callable[..., Tensor]] = {name: getattr(F, name) for name in _LOSSES}
-    handles = [
-        hooks.register_module_forward_pre_hook(watch.called),
-        hooks.register_module_forward_hook(watch.returned, always_call=True),
-        register_optimizer_step_pre_hook(watch.stepped),
-    ]
-    for name, function in losses.items():
-        setattr(F, name, watch.listening(function))
+    _hooks.add(watch)
     try:
         yield watch.steps
     finally:
-        for name, function in losses.items():
-            setattr(F, name, function)
-        for handle in handles:
-            handle.remove()
+        _hooks.remove(watch)
         watch.end()
 
 
@@ -126,15 +117,10 @@ class _Watch:
         if threading.get_ident() == self._thread:
             self._depth = max(0, self._depth - 1)
 
-    def listening(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Returns `loss`, which now also tells of its labels."""
-
-        def told(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
-            if threading.get_ident() == self._thread and torch.is_grad_enabled():
-                self._pair(target)
-            return loss(input, target, *arguments, **named)
-
-        return told
+    def lost(self, labels: Any) -> None:
+        """When a loss is asked about `labels`."""
+        if threading.get_ident() == self._thread and torch.is_grad_enabled():
+            self._pair(labels)
 
     def _pair(self, labels: Any) -> None:
         images, self._inputs = self._inputs, None
@@ -165,6 +151,69 @@ class _Watch:
     def _take(self) -> None:
         batches, self._batches = self._batches, []
         self.steps.add(batches)
+
+
+class _Hooks:
+    """What PyTorch is hooked by for all watches of this process.
+
+    The first watch puts the hooks in and the last takes them out, so that threads whose trainings
+    overlap neither lose each other's losses nor leave any hook behind.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._watches: tuple[_Watch, ...] = ()
+        self._undo: list[Callable[[], None]] = []
+
+    def add(self, watch: _Watch) -> None:
+        with self._lock:
+            if not self._watches:
+                self._put_in()
+            self._watches = (*self._watches, watch)
+
+    def remove(self, watch: _Watch) -> None:
+        with self._lock:
+            self._watches = tuple(each for each in self._watches if each is not watch)
+            if not self._watches:
+                while self._undo:
+                    self._undo.pop()()
+
+    def _put_in(self) -> None:
+        for handle in (
+            hooks.register_module_forward_pre_hook(self._called),
+            hooks.register_module_forward_hook(self._returned, always_call=True),
+            register_optimizer_step_pre_hook(self._stepped),
+        ):
+            self._undo.append(handle.remove)
+        for name in _LOSSES:
+            loss = getattr(F, name)
+            setattr(F, name, self._listening(loss))
+            self._undo.append(partial(setattr, F, name, loss))
+
+    def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        for watch in self._watches:
+            watch.called(module, arguments)
+
+    def _returned(self, module: nn.Module, arguments: Any, output: Any) -> None:
+        for watch in self._watches:
+            watch.returned(module, arguments, output)
+
+    def _stepped(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
+        for watch in self._watches:
+            watch.stepped(optimizer, arguments, named)
+
+    def _listening(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Returns `loss`, which now also tells of its labels."""
+
+        def told(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
+            for watch in self._watches:
+                watch.lost(target)
+            return loss(input, target, *arguments, **named)
+
+        return told
+
+
+_hooks = _Hooks()
 
 
 def _are_images(value: Tensor) -> bool:

@@ -220,3 +220,116 @@ def test_a_tap_out_of_range_is_refused(options: dict[str, Any], said: str, tmp_p
 def test_nothing_else_is_tapped(tmp_path: Path) -> None:
     with pytest.raises(FedsimError, match="expected a Grid or a Strategy"):
         fedsim.tap("grid", out=tmp_path)  # type: ignore[call-overload]
+
+
+def test_a_record_that_is_filled_anew_is_another_broadcast(tmp_path: Path) -> None:
+    """Strategies that send each client its own model may use one record for all of them."""
+    plain = LocalGrid(client(), 2, 60)
+    grid = fedsim.tap(plain, out=tmp_path)
+    content = order(1, w=torch.zeros(2))
+    for place, node in enumerate(grid.get_node_ids()):
+        own = Array(np.full(2, float(place), dtype=np.float32))
+        content["arrays"]["w"] = own  # type: ignore[index, assignment]
+        list(grid.send_and_receive([Message(content, node, "train")]))
+    found = read_exchanges(run_folder(tmp_path))
+    assert [float(each.sent()["w"][0]) for each in found] == [0.0, 1.0]
+
+
+def test_another_nodes_answer_is_not_recorded_as_that_of_the_one_asked(tmp_path: Path) -> None:
+    class Confused(LocalGrid):
+        def send_and_receive(self, *arguments: Any, **named: Any) -> list[Message]:
+            replies = super().send_and_receive(*arguments, **named)
+            for reply in replies:
+                reply.metadata.__dict__["_src_node_id"] = 99
+            return replies
+
+    plain = Confused(client(), 1, 60)
+    assert (
+        len(list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))) == 1
+    )
+    assert left_out(run_folder(tmp_path)) == ["another node answered than was asked: 1 message"]
+
+
+def test_what_a_client_left_out_is_counted_over_all_its_messages(tmp_path: Path) -> None:
+    app = ClientApp(mods=[fedsim.client_tap(tmp_path)])
+
+    @app.train()
+    def train(message: Message, _: Context) -> Message:
+        return Message(RecordDict({}), reply_to=message)
+
+    plain = LocalGrid(app, 2, 60)
+    for round in (1, 2):
+        list(plain.send_and_receive(messages(plain, order(round))))
+    assert left_out(run_folder(tmp_path)) == [
+        "a message holds 0 records of arrays, expected one: 4 messages"
+    ]
+
+
+def test_reasons_that_senders_make_up_are_bounded(tmp_path: Path) -> None:
+    def answer(_: Message, context: Context) -> RecordDict:
+        name = f"made up {context.node_id}"
+        data = b"\x93NUMPY\x01\x00\x04\x00no!\n"
+        return RecordDict({"x": ArrayRecord({name: Array("object", (1,), "numpy.ndarray", data)})})
+
+    plain = LocalGrid(client(answer), 150, 60)
+    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))
+    lines = left_out(run_folder(tmp_path))
+    assert len(lines) == 101 and lines[-1] == "other reasons: 50 messages"
+
+
+@pytest.mark.parametrize("flood", ["names", "metrics"])
+def test_names_and_metrics_have_no_more_room_than_numbers(flood: str, tmp_path: Path) -> None:
+    def answer(_: Message, __: Context) -> RecordDict:
+        if flood == "names":
+            empty = Array(np.ones(0, dtype=np.float32))
+            return RecordDict({"x": ArrayRecord({f"{i}{'n' * 1000}": empty for i in range(90)})})
+        words = {f"{i}{'k' * 190}": "v" * 190 for i in range(190)}
+        arrays = ArrayRecord({"w": Array(np.ones(1, dtype=np.float32))})
+        return RecordDict({"x": arrays, "c": ConfigRecord(dict(words))})
+
+    most = 60_000
+    plain = LocalGrid(client(answer), 3, 60)
+    grid = fedsim.tap(plain, out=tmp_path, max_gib=most / 2**30)
+    list(grid.send_and_receive(messages(plain, order())))
+    folder = run_folder(tmp_path)
+    assert sum(path.stat().st_size for path in folder.glob("round-*/*")) <= most
+    assert any(line.startswith("no room below max_gib: ") for line in left_out(folder))
+
+
+def test_a_name_that_no_file_of_tensors_can_have_is_left_out(tmp_path: Path) -> None:
+    def answer(_: Message, __: Context) -> RecordDict:
+        arrays = Array(np.ones(1, dtype=np.float32))
+        return RecordDict({"x": ArrayRecord({"__metadata__": arrays})})
+
+    plain = LocalGrid(client(answer), 1, 60)
+    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))
+    assert "__metadata__" in left_out(run_folder(tmp_path))[0]
+    assert not list(tmp_path.rglob("node-*"))
+
+
+@pytest.mark.parametrize("side", ["server", "client"])
+def test_a_folder_that_cannot_be_looked_at_stops_no_app(
+    side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("fedsim.recording.exchanges._used", refuse)
+    app = client()
+    if side == "client":
+        app = ClientApp(mods=[fedsim.client_tap(tmp_path)])
+        app.train()(_move)
+    plain = LocalGrid(app, 2, 60)
+    grid = fedsim.tap(plain, out=tmp_path) if side == "server" else plain
+    replies = list(grid.send_and_receive(messages(plain, order())))
+    assert len(replies) == 2 and not any(reply.has_error() for reply in replies)
+
+
+def test_numbers_that_no_metric_can_have_are_none(tmp_path: Path) -> None:
+    plain = LocalGrid(client(), 1, 60)
+    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order())))
+    (exchange,) = read_exchanges(run_folder(tmp_path))
+    text = exchange.path.read_text()
+    for value in ("1e999", "NaN", "1" + "0" * 400):
+        exchange.path.write_text(text.replace('"num-examples": 5', f'"num-examples": {value}'))
+        assert read_exchanges(exchange.path.parents[1])[0].number("num-examples") is None

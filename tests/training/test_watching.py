@@ -124,3 +124,37 @@ def test_a_forward_that_fails_does_not_hide_the_next() -> None:
         F.cross_entropy(model(images), labels).backward()
         optimizer.step()
     assert torch.equal(torch.stack(steps.images), images)
+
+
+def test_trainings_that_overlap_in_threads_are_told_apart() -> None:
+    """The one that began first ends first, in the midst of the other."""
+    began, ended = threading.Event(), threading.Event()
+    loss = F.cross_entropy
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
+
+    def step(value: float) -> None:
+        images = torch.full((1, 1, 2, 2), value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        F.cross_entropy(model(images), torch.tensor([1])).backward()
+        optimizer.step()
+
+    found: list[Steps] = []
+
+    def later() -> None:
+        with watched(10) as steps:
+            step(2.0)
+            began.set()
+            assert ended.wait(20)
+            step(3.0)
+        found.append(steps)
+
+    thread = threading.Thread(target=later)
+    with watched(10) as first:
+        thread.start()
+        assert began.wait(20)
+        step(1.0)
+    ended.set()
+    thread.join()
+    assert [float(image.max()) for image in first.images] == [1.0]
+    assert [float(image.max()) for image in found[0].images] == [2.0, 3.0]
+    assert F.cross_entropy is loss
