@@ -178,6 +178,11 @@ def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> 
                 f"--model: its {name} has shape {tuple(own[name].shape)}, and the app sends "
                 f"{tuple(value.shape)}: name the model that the app trains"
             )
+        if own[name].is_floating_point() and not value.is_floating_point():
+            raise FedsimError(
+                f"{name}: the app sends {value.dtype}, and the model has {own[name].dtype}: what "
+                "it quantizes has to be made numbers again before the tap"
+            )
         if not torch.isfinite(value.float()).all():
             raise FedsimError(f"{name}: what was recorded holds NaN or infinity")
     return named

@@ -12,7 +12,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -36,14 +36,14 @@ class Witnessed(BaseModel):
     message_id: str
     partition: int | None
     """The client's partition-id, if its node has one."""
-    images: int = Field(ge=0)
+    images: int = Field(ge=1)
     """Different images that were kept."""
     left_out: int = Field(ge=0)
     """Images beyond the bound."""
-    sizes: list[int]
+    sizes: list[Annotated[int, Field(ge=1)]]
     """Images of each step."""
     optimizer: str | None
-    settings: dict[str, float]
+    settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
     """Of the optimizer: `lr`, `momentum` and the like."""
     training_mode: bool
 
@@ -78,6 +78,8 @@ class Testimony:
             images is None
             or labels is None
             or images.ndim != 4
+            or len(images) != self.said.images
+            or not images.is_floating_point()
             or labels.shape != images.shape[:1]
             or labels.dtype != torch.int64
             or not torch.isfinite(images).all()

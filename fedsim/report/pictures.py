@@ -85,8 +85,11 @@ def reconstruction_file(folder: Path, row: ResultRow) -> Path | None:
     stack, _, rest = row.observation.partition("/")
     root = folder / "reconstructions"
     path = root / stack / row.attack.label / f"{rest}.safetensors"
-    inside = path.resolve().is_relative_to(root.resolve())
-    return path if inside and path.is_file() else None
+    try:
+        inside = path.resolve().is_relative_to(root.resolve())
+        return path if inside and path.is_file() else None
+    except (OSError, ValueError):  # a name that no file can have
+        return None
 
 
 def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ loss compares its output with make a batch; what optimizers are stepped with mak
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,7 +140,9 @@ class _Watch:
             self.steps.settings = {
                 name: float(value)
                 for name, value in optimizer.param_groups[0].items()
-                if isinstance(value, int | float) and not isinstance(value, bool)
+                if isinstance(value, int | float)
+                and not isinstance(value, bool)
+                and math.isfinite(value)
             }
         self._take()
 

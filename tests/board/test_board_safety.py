@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from board_runs import FORMULA, HOSTILE, LONG, QUOTES
+from board_runs import FORMULA, HOSTILE, LONG, QUOTES, changed, read, rewrite
 from browser import Browser
 
 from fedsim.board.compact import SENTENCE, SHOWN
@@ -97,3 +97,14 @@ def test_libraries_are_the_released_ones_with_their_licenses() -> None:
         assert hashlib.sha256(path.read_bytes()).hexdigest() in table, path.name
         assert (VENDOR / f"{path.name.partition('.')[0]}.LICENSE.txt").is_file()
         assert "</script" not in path.read_text(encoding="utf-8").lower()
+
+
+@pytest.mark.parametrize("name", ["../../../x", "/etc/passwd", "a\0b", "x" * 5000, ""])
+def test_a_recording_of_a_strange_name_has_no_picture(name: str, tmp_path: Path) -> None:
+    from synthetic_run import STACKS, write_run
+
+    run = write_run(
+        tmp_path / "run", stacks={"none": STACKS["none"]}, trials=2, batch_sizes=(1,), rounds=2
+    )
+    rewrite(run, changed(read(run), lambda row: row.update(observation=name)))
+    assert not any("pictures" in row for row in board_data([run])["rows"])

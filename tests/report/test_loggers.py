@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -158,3 +160,26 @@ def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(FedsimError, match="a file and no folder"):
         chosen([f"tensorboard={tmp_path}/file"])
+
+
+def test_mlflow_is_told_to_report_nothing_before_it_is_imported(tmp_path: Path) -> None:
+    """In a process that does not look like a test to MLflow, which is silent in those."""
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    script = (
+        "from fedsim.report.loggers import chosen\n"
+        f"chosen(['mlflow={tmp_path}/store'])\n"
+        "from mlflow.telemetry import get_telemetry_client\n"
+        "assert get_telemetry_client() is None\n"
+    )
+    hidden = ("CI", "PYTEST_CURRENT_TEST", "MLFLOW_DISABLE_TELEMETRY", "DO_NOT_TRACK")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**environment, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*mlflow*"))  # as an id of this machine

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,7 @@ def _store(name: str) -> Store:
         raise FedsimError(f"--log: expected one of {', '.join(STORES)}, got {tool!r}{hint}")
     kind = STORES[tool]
     try:
-        importlib.import_module(kind.package)
+        kind.load()
     except Exception as error:  # a third party's import may raise anything
         raise FedsimError(
             f"--log {tool}: {kind.package} cannot be imported ({error}); install the extra: "

@@ -5,11 +5,13 @@ Nothing is sent anywhere: pictures of clients' data are among what is copied.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import tempfile
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, final
@@ -26,8 +28,16 @@ class Store(ABC):
     """What it has to import."""
     default: ClassVar[str]
     """The folder where none is named."""
+    environment: ClassVar[Mapping[str, str]] = {}
+    """Variables that the package reads while it is imported."""
 
     folder: Path
+
+    @classmethod
+    def load(cls) -> None:
+        """Imports the package; whatever goes wrong is raised."""
+        os.environ.update(cls.environment)
+        importlib.import_module(cls.package)
 
     @abstractmethod
     def write(self, entries: Entries) -> None:
@@ -40,11 +50,12 @@ class MLflow(Store):
 
     package = "mlflow"
     default = "mlflow"
+    # By default MLflow tells its makers how it is used, and prepares that while it is imported.
+    environment: ClassVar[Mapping[str, str]] = {"MLFLOW_DISABLE_TELEMETRY": "true"}
 
     def write(self, entries: Entries) -> None:
         """See `Store`."""
-        # By default MLflow tells its makers how it is used.
-        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        self.load()
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -62,10 +73,10 @@ class MLflow(Store):
         identity, now = run.info.run_id, int(1000 * time.time())
         params = [Param(_allowed(k), v[:_LONGEST]) for k, v in entries.parameters.items()]
         for start in range(0, len(params), _PARAMS):
-            client.log_batch(identity, params=params[start : start + _PARAMS])
+            client.log_batch(identity, params=params[start : start + _PARAMS], synchronous=True)
         metrics = [Metric(_allowed(f.name), f.value, now, f.round) for f in entries.figures]
         for start in range(0, len(metrics), _BATCH):
-            client.log_batch(identity, metrics=metrics[start : start + _BATCH])
+            client.log_batch(identity, metrics=metrics[start : start + _BATCH], synchronous=True)
         with tempfile.TemporaryDirectory() as scratch:
             for picture in entries.pictures:
                 *folders, last = _allowed(picture.name).split("/")

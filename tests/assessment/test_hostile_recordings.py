@@ -1,0 +1,152 @@
+"""Recordings and testimonies that no tap and no witness writes are refused, with the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.assessment import assess
+from fedsim.recording.exchanges import Recorder
+from fedsim.recording.witnessed import Witnessed, save_witnessed
+from fedsim.types import FedsimError
+
+State = dict[str, Tensor]
+RUN, NODE, ORDER = 1, 2, "order"
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
+
+
+def recorded(
+    folder: Path,
+    reply: Callable[[State], State] = dict,
+    sent: Callable[[State], State] = dict,
+    told: dict[str, Any] | None = None,
+) -> Path:
+    """Records one client's step on four images, and what a witness saw of it."""
+    model = net()
+    images, labels = torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    recorder = Recorder(
+        folder / "tapped", RUN, "server", rounds=None, clients=None, max_bytes=1 << 20
+    )
+    digest = recorder.save_broadcast(1, sent({k: v.clone() for k, v in model.state_dict().items()}))
+    assert digest
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    F.cross_entropy(model(images), labels).backward()
+    optimizer.step()
+    recorder.save_reply(
+        reply(dict(model.state_dict())),
+        round=1,
+        node_id=NODE,
+        message_id=ORDER,
+        broadcast=digest,
+        config={},
+        metrics={"m": told or {"num-examples": 4}},
+    )
+    said = Witnessed(
+        run_id=RUN,
+        round=1,
+        node_id=NODE,
+        message_id=ORDER,
+        partition=0,
+        images=4,
+        left_out=0,
+        sizes=[4],
+        optimizer="SGD",
+        settings={"lr": 0.1},
+        training_mode=True,
+    )
+    seen = {"images": images, "labels": labels, "order": torch.arange(4)}
+    save_witnessed(folder / "witnessed", said, seen)
+    return folder
+
+
+def assessed(folder: Path) -> Any:
+    return assess(
+        folder / "tapped",
+        net(),
+        truth=folder / "witnessed",
+        out=folder / "out",
+        attacks={"label_inference": {}},
+        name="../../x</script>",
+        workers=1,
+    )
+
+
+def with_head(change: Callable[[Tensor], Tensor]) -> Callable[[State], State]:
+    return lambda state: {**state, "3.weight": change(state["3.weight"])}
+
+
+def test_what_is_not_hostile_is_assessed(tmp_path: Path) -> None:
+    run = assessed(recorded(tmp_path, told={"num-examples": 4, "train_loss": 1e308}))
+    (row,) = run.rows()
+    assert row["metrics"]["label_accuracy"] == 1.0
+    assert row["scenario"] == "x-script"
+    assert "</script>" not in (run.out / "results.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (with_head(lambda w: w > 0), "the app sends torch.bool"),
+        (with_head(lambda w: (w * 100).to(torch.uint8)), "the app sends torch.uint8"),
+        (with_head(lambda w: w.double() * 1e300), "holds NaN or infinity"),
+        (with_head(lambda w: w * float("nan")), "holds NaN or infinity"),
+        (with_head(lambda w: w[:1]), "has shape"),
+        (lambda state: {**state, "other": torch.ones(1)}, "it has no 'other'"),
+        (lambda state: {"3.bias": state["3.bias"]}, "parameters of the model missing"),
+        (lambda state: {}, "parameters of the model missing"),
+    ],
+)
+def test_an_answer_of_another_model_is_refused(
+    reply: Callable[[State], State], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match=said):
+        assessed(recorded(tmp_path, reply))
+
+
+@pytest.mark.parametrize("change", [with_head(lambda w: w > 0), with_head(lambda w: w.long())])
+def test_a_broadcast_of_another_type_is_refused(
+    change: Callable[[State], State], tmp_path: Path
+) -> None:
+    with pytest.raises(FedsimError, match="the app sends"):
+        assessed(recorded(tmp_path, sent=change))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ('"images": 4', '"images": 0'),
+        ('"images": 4', '"images": 7'),
+        ('"sizes": [\n    4\n  ]', '"sizes": [-4]'),
+        ('"lr": 0.1', '"lr": NaN'),
+        ('"format": 1', '"format": 1, "model": "os:system"'),
+    ],
+)
+def test_a_testimony_that_contradicts_itself_is_refused(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    folder = recorded(tmp_path)
+    (path,) = (folder / "witnessed").rglob("*.json")
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
+    with pytest.raises(FedsimError, match="not what a witness writes"):
+        assessed(folder)
+
+
+def test_a_recording_that_names_a_model_is_refused(tmp_path: Path) -> None:
+    """What is imported is named by who assesses, and by nothing that was recorded."""
+    folder = recorded(tmp_path)
+    (path,) = (folder / "tapped").rglob("node-*.json")
+    path.write_text(path.read_text().replace('"format": 1', '"format": 1, "model": "os:system"'))
+    with pytest.raises(FedsimError, match="not what a tap records"):
+        assessed(folder)
