@@ -420,3 +420,13 @@ def test_the_dossier_of_the_docs_has_the_chapters_of_today(page: Page, whole: Do
     for title in ("EDPB", "Who attacks"):
         names = [row[0] for row in tables(chapter(whole, title))[0].rows]
         assert [name for name in names if name not in shown.flat] == [], f"{path} is old"
+
+
+def test_a_text_of_a_megabyte_is_cut_in_the_pdf_and_whole_in_the_page() -> None:
+    """Setting a word of a million letters would take hours."""
+    long = "x" * (1 << 20)
+    blocks = (Paragraph(long), Facts((("name", long),)))
+    document = Document(title="t", subtitle="s", chapters=(Chapter(title="one", blocks=blocks),))
+    text = PdfReader(io.BytesIO(pdf_of(document))).pages[0].extract_text()
+    assert "of 1,048,576 characters" in " ".join(text.split())
+    assert html_of(document).count(long) == 2

@@ -40,6 +40,8 @@ _INNER = _WIDTH - 2 * _MARGIN
 _INK, _MUTED, _RULE, _WARN, _SHADE = "#1a1d21", "#59616b", "#d5d9de", "#9a3412", "#f4f5f7"
 _COLUMNS = 116
 """Characters of a line of code; longer ones are broken."""
+_LONGEST = 3000
+"""A text of more characters is cut, with a note: words without a space take the longest to set."""
 _POINTS_PER_PIXEL = 0.75
 _FIXED = "\N{NO-BREAK SPACE}"
 _ENLARGED = 4
@@ -188,7 +190,7 @@ class _Pass:
         """Sets one block; `key` names it among the bookmarks."""
         if isinstance(block, Heading):
             heading = self.text(block.text, "heading")
-            heading.bookmark = (_shown(block.text), 1, key)
+            heading.bookmark = (_shown(_cut(block.text)), 1, key)
             return [heading]
         if isinstance(block, Paragraph):
             return [self.text(block.text)]
@@ -210,7 +212,7 @@ class _Pass:
         """Sets a paragraph, whose text is no markup."""
         from reportlab.platypus import Paragraph as Flowing
 
-        inner = escape(_shown(text))
+        inner = escape(_shown(_cut(text)))
         inner = f'<a href="#{link}">{inner}</a>' if link else inner
         return Flowing(inner, self.styles[style], bulletText=bullet or None)
 
@@ -299,6 +301,12 @@ class _Pass:
             [cells], colWidths=widths, hAlign="LEFT", style=[("LEFTPADDING", (0, 0), (-1, -1), 0)]
         )
         return [KeepTogether([self.text(block.title, "note"), row, Spacer(1, 6)])]
+
+
+def _cut(text: str) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    return f"{text[:_LONGEST]}… (of {len(text):,} characters; the HTML form has all of them)"
 
 
 def _broken(line: str) -> list[str]:
