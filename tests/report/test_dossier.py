@@ -24,11 +24,13 @@ from fedsim.report.dossier.attempts import tried, untried
 from fedsim.report.dossier.content import dossier_of
 from fedsim.report.dossier.document import (
     Block,
+    Chapter,
     Commands,
     Document,
     Facts,
     Heading,
     Notice,
+    Paragraph,
     Pictures,
     Table,
     command_lines,
