@@ -333,3 +333,29 @@ def test_numbers_that_no_metric_can_have_are_none(tmp_path: Path) -> None:
     for value in ("1e999", "NaN", "1" + "0" * 400):
         exchange.path.write_text(text.replace('"num-examples": 5', f'"num-examples": {value}'))
         assert read_exchanges(exchange.path.parents[1])[0].number("num-examples") is None
+
+
+@pytest.mark.parametrize("round", [0, -1, 1_000_000, 2**62])
+def test_a_round_that_no_folder_is_for_is_counted_instead(round: int, tmp_path: Path) -> None:
+    plain = LocalGrid(client(), 1, 60)
+    list(fedsim.tap(plain, out=tmp_path).send_and_receive(messages(plain, order(round))))
+    assert [each.round for each in read_exchanges(run_folder(tmp_path))] == [1]
+
+
+def test_texts_and_pushed_orders_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsim.federation.tapping._PENDING", 2)
+
+    def answer(message: Message, _: Context) -> RecordDict:
+        return RecordDict(
+            {"x": message.content["arrays"], "c": ConfigRecord({"text": "t" * 1_000_000})}
+        )
+
+    plain = LocalGrid(client(answer), 4, 60)
+    grid = fedsim.tap(plain, out=tmp_path)
+    ids = list(grid.push_messages(messages(plain, order())))
+    assert len(list(grid.pull_messages(ids))) == 4
+    found = read_exchanges(run_folder(tmp_path))
+    assert [each.node_id for each in found] == [4, 5]  # the last two that were pushed
+    assert [each.metrics["c"]["text"] for each in found] == ["t" * 200] * 2
