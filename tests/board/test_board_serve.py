@@ -19,7 +19,7 @@ from board_runs import read, rewrite
 from browser import Browser
 from synthetic_run import STACKS, write_run
 
-from fedsim.board import BoardServer
+from fedsim.board import BoardServer, serve
 from fedsim.types import FedsimError, RunFailed
 
 
@@ -147,6 +147,29 @@ def test_half_a_line_and_a_damaged_file_do_no_harm(run: Path) -> None:
         path.write_text("no json\n")
         document = json.loads(ask(server, "/data")[2])
         assert document["rows"] == rows and "line 1" in document["problem"]
+
+
+def test_every_answer_may_be_read_by_this_page_alone(run: Path) -> None:
+    with served([run], token="a-secret") as server:  # noqa: S106
+        for path in ("/", "/data", "/nowhere", "/?token=a-secret"):
+            _, headers, _ = ask(server, path, {"Host": "board.example"})
+            assert headers["Content-Security-Policy"] == "frame-ancestors 'none'", path
+            assert headers["Cross-Origin-Resource-Policy"] == "same-origin", path
+            assert headers["Referrer-Policy"] == "no-referrer", path
+            assert "Access-Control-Allow-Origin" not in headers, path
+        # Behind a token the machine may be reached by any of its names.
+        assert ask(server, "/?token=a-secret", {"Host": "board.example"})[0] == 303
+
+
+@pytest.mark.parametrize(("host", "wanted"), [("0.0.0.0", True), ("127.0.0.1", False)])  # noqa: S104
+def test_a_token_is_made_off_the_loopback_interface(
+    host: str, wanted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens: list[str | None] = []
+    monkeypatch.setattr(BoardServer, "serve_forever", lambda self: None)
+    serve([tmp_path], host=host, port=0, on_ready=lambda server: tokens.append(server.token))
+    (token,) = tokens
+    assert (token is not None and len(token) >= 32) == wanted
 
 
 def test_requests_that_never_end_keep_nobody_out(
