@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation, Target
 from fedsim.contracts.stack import Stack
@@ -89,9 +90,9 @@ def calibrated(
             return replace(written, training_defenses=own)
 
         def epsilon_of(multiplier: float) -> float:
-            stack = with_noise(multiplier)
-            return max(
-                claim(
+            stack, found = with_noise(multiplier), 0.0
+            for most, count in product(worst, counts):
+                held = claim(
                     stack,
                     declared,
                     rounds=most.trained,
@@ -101,10 +102,12 @@ def calibrated(
                     delta=delta,
                     schedules=public,
                     probes=account.probed(most.probed),
-                ).epsilon
-                for most in worst
-                for count in counts
-            )
+                    known=found,
+                )
+                found = max(found, held.epsilon)
+                if found > target.epsilon:
+                    break  # too little noise, whatever the others spend
+            return found
 
         return with_noise(least_noise(epsilon_of, target.epsilon))
 
