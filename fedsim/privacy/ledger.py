@@ -109,8 +109,8 @@ def claim(
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
 
-    `known` is an ε that is spent anyway, by another client: where a bound that is found at once is no
-    larger, that bound is stated.
+    `known` is an ε that is spent anyway, by another client: where a bound that is found at once is
+    no larger, that bound is stated.
 
     `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
     under `replace_one` (against the same client with one example exchanged for any other) or

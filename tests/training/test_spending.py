@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,17 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedsim.contracts.stack import chain
+from fedsim.learners.sgd import as_pixels
 from fedsim.privacy import calculator
 from fedsim.privacy.ledger import claim
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
 from fedsim.training import accounting, spending
 from fedsim.training.census import Census
+from fedsim.training.schedule import Probe
+from fedsim.training.source import load_dataset
 from fedsim.training.workload import OneClient, Workload
-from fedsim.types import FedsimError
+from fedsim.types import Dataset, FedsimError
 from fedsim_defenses.dp_sgd import DPSGD
 
 
@@ -103,6 +107,53 @@ def test_laws() -> None:
     assert noise(scenario(observe={"batch_sizes": [5]})) > plain, "probes are spent, too"
     half = scenario(rounds=10, federation={"participation": 0.5})
     assert plain < noise(half) <= noise(scenario(rounds=10)), "the one that takes part most often"
+
+
+def equal_images(made: Scenario, few: int) -> Dataset:
+    """The scenario's data, of which all images but the first `few` are one."""
+    dataset = load_dataset(made)
+    assert isinstance(dataset, Dataset)
+    images = dataset.train_images.clone()
+    images[few:] = images[few]
+    return replace(dataset, train_images=images)
+
+
+def test_probes_of_equal_images_have_no_epsilon() -> None:
+    """Of equal images a probe draws one: another is drawn more often than one in all of them."""
+    observed = {"observe": {"batch_sizes": [1], "trials": 2}}
+    made = scenario(clients=1, rounds=1, steps=1, member={"epsilon": 8.0}, **observed)
+    data = equal_images(made, few=9)
+    workload = Workload(made, "none", data)
+    client, drawn = workload.clients[0], 0
+    for seed in range(200):
+        probed = replace(client, seed=seed)._batches(
+            data, workload.declared_of(1), 1, Probe(batch_size=1, trial=0), 0, 2
+        )
+        drawn += bool((probed[0][0] == as_pixels(data.train_images[:1])).all())
+    assert drawn / 200 > 10 / len(client.own), "the first image, one of ten different ones"
+    with pytest.raises(FedsimError, match="cannot be promised.*equal images.*probes: outside"):
+        accounting.check_promise(Workload(made, "dp", data))
+    outside = scenario(clients=1, rounds=1, steps=1, privacy={"probes": "outside"}, **observed)
+    accounting.check_promise(Workload(outside, "dp", data))
+    accounting.check_promise(Workload(made, "dp"))
+
+
+def test_a_client_of_different_images_is_not_asked_about_others_equal_ones() -> None:
+    made = scenario(clients=2, observe={"batch_sizes": [1]})
+    data = load_dataset(made)
+    assert isinstance(data, Dataset)
+    images = data.train_images.clone()
+    first, other = (client.own for client in Workload(made, "none", data).clients)
+    images[first[0]] = images[other[0]]
+    accounting.check_promise(Workload(made, "dp", replace(data, train_images=images)))
+
+
+def test_what_cannot_be_claimed_says_why() -> None:
+    probes = {"observe": {"batch_sizes": [1]}}
+    with pytest.raises(
+        FedsimError, match=r"defenses.dp\[0\]: epsilon: 8 .*privacy.probes: outside"
+    ):
+        Workload(scenario(sampling="poisson", **probes), "dp")
 
 
 def test_the_smallest_client_decides() -> None:
