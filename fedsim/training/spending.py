@@ -89,7 +89,10 @@ def calibrated(
             own = (*before, defense.with_noise(multiplier), *behind)
             return replace(written, training_defenses=own)
 
+        reason: str | None = None
+
         def epsilon_of(multiplier: float) -> float:
+            nonlocal reason
             stack, found = with_noise(multiplier), 0.0
             for most, count in product(worst, counts):
                 held = claim(
@@ -104,12 +107,19 @@ def calibrated(
                     probes=account.probed(most.probed),
                     known=found,
                 )
-                found = max(found, held.epsilon)
+                found, reason = max(found, held.epsilon), held.reason
                 if found > target.epsilon:
                     break  # too little noise, whatever the others spend
             return found
 
-        return with_noise(least_noise(epsilon_of, target.epsilon))
+        try:
+            return with_noise(least_noise(epsilon_of, target.epsilon))
+        except FedsimError as error:
+            if reason is None:
+                raise
+            raise FedsimError(
+                f"epsilon: {target.epsilon:g} cannot be promised: {reason}"
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -125,13 +125,12 @@ def test_probes_of_equal_images_have_no_epsilon() -> None:
     data = equal_images(made, few=9)
     workload = Workload(made, "none", data)
     client, drawn = workload.clients[0], 0
-    for seed in range(200):
-        probed = replace(client, seed=seed)._batches(
-            data, workload.declared_of(1), 1, Probe(batch_size=1, trial=0), 0, 2
-        )
+    for round in range(200):
+        probe = Probe(batch_size=1, trial=0)
+        probed = client._batches(data, workload.declared_of(1), round, probe, 0, 2)
         drawn += bool((probed[0][0] == as_pixels(data.train_images[:1])).all())
     assert drawn / 200 > 10 / len(client.own), "the first image, one of ten different ones"
-    with pytest.raises(FedsimError, match="cannot be promised.*equal images.*probes: outside"):
+    with pytest.raises(FedsimError, match=r"cannot be promised.*equal images.*probes: outside"):
         accounting.check_promise(Workload(made, "dp", data))
     outside = scenario(clients=1, rounds=1, steps=1, privacy={"probes": "outside"}, **observed)
     accounting.check_promise(Workload(outside, "dp", data))
