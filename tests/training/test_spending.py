@@ -19,6 +19,8 @@ from fedsim.contracts.stack import chain
 from fedsim.learners.sgd import as_pixels
 from fedsim.privacy import calculator
 from fedsim.privacy.ledger import claim
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
 from fedsim.training import accounting, spending
@@ -168,6 +170,48 @@ def test_the_smallest_client_decides() -> None:
 
     assert found(700, 60) == found(60, 60) > found(700, 700)
     assert found(0, 60) == found(60, 60), "a count that is not known is no count of nothing"
+
+
+def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more noise than the worst client takes, of few curves, with word of how far it is."""
+    made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
+    workload = Workload(made, "none")
+    asked, told = [], []
+    claimed = CorrelatedCurve.claimed
+
+    def counted(curve: CorrelatedCurve, *given: Any) -> tuple[float, str]:
+        asked.append(curve.sampling_rate)
+        return claimed(curve, *given)
+
+    monkeypatch.setattr(CorrelatedCurve, "claimed", counted)
+    held, shared = [112, 133, 193, 233], {"place": "p", "scenario": made}
+    with work.heard_by(lambda done, total: told.append(done / total)):
+        stack = spending.calibrated(
+            chain(DPSGD(norm=1.0, epsilon=8.0)),
+            held=held,
+            schedule=workload.schedule,
+            declared=workload.declared,
+            **shared,
+        )
+    assert len(asked) <= 10
+    assert told == sorted(told) and len(told) > 100 and told[-1] <= 1
+    spent = {
+        count: claim(stack, workload.declared, rounds=20, num_examples=count, delta=1e-5).epsilon
+        for count in held
+    }
+    assert 0.99 * 8 <= max(spent.values()) <= 8
+
+
+def test_a_bound_stands_for_a_client_that_is_not_worst() -> None:
+    made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
+    declared, stack = Workload(made, "none").declared, chain(DPSGD(norm=1.0, noise_multiplier=1.3))
+    asked = {"rounds": 20, "num_examples": 233, "delta": 1e-5}
+    alone = claim(stack, declared, **asked)
+    other = claim(stack, declared, **asked, known=8.0)
+    assert alone.epsilon < other.epsilon <= 8.0, (
+        "no less than the claim, no more than what is known"
+    )
+    assert claim(stack, declared, **asked, known=0.9 * alone.epsilon) == alone
 
 
 def test_a_node_finds_the_noise_of_all() -> None:
