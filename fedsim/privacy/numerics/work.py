@@ -39,12 +39,17 @@ def tell(done: int, total: int) -> None:
 
 @contextmanager
 def part(number: int, total: int) -> Iterator[None]:
-    """Tell the listener of all work that is done within as of part `number`, from 0, of `total`."""
-    outer = _listener.get()
+    """Tell the listener of all work that is done within as of part `number`, from 0, of `total`.
+
+    Where several works are done within, it is told of the farthest, so that nothing goes back.
+    """
+    outer, farthest = _listener.get(), 0.0
 
     def inner(done: int, of: int) -> None:
+        nonlocal farthest
         assert outer is not None
-        outer(round((number + done / of) * _STEPS), total * _STEPS)
+        farthest = max(farthest, done / of)
+        outer(round((number + farthest) * _STEPS), total * _STEPS)
 
     if outer is None:
         yield
