@@ -149,7 +149,7 @@ class Checkpoints:
         # The noise of an ε asked for, and the ε that is stated, are of how much clients hold.
         if self._held is not None and index.held not in (None, self._held):
             raise FedsimError(
-                f"{self._path}: a checkpoint of other data: its clients hold {index.held} examples,"
+                f"{self._path}: a checkpoint of other data: counts by client are {index.held},"
                 f" and now {self._held}; restore the data, or use another folder"
             )
         return index
