@@ -8,6 +8,8 @@
     seen = fedsim.observe(model, gradient, input_shape=(3, 32, 32), classes=10, batch_size=1)
     fedsim.attack(seen, "inverting_gradients", truth=(images, labels))
 
+    fedsim.preflight(model, input_shape=(3, 32, 32), classes=10, batch_size=1).verdict
+
 Names are loaded when first used, so `import fedsim` costs nothing.
 """
 
@@ -18,9 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedsim.acceptance import validate
+    from fedsim.assessment.assess import assess
     from fedsim.attacking.observe import observe
     from fedsim.attacking.replay import attack
     from fedsim.contracts.grant import Grant
+    from fedsim.federation.tapping import client_tap, tap
+    from fedsim.federation.witness import witness
+    from fedsim.forecasting.preflight import preflight
     from fedsim.pipeline import run
     from fedsim.recording.files import load_observation
     from fedsim.scenario import Scenario, load
@@ -28,17 +34,36 @@ if TYPE_CHECKING:
     __version__: str
 
 _HOMES = {
+    "assess": "fedsim.assessment.assess",
     "Grant": "fedsim.contracts.grant",
     "attack": "fedsim.attacking.replay",
+    "client_tap": "fedsim.federation.tapping",
     "observe": "fedsim.attacking.observe",
+    "preflight": "fedsim.forecasting.preflight",
     "run": "fedsim.pipeline",
     "load_observation": "fedsim.recording.files",
     "Scenario": "fedsim.scenario",
     "load": "fedsim.scenario",
+    "tap": "fedsim.federation.tapping",
+    "witness": "fedsim.federation.witness",
     "validate": "fedsim.acceptance",
 }
 
-__all__ = ["Grant", "Scenario", "attack", "load", "load_observation", "observe", "run", "validate"]
+__all__ = [
+    "Grant",
+    "Scenario",
+    "assess",
+    "attack",
+    "client_tap",
+    "load",
+    "load_observation",
+    "observe",
+    "preflight",
+    "run",
+    "tap",
+    "validate",
+    "witness",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,12 +6,10 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from fedsim import acceptance, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
@@ -22,6 +20,7 @@ from fedsim.federation.network.run import Deployed, join
 from fedsim.federation.records import RoundRecord
 from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
+from fedsim.report.loggers import chosen, log_run
 from fedsim.results import earlier, record, rows
 from fedsim.results.record import Run
 from fedsim.scenario import (
@@ -53,6 +52,7 @@ def run(
     overrides: Sequence[str] = (),
     resume: bool = False,
     workers: int | None = None,
+    log: Sequence[str] = (),
     quiet: bool = True,
     link: Link | None = None,
 ) -> Run:
@@ -65,6 +65,8 @@ def run(
         resume: Continue what an interrupted run of the same scenario left in `out`.
         workers: Processes of the attack stage; default: cores / threads of the scenario (one on a
             GPU). Results do not depend on it.
+        log: Tools with a local store that figures and pictures are copied to at the end, such as
+            `mlflow` or `tensorboard=DIR`. A copy that fails is a warning on the standard error.
         quiet: Show no progress.
         link: Where the SuperLink of a deployed federation is; then the engine is `deployment`.
 
@@ -72,6 +74,7 @@ def run(
         FedsimError: the scenario is refused, or another run is at work in `out`; before any work.
         RunFailed: the run could not go on; what had finished is kept for `resume`.
     """
+    stores = chosen(log)
     if isinstance(scenario, str | Path):
         document: Document | Mapping[str, Any] | Scenario = open_document(scenario, overrides)
     elif overrides:
@@ -102,7 +105,7 @@ def run(
         except FedsimError as error:
             raise locate(document, error) if isinstance(document, Document) else error from None
         try:
-            with _display(quiet) as display:
+            with progress.display(quiet) as display:
                 for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
                     display.note(f"WARNING: {line}")
                 for plan in plans:
@@ -112,6 +115,8 @@ def run(
             if len(plans) > 1:
                 save_overview(root)
             write_report(root)
+            for line in log_run(root, stores) if stores else []:
+                print(line, file=sys.stderr)
         except RunFailed:
             raise
         except FedsimError as error:
@@ -211,7 +216,7 @@ def collect(
             link=None,
         )
         try:
-            with _display(quiet) as display:
+            with progress.display(quiet) as display:
                 plan.attack_again(display)
             write_report(root)
         except OSError as error:
@@ -571,15 +576,6 @@ def _job(entry: AttackEntry, observation: Path) -> Job:
         parameters=entry.parameters,
         restarts=entry.restarts,
     )
-
-
-@contextmanager
-def _display(quiet: bool) -> Iterator[progress.Display]:
-    if quiet:
-        yield progress.Quiet()
-    else:
-        with progress.Live(Console(stderr=True)) as live:
-            yield live
 
 
 def _audited(row: record.Row | None) -> str:

@@ -113,6 +113,16 @@ _PATIENCE, _EVERY = 1.0, 5.0
 
 
 @contextmanager
+def display(quiet: bool) -> Iterator[Display]:
+    """Yields what shows progress on the terminal's standard error, or nothing if `quiet`."""
+    if quiet:
+        yield Quiet()
+    else:
+        with Live(Console(stderr=True)) as live:
+            yield live
+
+
+@contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
     """Prints an accountant's progress on standard error, if it takes more than a second.
 

@@ -37,6 +37,11 @@ ROOMS: dict[str, set[str]] = {
     },
     "federation": {*BASE, "contracts", "recording", "scenario", "training"},
     "attacking": {*BASE, "contracts", "models", "privacy", "recording", "scoring"},
+    "forecasting": {
+        *BASE,
+        *("attacking", "contracts", "learners", "models", "recording", "scenario", "scoring"),
+        "training",
+    },
     "audit": {*BASE, "contracts", "learners", "models", "privacy", "scenario", "training"},
     "results": {
         *BASE,
@@ -44,6 +49,7 @@ ROOMS: dict[str, set[str]] = {
         *("scoring", "training"),
     },
     "report": {*BASE, "contracts", "recording", "results", "scoring"},
+    "board": {*BASE, "contracts", "recording", "report", "results", "scoring"},
     "testing": {
         *BASE,
         *("attacking", "contracts", "learners", "models", "privacy", "recording", "scenario"),
@@ -66,7 +72,7 @@ PRIVACY: dict[str, set[str]] = {
     "dp_sgd": {"contract", "ledger", "numerics"},
 }
 """Each folder and file within `fedsim/privacy`, and those that it may import."""
-FREE = {"acceptance", "pipeline", "cli", "__main__", ""}
+FREE = {"acceptance", "assessment", "pipeline", "cli", "__main__", ""}
 
 
 def modules() -> dict[str, Path]:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import pickle
 import queue
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import islice
 from multiprocessing.queues import Queue
@@ -40,6 +40,7 @@ from fedsim.attacking.targets import questions, together
 from fedsim.attacking.theory import observed_rate
 from fedsim.contracts.attack import AttackFailed, Progress, Solution, create
 from fedsim.contracts.grant import Grant
+from fedsim.models.base import Classifier
 from fedsim.recording.files import (
     checked_id,
     load_observation,
@@ -77,6 +78,8 @@ class Setting:
     lpips_weights: str | None
     threads: int
     """That a job computes on, wherever it runs."""
+    models: Mapping[str, Classifier] = field(default_factory=dict)
+    """Those that no plugin builds, by the names that observations have for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +169,10 @@ def run_jobs(
         torch.cuda.empty_cache()  # what this process trained with is the attacks' now
     public = Public.of(setting.root, setting.granted)
     around = Surroundings(
-        device=setting.device, threads=setting.threads, public_images=public.images
+        device=setting.device,
+        threads=setting.threads,
+        public_images=public.images,
+        models=setting.models,
     )
     pending: dict[Future[Any], Callable[[Any], None]] = {}
     asking = 0

@@ -71,50 +71,129 @@ def observe(
         FedsimError: something does not fit the model, with what was expected.
     """
     training = _training(algorithm, local, mode, batch_size)
-    shape = _shape(input_shape)
-    if classes < 2:
-        raise FedsimError(f"classes: expected at least 2, got {classes}")
-    apart, names = live.taken_apart(model, shape, classes, head)
-    idle = live.unused(apart, mode, shape)
-    every = dict(model.named_parameters())
-    trained = {n: p for n, p in every.items() if p.requires_grad and names[n] not in idle}
-    frozen = [name for name in every if name not in trained]
-    update = {n: value for n, value in update.items() if n not in frozen or bool(value.any())}
-    _check(update, trained, "update")
-    state = apart.state_dict(keep_vars=False)
-    held = {**{name: state[names[name]] for name in names if names[name] in state}}
-    statistics = dict(model.named_buffers())
-    sent = dict(buffers or {})
-    _check(sent, {name: statistics[name] for name in sent if name in statistics}, "buffers")
-    spec = ModelSpec(
-        name=live.keep(apart, type(model).__name__),
-        parameters={},
-        input_shape=shape,
-        num_classes=classes,
-        mean=_channels("mean", mean, shape[0], 0.0),
-        std=_channels("std", std, shape[0], 1.0),
+    subject = Subject(
+        model, input_shape=input_shape, classes=classes, mean=mean, std=std, mode=mode, head=head
     )
-    return Observation(
-        id=f"{spec.name.replace(':', '-')}/round-0001/client-0000-training",
-        update=_renamed(update, names),
-        buffers_update=_renamed(sent, names),
-        parameters={names[name]: held[name].detach().clone() for name in trained},
-        buffers={
-            names[name]: held[name].detach().clone()
-            for name in (*statistics, *frozen)
-            if name in held
-        },
-        spec=spec,
-        training=training,
-        defense=(),
-        effect=Effect(),
-        vantage="server",
-        round=1,
-        client=0,
-        num_clients=1,
-        trial=0,
-        seed=seed,
-    )
+    return subject.observation(update, training, buffers=buffers, seed=seed)
+
+
+class Subject:
+    """Somebody's model, taken apart once, of which any number of updates are observed.
+
+    It is kept for as long as this process lives.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        input_shape: tuple[int, int, int],
+        classes: int,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        mode: Mode = "train",
+        head: str | None = None,
+    ) -> None:
+        """See `observe`.
+
+        Args:
+            model: See `observe`.
+            input_shape: See `observe`.
+            classes: See `observe`.
+            mean: See `observe`.
+            std: See `observe`.
+            mode: See `observe`.
+            head: See `observe`.
+
+        Raises:
+            FedsimError: something does not fit the model, with what was expected.
+        """
+        shape = _shape(input_shape)
+        if classes < 2:
+            raise FedsimError(f"classes: expected at least 2, got {classes}")
+        apart, self._names = live.taken_apart(model, shape, classes, head)
+        idle = live.unused(apart, mode, shape)
+        every = dict(model.named_parameters())
+        self._trained: Tensors = {
+            name: p
+            for name, p in every.items()
+            if p.requires_grad and self._names[name] not in idle
+        }
+        self._frozen = [name for name in every if name not in self._trained]
+        self._statistics: Tensors = dict(model.named_buffers())
+        state = apart.state_dict(keep_vars=False)
+        self._held = {
+            name: state[new].detach().clone() for name, new in self._names.items() if new in state
+        }
+        self.spec = ModelSpec(
+            name=live.keep(apart, type(model).__name__),
+            parameters={},
+            input_shape=shape,
+            num_classes=classes,
+            mean=_channels("mean", mean, shape[0], 0.0),
+            std=_channels("std", std, shape[0], 1.0),
+        )
+
+    def observation(
+        self,
+        update: Mapping[str, Tensor],
+        training: LocalTraining,
+        *,
+        buffers: Mapping[str, Tensor] | None = None,
+        state: Mapping[str, Tensor] | None = None,
+        id: str | None = None,
+        round: int = 1,
+        client: int = 0,
+        defense: tuple[Mapping[str, Any], ...] = (),
+        effect: Effect | None = None,
+        seed: int = 0,
+    ) -> Observation:
+        """Returns what a server sees of one client's `update`.
+
+        Args:
+            update: See `observe`.
+            training: That it came from.
+            buffers: See `observe`.
+            state: Weights and statistics that the client started from, where they are not the
+                model's own, by the model's names.
+            id: Of the observation; default one after the model's name.
+            round: Counted from 1.
+            client: Its number.
+            defense: What was announced of defenses.
+            effect: What they do to the update.
+            seed: Of attacks.
+
+        Raises:
+            FedsimError: something does not fit the model, with what was expected.
+        """
+        names = self._names
+        update = {n: v for n, v in update.items() if n not in self._frozen or bool(v.any())}
+        _check(update, self._trained, "update")
+        sent, start = dict(buffers or {}), dict(state or {})
+        _check(sent, {n: self._statistics[n] for n in sent if n in self._statistics}, "buffers")
+        _check(start, {n: self._held[n] for n in start if n in self._held}, "state")
+        held = self._held | start
+        return Observation(
+            id=id or f"{self.spec.name.replace(':', '-')}/round-0001/client-0000-training",
+            update=_renamed({name: update[name] for name in self._trained}, names),
+            buffers_update=_renamed(sent, names),
+            parameters={names[name]: held[name].detach().clone() for name in self._trained},
+            buffers={
+                names[name]: held[name].detach().clone()
+                for name in (*self._statistics, *self._frozen)
+                if name in held
+            },
+            spec=self.spec,
+            training=training,
+            defense=defense,
+            effect=effect or Effect(),
+            vantage="server",
+            round=round,
+            client=client,
+            num_clients=1,
+            trial=0,
+            seed=seed,
+        )
 
 
 def _training(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackState, Progress, Solution, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models import live
+from fedsim.models.base import Classifier
 from fedsim.system import processes, threads
 from fedsim.types import FedsimError, Observation, Reconstruction
 
@@ -69,6 +71,8 @@ class Surroundings:
     threads: int
     public_images: Tensor | None
     """That every attack is granted."""
+    models: Mapping[str, Classifier] = field(default_factory=dict)
+    """Those that somebody built, by the names that observations have for them."""
 
 
 def sealed(questions: Sequence[Question]) -> bytes:
@@ -151,6 +155,7 @@ def _prepared() -> Surroundings:
     """In a worker, before its first question."""
     around: Surroundings = processes.shared()
     threads.fix(around.threads)
+    live.adopt(around.models)
     return around
 
 

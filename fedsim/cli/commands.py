@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedsim.cli import network
+from fedsim.cli import assess, network
 from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
 from fedsim.cli.outcome import TableFormat, show
@@ -86,6 +86,14 @@ def run(
         typer.Option("--superexec-secret", help="The SuperLink's secret of those who execute."),
     ] = None,
     shared_seed: SharedSeed = False,
+    log: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TOOL[=DIR]",
+            help="At the end, copy figures and pictures to a local store of mlflow or tensorboard; "
+            "may be repeated.",
+        ),
+    ] = None,
     quiet: Quiet = False,
 ) -> None:
     """Train the federations of a scenario, attack what was seen, score, and report.
@@ -118,6 +126,7 @@ def run(
             overrides=overrides,
             resume=resume,
             workers=workers,
+            log=log or [],
             quiet=quiet,
             link=link,
         )
@@ -204,6 +213,10 @@ def attack(
 def leaderboard(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
     format: Annotated[TableFormat, typer.Option(help="How to write it.")] = TableFormat.table,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Page to write instead: one HTML file that opens offline."),
+    ] = None,
 ) -> None:
     """Rank attacks against defenses over one or several runs.
 
@@ -211,11 +224,49 @@ def leaderboard(
     """
     with exits():
         from fedsim.report import load_runs, unfinished, unseen
+        from fedsim.system.paths import writable_file
 
-        typer.echo(written_leaderboard(folders, format), nl=False)
+        if html:
+            from fedsim.board import write_board
+
+            writable_file(html, "--html")
+            typer.echo(write_board(folders, html))
+        else:
+            typer.echo(written_leaderboard(folders, format), nl=False)
         runs = load_runs(folders)
         for line in unfinished(runs) + unseen(runs):
             typer.echo(line, err=True)
+
+
+@app.command()
+def serve(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...")],
+    host: Annotated[
+        str, typer.Option(help="To listen on; off the loopback interface a token is needed.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8321,
+    token: Annotated[
+        bool, typer.Option("--token", help="Demand a token on the loopback interface, too.")
+    ] = False,
+) -> None:
+    """Serve the leaderboard as a page that follows runs while they go on.
+
+    DIR is the folder of a run, or one that holds folders of runs. Ctrl-C ends it.
+    """
+    with exits():
+        from fedsim.board import BoardServer, is_loopback
+        from fedsim.board import serve as serve_board
+
+        def on_ready(server: BoardServer) -> None:
+            typer.echo(f"leaderboard: {server.address}")
+            if not is_loopback(host):
+                typer.echo(
+                    "The connection is not encrypted: on a network of others, listen on 127.0.0.1 "
+                    "and open the page through a tunnel.",
+                    err=True,
+                )
+
+        serve_board(folders, host=host, port=port, demand_token=token, on_ready=on_ready)
 
 
 @app.command()
@@ -298,6 +349,26 @@ def report(
         typer.echo(write_report(folder, out))
 
 
+@app.command()
+def dossier(
+    folder: Annotated[Path, typer.Argument(metavar="DIR")],
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for dossier.html and dossier.pdf; default DIR.")
+    ] = None,
+) -> None:
+    """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
+
+    DIR is the folder of a finished run, or of a sweep.
+    """
+    with exits():
+        from fedsim.report.dossier import write_dossier
+        from fedsim.system.paths import writable_folder
+
+        writable_folder(out or folder, "--out" if out else "DIR")
+        for path in write_dossier(folder, out):
+            typer.echo(path)
+
+
 @app.command("list")
 def list_plugins(
     kind: Annotated[Kind | None, typer.Argument(metavar="KIND")] = None,
@@ -373,6 +444,29 @@ def validate(
                 typer.echo(f"{indent}{line}")
 
 
+@app.command()
+def preflight(
+    origin: Annotated[Path, typer.Argument(metavar="SCENARIO|DIR")],
+    settings: Settings = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with all indicators.")
+    ] = False,
+) -> None:
+    """Tell before any run whether updates are attackable, by what, and why; runs no attack.
+
+    SCENARIO is a YAML file; DIR is the folder of a run, of which up to three rounds are looked at.
+    """
+    with exits():
+        from fedsim.forecasting.forecast import render
+        from fedsim.forecasting.preflight import preflight_file
+        from fedsim.system.threads import fixed
+
+        with fixed(1):
+            forecasts = preflight_file(origin, settings or [])
+        rows = [forecast.as_row() for forecast in forecasts]
+        typer.echo(json.dumps(rows, indent=2) if as_json else render(forecasts), nl=as_json)
+
+
 @app.callback(invoke_without_command=True)
 def _version(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
@@ -409,4 +503,5 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
     write_json(out / "result.json", row)
 
 
+assess.add_to(app)
 network.add_to(app)

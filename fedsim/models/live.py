@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, Mode
@@ -38,6 +39,16 @@ def is_live(name: str) -> bool:
     return name.startswith(_PREFIX)
 
 
+def kept(name: str) -> Mapping[str, Classifier]:
+    """Return the model that `keep` named so, for processes that this one starts."""
+    return {name: again(name)}
+
+
+def adopt(models: Mapping[str, Classifier]) -> None:
+    """Take over what another process has `kept`."""
+    _models.update(models)
+
+
 def again(name: str) -> Classifier:
     """Return a copy of the model that `keep` was given.
 
@@ -46,8 +57,8 @@ def again(name: str) -> Classifier:
     """
     if name not in _models:
         raise FedsimError(
-            f"{name}: this model was handed to fedsim.observe in another process, and has no "
-            "plugin from which it could be built: call fedsim.observe again"
+            f"{name}: this model was handed to fedsim.observe in another process (or to fedsim "
+            "assess), and has no plugin from which it could be built: call fedsim.observe again"
         )
     return copy.deepcopy(_models[name])
 
@@ -147,6 +158,21 @@ def _prepare(model: nn.Module) -> None:
                 setattr(part, name, _Hardswish())
 
 
+class _AnyOrder(TorchFunctionMode):
+    """Lets `view` take tensors in any order of memory: attacks lay images out as is fastest."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.view and not any(isinstance(each, torch.dtype) for each in args):
+            return args[0].reshape(*args[1:])
+        return func(*args, **(kwargs or {}))
+
+
 class _Logits(nn.Module):
     """A model whose answer is its logits, whatever they are wrapped in."""
 
@@ -156,7 +182,8 @@ class _Logits(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, K)."""
-        with sdpa_kernel(SDPBackend.MATH):  # of the others, no second derivative is known
+        # Of other kernels of attention, no second derivative is known.
+        with sdpa_kernel(SDPBackend.MATH), _AnyOrder():
             answer: Any = self.module(images)
         answer = getattr(answer, "logits", answer)
         return cast(Tensor, answer[0] if isinstance(answer, tuple) else answer)

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import lru_cache
@@ -219,6 +219,13 @@ def root_of(recording: Path) -> Path | None:
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
     """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
+    content = serialized(tensors)
+    write_bytes(path, content)
+    return hashlib.sha256(content).hexdigest()
+
+
+def serialized(tensors: Tensors) -> bytes:
+    """Returns `tensors` as the bytes of a safetensors file."""
     own: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -227,9 +234,8 @@ def write_tensors(path: Path, tensors: Tensors) -> str:
         # safetensors refuses tensors that share memory, as granted labels do with the true ones
         own[name] = value.clone() if storage in storages else value
         storages.add(storage)
-    content = save(own)
-    write_bytes(path, content)
-    return hashlib.sha256(content).hexdigest()
+    content: bytes = save(own)
+    return content
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -268,10 +274,29 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     write_bytes(target / place, path.read_bytes())
 
 
-def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
+def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
     """Write `content` whole or not at all: a reader sees the old file or the new one.
 
-    A `private` file can be read by its owner alone.
+    See `write_pieces`.
+    """
+    write_pieces(path, [content], private=private, durable=durable)
+
+
+def write_pieces(
+    path: Path,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    private: bool = False,
+    durable: bool = True,
+) -> None:
+    """Write `pieces`, one after the other, whole or not at all.
+
+    Args:
+        path: Of the file; its folder is made.
+        pieces: Of its content.
+        private: Whether its owner alone can read it.
+        durable: Whether it is on the disk when this returns. If not, a crash of the machine may
+            leave a torn file, which only a checksum tells.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,9 +304,11 @@ def write_bytes(path: Path, content: bytes, *, private: bool = False) -> None:
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(content)
+                for piece in pieces:
+                    file.write(piece)
                 file.flush()
-                os.fsync(file.fileno())
+                if durable:
+                    os.fsync(file.fileno())
             temporary.chmod(0o600 if private else 0o644)
             temporary.replace(path)
         except BaseException:

@@ -160,11 +160,16 @@ class Again:
 
     command: str
     promise: str
-    """Ends the sentence that asks to run the scenario with the same versions."""
+    """Ends the sentence that asks to run it with the same versions."""
+    of_scenario: bool = True
+    """Whether a scenario is run, which has to be saved first."""
 
 
 def again(runs: Sequence[Run]) -> Again:
     """Returns how to repeat `runs`, which are of one engine."""
+    if commands := {run.record["again"] for run in runs if run.record.get("again")}:
+        command = " && ".join(sorted(map(str, commands)))
+        return Again(command, ", in the app’s folder and on the same recording", of_scenario=False)
     same = "; on the same kind of machine it gives the same figures"
     if not any(run.setting("federation", "engine") == "deployment" for run in runs):
         return Again("fedsim run scenario.yaml", same)

@@ -152,10 +152,7 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
     Raises:
         FedsimError: a reconstruction is damaged.
     """
-    trials: dict[str, list[tuple[Path, ResultRow]]] = {}
-    for run in runs:
-        for row in run.rows:
-            trials.setdefault(row.cell, []).append((run.folder, row))
+    trials = trials_of(runs)
     last: dict[tuple[str, str], int] = {}
     for line in lines:
         name = (line.defense, line.attack)
@@ -165,7 +162,7 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
     for line in lines:
         if line.round != last[(line.defense, line.attack)] or line.subject != "images":
             continue
-        plate = _plate(line, trials[line.cell])
+        plate = plate_of(line, trials[line.cell])
         if plate is None:
             continue
         if plates and pixels + plate.pixels > _PIXELS:
@@ -176,8 +173,25 @@ def gallery(lines: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Gallery:
     return Gallery(plates=plates, omitted=omitted)
 
 
-def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate | None:
-    """Returns the plate of one line; None if none of its trials has scored images."""
+def trials_of(runs: Sequence[Run]) -> dict[str, list[tuple[Path, ResultRow]]]:
+    """Maps each line of the leaderboard, by its cell, to its trials and their runs' folders."""
+    trials: dict[str, list[tuple[Path, ResultRow]]] = {}
+    for run in runs:
+        for row in run.rows:
+            trials.setdefault(row.cell, []).append((run.folder, row))
+    return trials
+
+
+def plate_of(
+    line: LeaderboardRow, trials: Sequence[tuple[Path, ResultRow]], pairs: int = _PAIRS
+) -> Plate | None:
+    """Returns the plate of one line with at most so many pairs.
+
+    It is of the median trial by PSNR. None if none of the trials has scored images.
+
+    Raises:
+        FedsimError: a reconstruction is damaged.
+    """
     if not line.n_ok:
         return Plate(line=line, pairs=[])
     scored = [
@@ -193,7 +207,7 @@ def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate 
     if not {"truth", "reconstruction"} <= tensors.keys():
         raise ReportError(f"{path}: holds no pair of truth and reconstruction")
     truth, reconstruction = tensors["truth"], tensors["reconstruction"]
-    shown = slice(0, _PAIRS)
+    shown = slice(0, pairs)
     uris = data_uris(truth[shown], reconstruction[shown])
     values = psnr(reconstruction[shown], truth[shown]).tolist()
     height, width = truth.shape[-2:]
@@ -204,7 +218,7 @@ def _plate(line: LeaderboardRow, trials: list[tuple[Path, ResultRow]]) -> Plate 
             Pair(truth=a, reconstruction=b, psnr=value)
             for (a, b), value in zip(uris, values, strict=True)
         ],
-        hidden=max(0, len(truth) - _PAIRS),
+        hidden=max(0, len(truth) - pairs),
         width=width * factor,
         height=height * factor,
         pixels=2 * len(uris) * width * height,

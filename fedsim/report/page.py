@@ -74,7 +74,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     results = measurements(runs)
     unattacked = not results and attacks_nothing(runs)
     awaited = facts.awaited(runs)
-    confidence = _confidence(runs)
+    confidence = confidence_of(runs)
     rows = aggregate(results, confidence=confidence)
     invalid = [] if unattacked or awaited else invalid_reasons(rows)
     sections = [build_section(control, rows, runs) for control in positive_controls(rows)]
@@ -120,7 +120,7 @@ def _names(runs: Sequence[Run], results: Sequence[ResultRow]) -> list[str]:
     return list(dict.fromkeys(name for name in names if name))
 
 
-def _confidence(runs: Sequence[Run]) -> float:
+def confidence_of(runs: Sequence[Run]) -> float:
     """Returns the scenario's confidence, which all variants of a sweep share; by default 95%."""
     for run in runs:
         value = run.setting("scoring", "confidence")

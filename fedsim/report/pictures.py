@@ -104,6 +104,19 @@ def _as_bytes(truth: Tensor, reconstruction: Tensor) -> tuple[Tensor, Tensor]:
     return shown[0], shown[1]
 
 
+NEAREST = 0
+"""Pillow's resampling that enlarges a pixel to a square of the same value."""
+
+
+def from_png(content: bytes) -> Image:
+    """Returns the image of a PNG file that was made here."""
+    from PIL import Image
+
+    with Image.open(io.BytesIO(content), formats=["PNG"]) as picture:
+        picture.load()
+        return picture
+
+
 def _uri(image: Tensor) -> str:
     return "data:image/png;base64," + base64.b64encode(_png(image)).decode()
 

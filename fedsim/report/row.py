@@ -182,16 +182,31 @@ class LeaderboardRow:
         metric that ranks it. A trial that no attack gains by chance proves that the attack reads
         the update.
         """
-        over = self._over_other(self.ranked_by)
+        over = self.above_other(self.ranked_by)
         return over is not None and over.certain <= 0 and not self.exposed
 
-    def _over_other(self, name: str) -> Summary | None:
+    def above_other(self, name: str) -> Summary | None:
+        """Returns by how much metric `name` leaks more of its own update than of another.
+
+        None without that control, and for metrics that have none.
+        """
         return {
             "psnr": self.over_other,
             "subspace_error": self.span_over_other,
             "label_accuracy": self.label_over_other,
             "membership_auc": self.membership_over_other,
-        }[name]
+        }.get(name)
+
+    def above_guess(self, name: str) -> Summary | None:
+        """Returns by how much metric `name` leaks more than the guess, trial by trial.
+
+        None where that was not measured, and for metrics of which only means are compared.
+        """
+        return {
+            "psnr": self.gain,
+            "label_accuracy": self.label_gain,
+            "membership_auc": self.membership_gain,
+        }.get(name)
 
     def limit(self, name: str) -> float | None:
         """Returns the most of metric `name` that the privacy claim allows, if it bounds it."""

@@ -260,7 +260,7 @@ def _ends(gain: Summary) -> tuple[float, float]:
 def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
     """Returns the training curve of each defense, from the first run of its stack.
 
-    Returns none if there is only one round: a point is no curve.
+    Returns none if accuracy was tested once or never: a point is no curve.
     """
     curves: dict[str, plots.Curve] = {}
     for run in runs:
@@ -278,6 +278,6 @@ def _curves(runs: Sequence[Run], series: dict[str, int]) -> list[plots.Curve]:
                 ],
                 loss=[(row.round, row.train_loss) for row in rounds if row.train_loss is not None],
             )
-    if all(len(curve.accuracy) < 2 and len(curve.loss) < 2 for curve in curves.values()):
+    if all(len(curve.accuracy) < 2 for curve in curves.values()):
         return []
     return sorted(curves.values(), key=lambda curve: curve.series)

@@ -10,7 +10,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.results.lines import ResultRow
 from fedsim.words import number_of
 
-_VANTAGE = {
+VANTAGES = {
     "server": "each client’s update on its own, after that client’s defenses: the attacker is the "
     "server, or whoever reads its traffic",
     "masked": "each client’s masked part of a secure sum: the attacker is the server, or whoever "
@@ -53,7 +53,7 @@ def threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     if rows[0].subject == "rows":
         return _row_threat_model(rows)
     views = [
-        _phrase(rows, _VANTAGE, _view(rows)),
+        _phrase(rows, VANTAGES, _view(rows)),
         _phrase(rows, _TRAINING, lambda row: row.training.get("algorithm")),
         _phrase(rows, _MODE, lambda row: row.training.get("mode")),
     ]
@@ -86,7 +86,7 @@ def _view(rows: Sequence[ResultRow]) -> Callable[[ResultRow], str]:
 
 def _row_threat_model(rows: Sequence[ResultRow]) -> list[tuple[str, str]]:
     views = [
-        _phrase(rows, _VANTAGE, _view(rows)),
+        _phrase(rows, VANTAGES, _view(rows)),
         _phrase(rows, _RELEASES, lambda row: (row.release or {}).get("kind")),
     ]
     ranges = "the columns with their declared ranges, the bound on the norm of a row"

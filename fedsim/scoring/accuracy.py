@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 from fedsim.words import number_of
 
@@ -45,6 +46,7 @@ class Accuracy:
         )
 
 
+@cache  # of all attacks on one defense it is the same
 def accuracy(share: float, examples: int, chance: float, *, confidence: float = 0.95) -> Accuracy:
     """Returns `share` of `examples` (at least one) with Wilson's interval (JASA 22, 1927).
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
@@ -93,11 +94,17 @@ def student_interval(values: Sequence[float], *, confidence: float = 0.95) -> tu
 
 
 def _half_width(std: float, n: int, confidence: float) -> float:
+    return float(_quantile(n - 1, confidence) * std / np.sqrt(n))
+
+
+@cache  # tables have thousands of intervals, of few sizes
+def _quantile(freedom: int, confidence: float) -> float:
     from scipy.stats import t
 
-    return float(t.ppf((1 + confidence) / 2, n - 1) * std / np.sqrt(n))
+    return float(t.ppf((1 + confidence) / 2, freedom))
 
 
+@cache
 def share(count: int, n: int, *, confidence: float = 0.95) -> Share:
     """Returns `count` of `n` >= 1 trials with the interval of Clopper and Pearson (1934)."""
     from scipy.stats import binomtest

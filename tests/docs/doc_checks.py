@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
@@ -33,9 +33,12 @@ from typer.testing import CliRunner
 from fedsim.cli.commands import app
 from fedsim.contracts import plugins
 from fedsim.federation.network.policy import Policy
+from fedsim.report.loggers.stores import STORES
 from fedsim.scenario import Scenario, expand, open_document
 
 SCHEMATIC = {
+    # Its recordings are another program's: tests/federation/test_stock_apps.py makes some.
+    "fedsim assess TAPPED --model MODULE:NAME --truth DIR --out DIR": ["fedsim assess --help"],
     "fedsim attack ... --grant labels=known --grant bn=exact": [
         "fedsim attack runs/quickstart/observations/none/round-0001/client-0000-b1-t0.json "
         "--attack deep_leakage --grant labels=known --grant bn=exact"
@@ -52,6 +55,10 @@ SCHEMATIC = {
         f"fedsim leaderboard runs/quickstart --format {format}"
         for format in ("table", "json", "csv")
     ],
+    "fedsim leaderboard DIR... --html FILE": [
+        "fedsim leaderboard runs/quickstart --html board.html"
+    ],
+    "fedsim serve DIR...": ["fedsim serve runs/quickstart"],
     "fedsim privacy audit MECHANISM KEY=VALUE... --delta δ --confidence 0.999286": [
         "fedsim privacy audit gaussian sensitivity=1.0 sigma=4.0 --delta 0.01 --confidence 0.999286"
     ],
@@ -65,7 +72,10 @@ SCHEMATIC = {
     "fedsim check DIR --max-gain 3 --max-epsilon 8": [
         "fedsim check runs/quickstart --max-gain 3 --max-epsilon 8"
     ],
+    "fedsim dossier DIR": ["fedsim dossier runs/quickstart"],
     "fedsim compare BEFORE AFTER": ["fedsim compare runs/quickstart runs/quickstart"],
+    "fedsim preflight SCENARIO": ["fedsim preflight scenarios/quickstart.yaml"],
+    "fedsim preflight DIR": ["fedsim preflight runs/quickstart"],
     "fedsim run SCENARIO": ["fedsim run scenarios/quickstart.yaml"],
     "fedsim up SCENARIO --out DIR": ["fedsim up scenarios/network/tiny.yaml --out DIR"],
     "fedsim run scenario.yaml": ["fedsim run scenarios/quickstart.yaml"],
@@ -418,7 +428,8 @@ def parse_alone(words: list[str], main: Callable[[], object]) -> None:
 def stages_replaced(place: Workplace) -> Any:
     """The command line as it is, with checks in the place of what takes minutes."""
 
-    def run(scenario: Path, *, overrides: list[str], **_: Any) -> None:
+    def run(scenario: Path, *, overrides: list[str], log: Sequence[str] = (), **_: Any) -> None:
+        assert {name.partition("=")[0] for name in log} <= set(STORES), log
         expand(open_document(scenario, overrides))
         raise typer.Exit
 
@@ -433,10 +444,21 @@ def stages_replaced(place: Workplace) -> Any:
         check_recording(observation, place)
         raise typer.Exit
 
+    def forecast(origin: Path, overrides: list[str]) -> None:
+        if origin.suffix == ".yaml":
+            expand(open_document(origin, overrides))
+        else:
+            place.scenario(origin.name)
+        raise typer.Exit
+
     def from_runs(folders: Path | list[Path], *_: Any) -> None:
         for folder in [folders] if isinstance(folders, Path) else folders:
             place.scenario(folder.name)
         raise typer.Exit
+
+    def dossier(folder: Path, *_: Any) -> tuple[Path, ...]:
+        from_runs(folder)
+        return ()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedsim.pipeline.run", run)
@@ -446,10 +468,14 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.federation.network.link.check", serve)
         patch.setattr("fedsim.federation.network.identities.read_identity", lambda *_: None)
         patch.setattr("fedsim.attacking.replay.attack", attack)
+        patch.setattr("fedsim.forecasting.preflight.preflight_file", forecast)
         patch.setattr("fedsim.report.limits.broken_limits", lambda folders, **_: from_runs(folders))
         patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
         patch.setattr("fedsim.report.leaderboard_rows", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)
+        patch.setattr("fedsim.board.write_board", from_runs)
+        patch.setattr("fedsim.board.serve", lambda folders, **_: from_runs(folders))
+        patch.setattr("fedsim.report.dossier.write_dossier", dossier)
         yield
 
 

@@ -1,11 +1,29 @@
-"""One small run folder, made once."""
+"""Small run folders, each made once: one as if it had run, and one that has."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from synthetic_run import STACKS, write_run
+from synthetic_run import QUICK, STACKS, write_run
+from typer.testing import CliRunner
+
+from fedsim.cli.commands import app
+
+SMALL = """
+name: small
+seed: 3
+data: {source: faces, clients: 2}
+model: lenet
+training: {rounds: 1, local: {steps: 1, batch_size: 4, lr: 0.1}}
+defenses:
+  none: []
+  noise: [{name: clip, norm: 1.0}, {name: gaussian_noise, multiplier: 1.0}]
+attacks:
+  - label_inference
+  - {name: idlg, label: deep-1, iterations: 1}
+observe: {rounds: [1], clients: [0], batch_sizes: [1], trials: 2}
+"""
 
 
 @pytest.fixture(scope="session")
@@ -14,3 +32,15 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(
         tmp_path_factory.mktemp("run"), stacks=stacks, trials=3, batch_sizes=(1, 3), rounds=3
     )
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A real run, of seconds."""
+    folder = tmp_path_factory.mktemp("real")
+    (folder / "small.yaml").write_text(SMALL)
+    done = CliRunner().invoke(
+        app, ["run", f"{folder}/small.yaml", "--out", f"{folder}/small", *QUICK]
+    )
+    assert done.exit_code == 0, done.output
+    return folder / "small"

@@ -21,6 +21,8 @@ NO_LPIPS = Unavailable(
     "LPIPS: torchvision's cache has no alexnet-owt-7be5be79.pth; "
     "name a weights file in scoring.lpips_weights"
 )
+QUICK = ["--quiet", "--workers", "1"]
+"""Options of `fedsim run` for a run of seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,129 @@
+"""The lines of an assessment, as those of any other run, and the command that repeats it."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from fedsim.assessment.truth import Picked
+from fedsim.attacking.jobs import Job, Result
+from fedsim.contracts.grant import Grant
+from fedsim.recording.exchanges import Exchange
+from fedsim.results.record import Row
+from fedsim.types import Observation
+
+
+@dataclass(frozen=True)
+class Context:
+    """What every row of an assessment has in common."""
+
+    name: str
+    model: str
+    grant: Grant
+    seen: Mapping[str, tuple[Observation, Picked]]
+
+    def row(self, job: Job, result: Result) -> Row:
+        """Returns the line of one attack on one exchange."""
+        observation = result.observation
+        exchange = self.seen[observation.id][1].exchange
+        return {
+            "scenario": self.name,
+            "variant": {},
+            "dataset": "the app's own data",
+            "model": {"name": self.model, "parameters": {}},
+            "learner": "sgd",
+            "release": None,
+            "training": asdict(observation.training),
+            "defense": {
+                "name": observation.id.partition("/")[0],
+                "stack": [dict(each) for each in observation.defense],
+            },
+            "attack": {
+                "name": job.attack,
+                "label": job.label,
+                "restarts": job.restarts,
+                "parameters": dict(job.parameters),
+            },
+            "vantage": observation.vantage,
+            "server": observation.server,
+            "knowledge": self.grant.model_dump(),
+            "batch_size": observation.training.batch_size,
+            "round": observation.round,
+            "client": observation.client,
+            "trial": 0,
+            "releases": 1,
+            "observation": observation.id,
+            "seed": result.seed,
+            "status": result.status,
+            "reason": result.reason,
+            "metrics": result.metrics,
+            "per_image": result.per_image,
+            "victims": result.victims,
+            "baseline": result.baseline,
+            "control": {"other_update": None},
+            "theory": {"tensor_rate": result.tensor_rate},
+            "utility": {"train_loss": exchange.number("train_loss")},
+            "privacy": {},
+            "cost": result.cost,
+        }
+
+
+def round_rows(exchanges: Sequence[Exchange], stack: str) -> list[Row]:
+    """Returns a line for each recorded round."""
+    found = []
+    for round in sorted({each.round for each in exchanges}):
+        own = [each for each in exchanges if each.round == round]
+        losses = [value for each in own if (value := each.number("train_loss")) is not None]
+        loss = math.fsum(losses) / len(losses) if losses else None
+        found.append(
+            {
+                "defense": stack,
+                "round": round,
+                "participants": list(range(len(own))),
+                "aggregated": len(own),
+                "train_loss": loss if loss is not None and math.isfinite(loss) else None,
+            }
+        )
+    return found
+
+
+def command_of(
+    source: Path,
+    model: nn.Module | str,
+    homes: Sequence[str | Path],
+    rounds: Collection[int] | Literal["last"],
+    options: Mapping[str, object],
+    plugins: Mapping[str, Mapping[str, Mapping[str, object]]],
+) -> str:
+    """Returns the command that makes the same assessment.
+
+    A model that was handed over as an object has to be named in it by who runs it.
+    """
+    named = model if isinstance(model, str) else f"{type(model).__module__}:{type(model).__name__}"
+    words = ["fedsim", "assess", str(source.absolute()), "--model", named, "--out", "again"]
+    for home in homes:
+        words += ["--truth", str(Path(home).absolute())]
+    words += ["--rounds", rounds if isinstance(rounds, str) else listed(sorted(rounds))]
+    for option, value in options.items():
+        if value not in (None, ""):
+            words += [f"--{option}", str(value)]
+    for option, chosen in plugins.items():
+        for name, parameters in chosen.items():
+            own = [f"{k}={v}" for k, v in parameters.items() if k != "name" and v is not None]
+            words += [f"--{option}", name + (":" + ",".join(own) if own else "")]
+    return shlex.join(words)
+
+
+def listed(values: Sequence[float]) -> str:
+    return ",".join(map(str, values))
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_+-]+", "-", name).strip("-.+_")[:64] or "app"

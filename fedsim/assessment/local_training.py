@@ -1,0 +1,118 @@
+"""How the app's clients train, as it is declared or as the witness saw it, and how they defend."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedsim.assessment.truth import Picked
+from fedsim.attacking.tapped import EXAMPLES, Answer, Local, gradient_of
+from fedsim.scenario import build_stack
+from fedsim.scenario.build import announced, plugin_class
+from fedsim.scenario.model import PluginRef
+from fedsim.types import Effect, FedsimError, LocalTraining, Mode
+from fedsim.words import number_of
+
+_UNDEFENDED, _DEFENDED = "none", "declared"
+"""Names of the stack."""
+
+
+class Plan:
+    """What is known of the app's training, and what has to be said of it."""
+
+    def __init__(
+        self,
+        *,
+        answer: Answer,
+        local: Mapping[str, float] | None,
+        mode: Mode,
+        defenses: Sequence[Mapping[str, object]],
+        notes: list[str],
+    ) -> None:
+        self._answer = answer
+        self._local = None if local is None else dict(local)
+        self._mode = mode
+        self._refs = [
+            PluginRef(name=str(each.get("name")), parameters=_resolved(each)) for each in defenses
+        ]
+        self._stack = build_stack(self._refs)
+        self.notes = notes
+
+    def training(self, each: Picked) -> LocalTraining:
+        """Returns the local training of one client, as attacks are told it."""
+        said = each.testimony.said
+        if self._answer == "gradient":
+            return gradient_of(said.images, self._mode)
+        if self._local is None:
+            return self._witnessed(each).training()
+        unknown = set(self._local) - {"batch_size", "epochs", "lr", "momentum"}
+        if unknown or not {"batch_size", "lr"} <= set(self._local):
+            raise FedsimError(
+                "local: expected batch_size and lr, and maybe epochs and momentum, got "
+                f"{', '.join(sorted(self._local)) or 'nothing'}"
+            )
+        examples = each.exchange.number(EXAMPLES)
+        if examples is None or not 1 <= examples < 2**31:
+            raise FedsimError(
+                f"{each.exchange.path}: the client does not say {EXAMPLES!r}, from which its steps "
+                "follow; leave local out, so that it is read from the witness"
+            )
+        declared = Local.declared(
+            int(examples),
+            batch_size=int(self._local["batch_size"]),
+            epochs=int(self._local.get("epochs", 1)),
+            lr=float(self._local["lr"]),
+            momentum=float(self._local.get("momentum", 0.0)),
+            mode=self._mode,
+        )
+        if declared.steps != said.steps:
+            self.notes.append(
+                f"local: {number_of(declared.steps, 'step')} follow from what was declared, and "
+                f"the witness saw {said.steps}"
+            )
+        return declared.training()
+
+    def _witnessed(self, each: Picked) -> Local:
+        said = each.testimony.said
+        if said.optimizer is None or "lr" not in said.settings:
+            raise FedsimError(
+                f"{each.testimony.path}: the witness saw no optimizer, so that the learning rate "
+                "is not known; say how the app trains (--batch-size and --lr), or that it sends a "
+                "gradient (--answer gradient)"
+            )
+        if "SGD" not in said.optimizer and "DP" not in said.optimizer:
+            self.notes.append(
+                f"local: clients step with {said.optimizer}, and attacks take steps for those of "
+                "SGD: what they miss says little"
+            )
+        epochs = max(1, round(sum(said.sizes) / said.images))
+        if epochs > 1 and said.steps > epochs:
+            self.notes.append(
+                f"local: {epochs} epochs of several batches are attacked as one epoch of the same "
+                "total weight, which is an approximation"
+            )
+        if len(set(said.sizes)) > 1:
+            self.notes.append("local: batches differ in size, and attacks take them for equal ones")
+        return Local(
+            examples=said.images,
+            steps=said.steps,
+            per_epoch=max(1, round(said.steps / epochs)),
+            lr=said.settings["lr"],
+            momentum=said.settings.get("momentum", 0.0),
+            mode=self._mode,
+        )
+
+    def defended(
+        self, training: LocalTraining
+    ) -> tuple[str, tuple[Mapping[str, object], ...], Effect]:
+        """Returns name, announcement and effect of what clients do to their update."""
+        if not self._refs:
+            return _UNDEFENDED, (), Effect()
+        told = announced(self._stack, self._refs, training, None)
+        return _DEFENDED, told, self._stack.effect(training)
+
+
+def _resolved(each: Mapping[str, object]) -> dict[str, Any]:
+    plugin = plugin_class("fedsim.defenses", str(each.get("name")))
+    given = {key: value for key, value in each.items() if key != "name"}
+    return plugin.model_validate(given).model_dump(mode="json")

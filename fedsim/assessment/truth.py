@@ -1,0 +1,145 @@
+"""Which exchanges are attacked, what their clients really trained on, and what a guess knows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedsim import scoring
+from fedsim.recording.exchanges import Exchange
+from fedsim.recording.witnessed import Testimony
+from fedsim.types import FedsimError, GroundTruth
+from fedsim.words import number_of
+
+_ROUNDING = 0.02
+"""Pixels may be so far outside of [0, 1] when mean and std are taken back."""
+
+
+@dataclass(frozen=True)
+class Picked:
+    """An exchange that is attacked, and its truth."""
+
+    exchange: Exchange
+    testimony: Testimony
+    number: int
+    """Of the client."""
+
+
+def pick(
+    exchanges: Sequence[Exchange],
+    said: Mapping[str, Testimony],
+    rounds: Collection[int] | Literal["last"],
+    clients: int,
+) -> list[Picked]:
+    """Returns the exchanges that are attacked: those with truth, of the chosen rounds and clients.
+
+    Raises:
+        FedsimError: there is none.
+    """
+    known = [each for each in exchanges if each.message_id in said]
+    if not known:
+        raise FedsimError(
+            f"--truth: nothing was witnessed of any of {number_of(len(exchanges), 'exchange')} of "
+            "this recording; name the folder that fedsim.witness wrote to during the same run"
+        )
+    wanted = {known[-1].round} if rounds == "last" else set(rounds)
+    numbers = _numbers(exchanges, said)
+    picked: list[Picked] = []
+    for round in sorted(wanted):
+        own = sorted((e for e in known if e.round == round), key=lambda e: numbers[e.node_id])
+        picked += [Picked(e, said[e.message_id], numbers[e.node_id]) for e in own[:clients]]
+    if not picked:
+        there = sorted({each.round for each in known})
+        raise FedsimError(f"rounds: expected some of {there}, got {sorted(wanted)}")
+    for each in picked:
+        if each.testimony.said.left_out:
+            raise FedsimError(
+                f"{each.testimony.path}: the witness left out "
+                f"{number_of(each.testimony.said.left_out, 'image')}, so that the truth is not "
+                "whole; give fedsim.witness a larger max_images, or attack another client"
+            )
+    return picked
+
+
+def _numbers(exchanges: Sequence[Exchange], said: Mapping[str, Testimony]) -> Mapping[int, int]:
+    """Numbers each node: by its partition-id where all have one, else in order of node."""
+    nodes = sorted({each.node_id for each in exchanges})
+    partitions = {t.said.node_id: t.said.partition for t in said.values()}
+    known = [partitions.get(node) for node in nodes]
+    given = [number for number in known if number is not None and 0 <= number < 1_000_000]
+    if len(given) == len(nodes) == len(set(given)):
+        return dict(zip(nodes, given, strict=True))
+    return {node: place for place, node in enumerate(nodes)}
+
+
+@dataclass(frozen=True)
+class Pixels:
+    """Takes the app's normalization back."""
+
+    mean: tuple[float, ...] | None
+    std: tuple[float, ...] | None
+
+    @classmethod
+    def of(cls, mean: Sequence[float] | None, std: Sequence[float] | None) -> Pixels:
+        return cls(
+            None if mean is None else tuple(map(float, mean)),
+            None if std is None else tuple(map(float, std)),
+        )
+
+    def __call__(self, images: Tensor, what: Path) -> Tensor:
+        """Returns pixels in [0, 1] of normalized `images`.
+
+        Raises:
+            FedsimError: they are not in [0, 1].
+        """
+        for option, values in (("mean", self.mean), ("std", self.std)):
+            if values is not None and len(values) != images.shape[1]:
+                raise FedsimError(
+                    f"{option}: expected {number_of(images.shape[1], 'number')}, one a channel, "
+                    f"got {len(values)}"
+                )
+        std = torch.tensor(self.std or (1.0,)).view(1, -1, 1, 1)
+        mean = torch.tensor(self.mean or (0.0,)).view(1, -1, 1, 1)
+        pixels = images * std + mean
+        low, high = float(pixels.min()), float(pixels.max())
+        if low < -_ROUNDING or high > 1 + _ROUNDING:
+            raise FedsimError(
+                f"{what}: pixels are {low:.3g} to {high:.3g} with this mean and std, and not in "
+                "[0, 1]; say what the app normalizes by (--mean 0.5,0.5,0.5 --std 0.5,0.5,0.5)"
+            )
+        return pixels.clamp(0, 1)
+
+
+def truth_of(each: Picked, pixels: Pixels) -> GroundTruth:
+    images, labels = each.testimony.images()
+    return GroundTruth(images=pixels(images, each.testimony.path), labels=labels)
+
+
+def guesser_of(
+    said: Mapping[str, Testimony],
+    picked: Sequence[Picked],
+    pixels: Pixels,
+    notes: list[str],
+) -> scoring.Guesser:
+    """Learns the zero-information guess from what other clients trained on.
+
+    Where nobody else was witnessed, from the victims themselves: a guess that is better than any
+    outsider's, so that gains over it are understated.
+    """
+    victims = {each.exchange.node_id for each in picked}
+    others = {t.said.node_id: t for t in said.values() if t.said.node_id not in victims}
+    pool = list(others.values()) or [each.testimony for each in picked]
+    images = [(pixels(each.images()[0], each.path), each.images()[1]) for each in pool]
+    found = torch.cat([each for each, _ in images])
+    if not others:
+        notes.append(
+            "guess: learned from the victims' own images, as no other client was witnessed; gains "
+            "over it are understated"
+        )
+    levels = (found * 255).round().to(torch.uint8)
+    return scoring.Guesser(levels, torch.cat([labels for _, labels in images]))

@@ -1,0 +1,85 @@
+"""The app's model: where it is, and what it takes and returns."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedsim.types import FedsimError
+
+_CALL = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_][\w.]*)(?P<call>\(.*\))?", re.S)
+
+
+def built_model(named: str) -> nn.Module:
+    """Returns the model that `named` says: `module:Class` or `module:function(key=value, ...)`.
+
+    The module is found as Python finds it from the current folder. Values are literals.
+
+    Raises:
+        FedsimError: it cannot be imported, built, or is no model.
+    """
+    match = _CALL.fullmatch(named.strip())
+    if not match:
+        raise FedsimError(
+            f"--model: expected module:Class or module:function(key=value), got {named!r}"
+        )
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = import_module(match["module"])
+        for part in match["name"].split("."):
+            found = getattr(found, part)
+        if not isinstance(found, nn.Module):
+            positional, keywords = _arguments(match["call"] or "()")
+            found = found(*positional, **keywords)
+    except FedsimError:
+        raise
+    except Exception as error:  # somebody else's code, of any kind
+        raise FedsimError(
+            f"--model {named}: {type(error).__name__}: {error}; run it in the app's folder, and "
+            "name what builds the model"
+        ) from error
+    if not isinstance(found, nn.Module):
+        raise FedsimError(f"--model {named}: expected an nn.Module, got {type(found).__name__}")
+    return found
+
+
+def _arguments(call: str) -> tuple[list[Any], dict[str, Any]]:
+    tree = ast.parse(f"f{call}", mode="eval").body
+    if not isinstance(tree, ast.Call) or any(each.arg is None for each in tree.keywords):
+        raise FedsimError(f"--model: expected a call of literals, got {call!r}")
+    keywords = {str(each.arg): ast.literal_eval(each.value) for each in tree.keywords}
+    return [ast.literal_eval(each) for each in tree.args], keywords
+
+
+def classes_of(model: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Returns how many outputs the model has.
+
+    Raises:
+        FedsimError: it does not take such images.
+    """
+    was_training = model.training
+    try:
+        with torch.no_grad():
+            answer: Any = model.eval()(torch.zeros(2, *shape))
+        answer = getattr(answer, "logits", answer)
+        return int((answer[0] if isinstance(answer, tuple) else answer).shape[-1])
+    except Exception as error:  # somebody else's code, of any kind
+        raise FedsimError(
+            f"model: it does not take images of shape {shape}: {type(error).__name__}: {error}; "
+            "say --input-shape and --classes"
+        ) from error
+    finally:
+        model.train(was_training)
+
+
+def package_of(model: nn.Module | str) -> str:
+    module = model.partition(":")[0] if isinstance(model, str) else type(model).__module__
+    return module.partition(".")[0]

@@ -1,0 +1,183 @@
+"""Makes observations of what a tap recorded of somebody's app, with what the recording lacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.attacking.observe import Subject
+from fedsim.models.local import step_weights
+from fedsim.recording.exchanges import Exchange
+from fedsim.recording.files import observation_id
+from fedsim.types import Effect, FedsimError, LocalTraining, Mode, Observation
+
+Answer = Literal["weights", "delta", "gradient"]
+"""What clients answer: their weights after training, these less the server's, or a gradient."""
+EXAMPLES = "num-examples"
+"""Metric in which Flower's clients say of how many examples an answer is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Local:
+    """One client's local training, as far as it is known."""
+
+    examples: int
+    """Different images."""
+    steps: int
+    """Of all epochs together."""
+    per_epoch: int
+    """Steps of one epoch."""
+    lr: float
+    momentum: float = 0.0
+    mode: Mode = "train"
+
+    @classmethod
+    def declared(
+        cls, examples: int, *, batch_size: int, epochs: int, lr: float, momentum: float, mode: Mode
+    ) -> Local:
+        """Returns the training of an app that goes through its `examples` in order of a shuffle.
+
+        Args:
+            examples: Of the client.
+            batch_size: Of each step; the last of an epoch may be smaller.
+            epochs: How often it goes through them.
+            lr: Learning rate.
+            momentum: Of SGD.
+            mode: Of the model's layers.
+        """
+        per_epoch = math.ceil(examples / batch_size)
+        return cls(
+            examples=examples,
+            steps=epochs * per_epoch,
+            per_epoch=per_epoch,
+            lr=lr,
+            momentum=momentum,
+            mode=mode,
+        )
+
+    def training(self) -> LocalTraining:
+        """Returns what attacks simulate.
+
+        Attacks know equal batches of different images, or one batch over and over. Several epochs
+        of several batches become one epoch whose learning rate carries the same total weight;
+        batches that differ in size become equal ones.
+        """
+        again = LocalTraining(
+            algorithm="fedavg",
+            steps=self.steps,
+            batch_size=max(1, round(self.examples / self.per_epoch)),
+            lr=self.lr,
+            momentum=self.momentum,
+            mode=self.mode,
+            batches="same" if self.per_epoch == 1 and self.steps > 1 else "different",
+        )
+        if self.per_epoch == 1 or self.steps <= self.per_epoch:
+            return again
+        once = replace(again, steps=self.per_epoch)
+        weight = sum(step_weights(again)) / sum(step_weights(once))
+        return replace(once, lr=self.lr * weight)
+
+
+def gradient_of(examples: int, mode: Mode) -> LocalTraining:
+    """Returns the training of a client that answers the gradient of all its `examples`."""
+    return LocalTraining(algorithm="fedsgd", steps=1, batch_size=examples, lr=1.0, mode=mode)
+
+
+def freeze_unsent(model: nn.Module, exchange: Exchange, prefix: str) -> None:
+    """Freezes the parameters of `model` that no client answers: they are its own, and public.
+
+    Raises:
+        FedsimError: the app sends names that the model has not.
+    """
+    sent = _own_names(exchange.sent(), model, prefix)
+    for name, parameter in model.named_parameters():
+        if name not in sent:
+            parameter.requires_grad_(False)
+
+
+def observed(
+    exchange: Exchange,
+    subject: Subject,
+    model: nn.Module,
+    training: LocalTraining,
+    *,
+    answer: Answer,
+    prefix: str,
+    stack: str,
+    client: int,
+    defense: tuple[Mapping[str, Any], ...] = (),
+    effect: Effect | None = None,
+    seed: int = 0,
+) -> Observation:
+    """Returns the observation of one exchange.
+
+    Args:
+        exchange: As a tap recorded it.
+        subject: The model, taken apart.
+        model: The model itself, whose names it has.
+        training: The client's local training.
+        answer: What the client answered.
+        prefix: Stands before each name that the app sends in the model's own.
+        stack: Name under which the observation is filed.
+        client: Number of the client.
+        defense: What was announced of defenses.
+        effect: What they do to the update.
+        seed: Of attacks.
+
+    Raises:
+        FedsimError: the exchange is not of this model.
+    """
+    before = _own_names(exchange.sent(), model, prefix)
+    after = _own_names(exchange.reply(), model, prefix)
+    trained = {name for name, _ in model.named_parameters()}
+    update = {
+        name: value - before[name] if answer == "weights" else value
+        for name, value in after.items()
+        if name in trained and name in before
+    }
+    sent = {
+        name: before[name] + value if answer == "delta" else value
+        for name, value in after.items()
+        if name not in trained and value.is_floating_point() and name in before
+    }
+    return subject.observation(
+        update,
+        training,
+        buffers={} if answer == "gradient" else sent,
+        state=before,
+        id=observation_id(stack, exchange.round, client, "training"),
+        round=exchange.round,
+        client=client,
+        defense=defense,
+        effect=effect,
+        seed=seed,
+    )
+
+
+def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """By the model's names: those of the app after `prefix`, or numbers in the model's order."""
+    own = model.state_dict()
+    if all(name.isdecimal() for name in tensors) and len(tensors) == len(own):
+        ordered: Sequence[Tensor] = [tensors[name] for name in sorted(tensors, key=int)]
+        named = dict(zip(own, ordered, strict=True))
+    else:
+        named = {prefix + name: value for name, value in tensors.items()}
+    for name, value in named.items():
+        if name not in own:
+            raise FedsimError(
+                f"--model: it has no {name!r}, which the app sends: name the model that the app "
+                "trains (and --prefix, if the app sends a part of it)"
+            )
+        if value.shape != own[name].shape:
+            raise FedsimError(
+                f"--model: its {name} has shape {tuple(own[name].shape)}, and the app sends "
+                f"{tuple(value.shape)}: name the model that the app trains"
+            )
+        if not torch.isfinite(value.float()).all():
+            raise FedsimError(f"{name}: what was recorded holds NaN or infinity")
+    return named

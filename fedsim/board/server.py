@@ -1,0 +1,216 @@
+"""Serves the leaderboard to browsers while runs go on.
+
+Two paths are answered, `/` and `/data`; no part of a request names a file. Off the loopback
+interface a token is needed, which only the terminal shows.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from fedsim.board.page import html
+from fedsim.board.watch import Watched
+from fedsim.types import FedsimError, RunFailed
+
+PORT = 8321
+
+_COOKIE = "fedsim_board"
+
+_SILENCE = 10.0
+"""A browser that says nothing for so many seconds is hung up on."""
+
+_AT_ONCE = 32
+"""So many requests are answered at once; further ones wait."""
+
+_HEADERS = {
+    "Cache-Control": "no-store",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class BoardServer(ThreadingHTTPServer):
+    """Answers with the leaderboard of some run folders."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[Path], host: str, port: int, token: str | None) -> None:
+        """Listens at once; `serve_forever` answers.
+
+        Args:
+            folders: of runs, or that hold folders of runs; they may be empty yet.
+            host: name or address to listen on.
+            port: 0 for any free one.
+            token: that a request must have; None only on the loopback interface.
+
+        Raises:
+            FedsimError: a folder is missing, or the host is open to others and there is no token.
+            RunFailed: the address is taken, or is none of this machine's.
+        """
+        for folder in folders:
+            if not folder.is_dir():
+                raise FedsimError(f"{folder}: no such folder; name a run's output folder")
+        if token is None and not is_loopback(host):
+            raise FedsimError(
+                f"--host {host}: whoever reaches this machine could read the page; give a token"
+            )
+        self.watched = Watched(folders)
+        self.token = token
+        self.host = host
+        self._places = threading.BoundedSemaphore(_AT_ONCE)
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, port), _Handler)
+        except OSError as error:
+            raise RunFailed(
+                f"--host {host} --port {port}: {error.strerror or error}; name another one"
+            ) from error
+
+    @property
+    def address(self) -> str:
+        """The address to open, with the token if one is needed."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        query = f"?token={self.token}" if self.token else ""
+        return f"http://{host}:{self.server_address[1]}/{query}"
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        """Answers one request, once it is its turn."""
+        with self._places:
+            super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Says nothing of a browser that left before it had its answer."""
+
+
+def serve(
+    folders: Sequence[Path],
+    *,
+    host: str = "127.0.0.1",
+    port: int = PORT,
+    demand_token: bool = False,
+    on_ready: Callable[[BoardServer], None],
+) -> None:
+    """Serves the leaderboard until it is interrupted.
+
+    Args:
+        folders: of runs, or that hold folders of runs.
+        host: to listen on; off the loopback interface a new token is made.
+        port: 0 for any free one.
+        demand_token: whether a token is needed on the loopback interface, too.
+        on_ready: is called once the server listens.
+
+    Raises:
+        FedsimError: a folder is missing.
+        RunFailed: the address is taken, or is none of this machine's.
+    """
+    needed = demand_token or not is_loopback(host)
+    token = secrets.token_urlsafe(24) if needed else None
+    with BoardServer(folders, host, port, token) as server:
+        on_ready(server)
+        server.serve_forever()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: BoardServer
+    timeout = _SILENCE
+    server_version = "fedsim"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Writes no line for a request: its address may hold the token."""
+
+    def _answer(self, with_body: bool) -> None:
+        url = urlsplit(self.path)
+        if not self._names_this_host():
+            # Another site's name that was made to point here must not read the page.
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", b"no such host here\n", with_body)
+        elif url.path not in ("/", "/data"):
+            self._send(HTTPStatus.NOT_FOUND, "text/plain", b"no such page\n", with_body)
+        elif self.server.token is not None and self._is_token(parse_qs(url.query).get("token")):
+            cookie = f"{_COOKIE}={self.server.token}; HttpOnly; SameSite=Lax; Path=/"
+            headers = {"Set-Cookie": cookie, "Location": url.path}
+            self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", with_body, headers)
+        elif self.server.token is not None and not self._is_token([self._cookie()]):
+            text = b"open the address that the terminal of `fedsim serve` shows, with its token\n"
+            self._send(HTTPStatus.FORBIDDEN, "text/plain", text, with_body)
+        else:
+            self._show(url.path, with_body)
+
+    def _show(self, path: str, with_body: bool) -> None:
+        version = self.server.watched.current()
+        tag = {"ETag": version.tag}
+        if path == "/":
+            page = html(version.data, live=True).encode()
+            self._send(HTTPStatus.OK, "text/html; charset=utf-8", page, with_body)
+        elif self.headers.get("If-None-Match") == version.tag:
+            self._send(HTTPStatus.NOT_MODIFIED, "application/json", b"", False, tag)
+        else:
+            self._send(HTTPStatus.OK, "application/json", version.body, with_body, tag)
+
+    def _names_this_host(self) -> bool:
+        """Whether the request is for a name of this server; behind a token any name will do."""
+        if self.server.token is not None:
+            return True
+        name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
+        return name is not None and (is_loopback(name) or name == self.server.host)
+
+    def _is_token(self, values: Sequence[str] | None) -> bool:
+        wanted = (self.server.token or "").encode()
+        return any(hmac.compare_digest(value.encode(), wanted) for value in values or ())
+
+    def _cookie(self) -> str:
+        try:
+            morsel = SimpleCookie(self.headers.get("Cookie", "")).get(_COOKIE)
+        except CookieError:
+            return ""
+        return morsel.value if morsel else ""
+
+    def _send(
+        self,
+        status: HTTPStatus,
+        kind: str,
+        body: bytes,
+        with_body: bool,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        self.send_response(status)
+        for name, value in {**_HEADERS, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if with_body:
+            self.wfile.write(body)

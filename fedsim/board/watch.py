@@ -1,0 +1,79 @@
+"""Keeps the page's data as new as the run folders are, and builds it again only if they changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.board.data import board_data, document
+from fedsim.results.reading import RESULTS
+from fedsim.types import FedsimError
+
+_FILES = (RESULTS, "rounds.jsonl", "audit.jsonl", "record.json", "scenario.yaml")
+
+_Signature = tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """The data at one time, and a name that another time's data does not have."""
+
+    data: dict[str, Any]
+    body: bytes
+    """The data as JSON."""
+    tag: str
+
+
+class Watched:
+    """The data of some run folders; safe to ask from several threads."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        """Reads nothing yet.
+
+        Args:
+            folders: of runs, or that hold folders of runs.
+        """
+        self._folders = folders
+        self._lock = threading.Lock()
+        self._signature: _Signature | None = None
+        self._version = _version(document([], []))
+
+    def current(self) -> Version:
+        """Returns the data of the folders as they are now.
+
+        While they cannot be read, as before the first result, it is the data of the last time with
+        the `problem` in it.
+        """
+        with self._lock:
+            signature = self._signed()
+            if signature != self._signature:
+                try:
+                    data = board_data(self._folders)
+                except (FedsimError, OSError) as error:
+                    data = {**self._version.data, "problem": str(error)}
+                self._version = _version(data)
+                self._signature = signature
+            return self._version
+
+    def _signed(self) -> _Signature:
+        """Returns size and time of every file that the data depends on."""
+        entries = []
+        for folder in self._folders:
+            for results in sorted(folder.rglob(RESULTS)):
+                for path in (results.with_name(name) for name in _FILES):
+                    try:
+                        status = path.stat()
+                    except OSError:
+                        continue
+                    entries.append((str(path), status.st_mtime_ns, status.st_size))
+        return tuple(entries)
+
+
+def _version(data: dict[str, Any]) -> Version:
+    body = json.dumps(data, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
+    return Version(data=data, body=body, tag=f'"{hashlib.sha256(body).hexdigest()[:32]}"')

@@ -1,0 +1,182 @@
+"""The command that makes a report of what a tap recorded of somebody's Flower app."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fedsim.cli.exits import exits
+from fedsim.cli.options import Quiet
+from fedsim.cli.outcome import show
+
+
+def add_to(app: typer.Typer) -> None:
+    """Adds the command to `app`."""
+    app.command()(assess)
+
+
+def assess(
+    tapped: Annotated[Path, typer.Argument(metavar="TAPPED")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="The app's model: a class, or a function with its arguments, as in "
+            '"my_app.task:get_model(num_classes=10)"; found from the current folder.',
+        ),
+    ],
+    truth: Annotated[
+        list[Path],
+        typer.Option(help="What fedsim.witness wrote to; may be repeated, once a client's disk."),
+    ],
+    out: Annotated[Path, typer.Option(help="Folder to fill with results and report.html.")],
+    mean: Annotated[
+        str | None, typer.Option(help="What the app normalizes by, as 0.5,0.5,0.5; default 0.")
+    ] = None,
+    std: Annotated[str | None, typer.Option(help="As --mean; default 1.")] = None,
+    input_shape: Annotated[
+        str | None, typer.Option(help="C,H,W; default that of the witnessed images.")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(min=2, help="Outputs of the model; default as many as it has.")
+    ] = None,
+    answer: Annotated[
+        str, typer.Option(help="What clients answer: weights, delta (less those sent), gradient.")
+    ] = "weights",
+    prefix: Annotated[
+        str, typer.Option(help="Before the app's names in the model's own, as heads.")
+    ] = "",
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Of the app's clients; default as witnessed.")
+    ] = None,
+    lr: Annotated[float | None, typer.Option(help="Of the app's clients, with --batch-size.")] = (
+        None
+    ),
+    epochs: Annotated[int, typer.Option(min=1, help="Of a round, with --batch-size.")] = 1,
+    momentum: Annotated[float, typer.Option(help="Of SGD, with --batch-size.")] = 0.0,
+    attacks: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--attack",
+            metavar="NAME[:KEY=VALUE,...]",
+            help="See fedsim list attacks; may be repeated.",
+        ),
+    ] = None,
+    defenses: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--defense",
+            metavar="NAME[:KEY=VALUE,...]",
+            help="What clients do to their update, in order; see fedsim list defenses.",
+        ),
+    ] = None,
+    grants: Annotated[
+        list[str] | None,
+        typer.Option("--grant", metavar="KEY=VALUE", help="As of fedsim attack; may be repeated."),
+    ] = None,
+    rounds: Annotated[str, typer.Option(help="Which are attacked: 1,3 or last.")] = "last",
+    clients: Annotated[int, typer.Option(min=1, help="Attacked in each round.")] = 2,
+    run: Annotated[int | None, typer.Option(help="Id of the recorded run; default newest.")] = None,
+    name: Annotated[str | None, typer.Option(help="Title of the report.")] = None,
+    seed: Annotated[int, typer.Option(help="Of attacks.")] = 0,
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes that attack.")] = None,
+    quiet: Quiet = False,
+) -> None:
+    """Attack what a tap recorded of a Flower app, score it against the witness, and report.
+
+    TAPPED is the folder that fedsim.tap wrote to. See docs/your-own-flower-app.md.
+    """
+    with exits():
+        from fedsim.assessment import assess as assess_recording
+        from fedsim.scenario import grant_of, parameters_of
+        from fedsim.types import FedsimError
+
+        if (batch_size is None) != (lr is None):
+            raise FedsimError("--batch-size, --lr: expected both or none")
+        local = None
+        if batch_size is not None and lr is not None:
+            local = {"batch_size": batch_size, "lr": lr, "epochs": epochs, "momentum": momentum}
+        asked: dict[str, Any] = {}
+        for text in attacks or []:
+            label, settings = _named(text)
+            asked[label] = parameters_of(
+                "fedsim.attacks", label, settings, origin=f"--attack {label}"
+            )
+        announced = []
+        for text in defenses or []:
+            label, settings = _named(text)
+            parameters = parameters_of(
+                "fedsim.defenses", label, settings, origin=f"--defense {label}"
+            )
+            announced.append({"name": label, **parameters})
+        finished = assess_recording(
+            tapped,
+            model,
+            truth=truth,
+            out=out,
+            mean=_numbers("--mean", mean),
+            std=_numbers("--std", std),
+            input_shape=_shape(input_shape),
+            classes=classes,
+            answer=_answer(answer),
+            prefix=prefix,
+            local=local,
+            attacks=asked or None,
+            grant=grant_of(grants or []),
+            defenses=announced,
+            rounds=_rounds(rounds),
+            clients=clients,
+            run=run,
+            name=name,
+            seed=seed,
+            workers=workers,
+            quiet=quiet,
+        )
+        if not quiet:
+            show(finished)
+
+
+def _named(text: str) -> tuple[str, list[str]]:
+    """Returns a plugin's name and its settings, of `name:key=value,key=value`."""
+    label, _, rest = text.partition(":")
+    return label, [part for part in rest.split(",") if part]
+
+
+def _numbers(option: str, text: str | None) -> list[float] | None:
+    from fedsim.types import FedsimError
+
+    try:
+        return None if text is None else [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise FedsimError(f"{option}: expected numbers as 0.5,0.5,0.5, got {text!r}") from error
+
+
+def _shape(text: str | None) -> tuple[int, int, int] | None:
+    from fedsim.types import FedsimError
+
+    if text is None:
+        return None
+    try:
+        channels, height, width = map(int, text.split(","))
+    except ValueError as error:
+        raise FedsimError(f"--input-shape: expected C,H,W, got {text!r}") from error
+    return channels, height, width
+
+
+def _rounds(text: str) -> Any:
+    from fedsim.types import FedsimError
+
+    try:
+        return "last" if text == "last" else [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise FedsimError(f"--rounds: expected last, or numbers as 1,3, got {text!r}") from error
+
+
+def _answer(text: str) -> Any:
+    from fedsim.types import FedsimError
+
+    if text not in ("weights", "delta", "gradient"):
+        raise FedsimError(f"--answer: expected weights, delta or gradient, got {text!r}")
+    return text

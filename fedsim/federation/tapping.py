@@ -1,0 +1,403 @@
+"""Taps anybody's Flower app: records the models that a server sends and the answers it gets.
+
+    fedsim.tap(grid, out="tapped")          in a ServerApp, around the grid
+    fedsim.tap(strategy, out="tapped")      or on the strategy, which then taps the grid it is given
+    ClientApp(mods=[fedsim.client_tap(out="tapped")])    on a client, where the server is another's
+
+Every call goes through unchanged. A recording that fails is told in the log and counted; the app
+goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Strategy
+from flwr.supercore.run import Run
+
+from fedsim.federation import wire
+from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, Side, Told
+from fedsim.system import paths
+from fedsim.types import FedsimError
+
+Mod = Callable[[Message, Context, Callable[[Message, Context], Message]], Message]
+S = TypeVar("S", bound=Strategy)
+
+TRAIN = "train"
+"""Type of the messages that ask for training, alone or before a dot and an action."""
+_log = logging.getLogger("fedsim.tap")
+_LONGEST, _MOST = 200, 200
+"""Characters of a text, and entries of a record, that are kept of what is not tensors."""
+_PENDING = 100_000
+"""Orders without an answer that are remembered."""
+
+
+@overload
+def tap(
+    target: S,
+    out: str | Path,
+    *,
+    rounds: Collection[int] | None = ...,
+    clients: int | None = ...,
+    max_gib: float = ...,
+) -> S: ...
+
+
+@overload
+def tap(
+    target: Grid,
+    out: str | Path,
+    *,
+    rounds: Collection[int] | None = ...,
+    clients: int | None = ...,
+    max_gib: float = ...,
+) -> Grid: ...
+
+
+def tap(
+    target: Grid | Strategy,
+    out: str | Path,
+    *,
+    rounds: Collection[int] | None = None,
+    clients: int | None = None,
+    max_gib: float = 8.0,
+) -> Grid | Strategy:
+    """Records what the server of a Flower app sees, below `out`; returns what to use instead.
+
+    Of a grid that is a grid around it. Of a strategy it is the strategy itself, whose `start` from
+    now on taps the grid that it is handed.
+
+    Args:
+        target: The grid or the strategy of a ServerApp.
+        out: The folder; each run of the app gets its own in it, `run-<id>`.
+        rounds: Which are recorded, counted from 1; default all.
+        clients: At most so many clients are recorded, those that are asked first; default all.
+        max_gib: GiB that a run may take on the disk; what has no room is left out and counted.
+
+    Raises:
+        FedsimError: `target` is neither, or a value is out of range.
+    """
+    plan = _Plan.of(out, rounds, clients, max_gib)
+    if isinstance(target, Strategy):
+        start = target.start
+
+        def tapped_start(grid: Grid, *arguments: Any, **named: Any) -> Any:
+            return start(_TappedGrid(grid, plan), *arguments, **named)
+
+        target.start = tapped_start  # type: ignore[method-assign]
+        return target
+    if isinstance(target, Grid):
+        return _TappedGrid(target, plan)
+    raise FedsimError(
+        f"fedsim.tap: expected a Grid or a Strategy of flwr.serverapp, got {type(target).__name__}"
+    )
+
+
+def client_tap(
+    out: str | Path, *, rounds: Collection[int] | None = None, max_gib: float = 8.0
+) -> Mod:
+    """Returns a mod of a ClientApp that records what this client receives and answers.
+
+    It stands first among the app's mods, so that it records what leaves the machine.
+
+    Args:
+        out: See `tap`; a folder of the client's.
+        rounds: See `tap`.
+        max_gib: See `tap`.
+
+    Raises:
+        FedsimError: a value is out of range.
+    """
+    plan = _Plan.of(out, rounds, None, max_gib)
+
+    def mod(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        recorder = plan.recorder(context.run_id, "client")
+        # Of messages that do not say which round they are of, those before this one are on disk.
+        tape = _Tape(recorder, counted=recorder.recorded(context.node_id))
+        tape.begin([message])
+        sent = tape.note(message, context.node_id)
+        reply = call_next(message, context)
+        if sent:
+            tape.record(sent, message.metadata.message_id, reply)
+        return reply
+
+    return mod
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What is to be recorded, and where."""
+
+    out: Path
+    rounds: frozenset[int] | None
+    clients: int | None
+    max_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        out: str | Path,
+        rounds: Collection[int] | None,
+        clients: int | None,
+        max_gib: float,
+    ) -> _Plan:
+        chosen = None if rounds is None else frozenset(rounds)
+        if chosen is not None and not all(1 <= round <= MOST_ROUNDS for round in chosen):
+            raise FedsimError(f"rounds: expected 1 to {MOST_ROUNDS}, got {sorted(chosen)}")
+        if clients is not None and clients < 1:
+            raise FedsimError(f"clients: expected at least 1, got {clients}")
+        if not 0 < max_gib < math.inf:
+            raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
+        folder = Path(out).absolute()  # an app may change its folder
+        paths.writable_folder(folder, "out")
+        return cls(out=folder, rounds=chosen, clients=clients, max_bytes=int(max_gib * paths.GIB))
+
+    def recorder(self, run_id: int, side: Side) -> Recorder:
+        return Recorder(
+            self.out,
+            run_id,
+            side,
+            rounds=self.rounds,
+            clients=self.clients,
+            max_bytes=self.max_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sent:
+    """An order that is to be recorded with its answer."""
+
+    round: int
+    node_id: int
+    key: str
+    """Name of the record that held the model."""
+    broadcast: str
+    config: Told
+
+
+class _Tape:
+    """One run's recorder, as messages use it. It raises nothing."""
+
+    def __init__(self, recorder: Recorder, counted: int = 0) -> None:
+        self._recorder = recorder
+        self._counted = counted
+        self._last: tuple[int, ArrayRecord, str] | None = None
+        """The round, the record and the digest of what was sent last: clients share it."""
+
+    def begin(self, messages: Iterable[Message]) -> None:
+        """Count a round of messages to train that do not say which round it is."""
+        for message in messages:
+            if trains(message) and message.has_content():
+                self._counted += round_of(message.content) is None
+                return
+
+    def note(self, message: Message, node_id: int) -> _Sent | None:
+        """Record what a message carries to a node; None if it is not to be recorded."""
+        if not trains(message) or not message.has_content():
+            return None
+        try:
+            return self._note(message.content, node_id)
+        except Exception as error:  # an app goes on, whatever it sends
+            self._failed(error)
+            return None
+
+    def _note(self, content: RecordDict, node_id: int) -> _Sent | None:
+        round = round_of(content) or max(1, self._counted)
+        if not self._recorder.wants(round, node_id):
+            return None
+        key, arrays = _model(content, None)
+        last = self._last
+        if last is None or last[0] != round or last[1] is not arrays:
+            digest = self._recorder.save_broadcast(round, wire.decode(arrays))
+            if digest is None:
+                return None
+            self._last = last = round, arrays, digest
+        return _Sent(
+            round=round, node_id=node_id, key=key, broadcast=last[2], config=_told(content)
+        )
+
+    def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
+        """Record a node's answer."""
+        try:
+            if not reply.has_content():
+                self._recorder.leave_out("a client answered with an error")
+                return
+            _, arrays = _model(reply.content, sent.key)
+            self._recorder.save_reply(
+                wire.decode(arrays),
+                round=sent.round,
+                node_id=sent.node_id,
+                message_id=message_id,
+                broadcast=sent.broadcast,
+                config=sent.config,
+                metrics=_told(reply.content),
+            )
+        except Exception as error:  # an app goes on, whatever its clients answer
+            self._failed(error)
+
+    def _failed(self, error: Exception) -> None:
+        reason = str(error) if isinstance(error, FedsimError) else type(error).__name__
+        try:
+            new = self._recorder.leave_out(reason[:_LONGEST])
+        except OSError:
+            new = True
+        if new:
+            _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
+
+
+class _TappedGrid(Grid):
+    """A grid that records what passes through it."""
+
+    def __init__(self, grid: Grid, plan: _Plan) -> None:
+        self._grid = grid
+        self._plan = plan
+        self._tapes: dict[int, _Tape] = {}
+        self._pending: dict[str, _Sent] = {}
+        """By the id of their message: orders that were pushed."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What the engine's grid has beside Flower's interface."""
+        return getattr(self.__dict__["_grid"], name)
+
+    def set_run(self, run: Run) -> None:
+        """See Grid."""
+        self._grid.set_run(run)
+
+    @property
+    def run(self) -> Run:
+        """See Grid."""
+        return self._grid.run
+
+    def create_message(self, *arguments: Any, **named: Any) -> Message:
+        """See Grid."""
+        return self._grid.create_message(*arguments, **named)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """See Grid."""
+        return self._grid.get_node_ids()
+
+    def get_nodes(self) -> Any:
+        """See Grid."""
+        return self._grid.get_nodes()
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """See Grid."""
+        sending = list(messages)
+        noted = self._note(sending)
+        ids = list(self._grid.push_messages(sending))
+        for message, sent in zip(sending, noted, strict=True):
+            if sent:
+                self._pending[message.metadata.message_id] = sent
+        while len(self._pending) > _PENDING:
+            self._pending.pop(next(iter(self._pending)))
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """See Grid."""
+        return self._recorded(self._grid.pull_messages(message_ids), self._pending)
+
+    def send_and_receive(
+        self, messages: Iterable[Message], *, timeout: float | None = None
+    ) -> Iterable[Message]:
+        """See Grid."""
+        sending = list(messages)
+        noted = self._note(sending)
+        replies = self._grid.send_and_receive(sending, timeout=timeout)
+        waiting = {
+            message.metadata.message_id: sent
+            for message, sent in zip(sending, noted, strict=True)
+            if sent
+        }
+        return self._recorded(replies, waiting)
+
+    def _note(self, messages: list[Message]) -> list[_Sent | None]:
+        tape = self._tape()
+        tape.begin(messages)
+        return [tape.note(message, message.metadata.dst_node_id) for message in messages]
+
+    def _recorded(self, replies: Iterable[Message], waiting: dict[str, _Sent]) -> Iterable[Message]:
+        """Record `replies` as they are read; a list is read at once."""
+        if isinstance(replies, list):
+            for reply in replies:
+                self._record(reply, waiting)
+            return replies
+        return self._recorded_later(replies, waiting)
+
+    def _recorded_later(
+        self, replies: Iterable[Message], waiting: dict[str, _Sent]
+    ) -> Iterator[Message]:
+        for reply in replies:
+            self._record(reply, waiting)
+            yield reply
+
+    def _record(self, reply: Message, waiting: dict[str, _Sent]) -> None:
+        message_id = reply.metadata.reply_to_message_id
+        sent = waiting.pop(message_id, None)
+        if sent:
+            self._tape().record(sent, message_id, reply)
+
+    def _tape(self) -> _Tape:
+        run_id = self._grid.run.run_id
+        if run_id not in self._tapes:
+            self._tapes[run_id] = _Tape(self._plan.recorder(run_id, "server"))
+        return self._tapes[run_id]
+
+
+def trains(message: Message) -> bool:
+    """Whether a message asks a client to train."""
+    return message.metadata.message_type.partition(".")[0] == TRAIN
+
+
+def round_of(content: RecordDict) -> int | None:
+    """Returns the round that a message says it is of, as Flower's strategies do; else None."""
+    for record in content.values():
+        if isinstance(record, ConfigRecord):
+            value = record.get(wire.ROUND)
+            if isinstance(value, int) and 1 <= value <= MOST_ROUNDS:
+                return value
+    return None
+
+
+def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
+    """Returns the record of arrays called `key`, or the only one, with its name.
+
+    Raises:
+        FedsimError: there is none, or there are several of other names.
+    """
+    records = {n: r for n, r in content.items() if isinstance(r, ArrayRecord)}
+    if key in records:
+        return str(key), records[str(key)]
+    if len(records) == 1:
+        ((name, arrays),) = records.items()
+        return name, arrays
+    raise FedsimError(f"a message holds {len(records)} records of arrays, expected one")
+
+
+def _told(content: RecordDict) -> Told:
+    """Numbers and short texts of a message; numbers that are not finite as texts."""
+    return {
+        name[:_LONGEST]: {
+            key[:_LONGEST]: plain
+            for key, value in list(record.items())[:_MOST]
+            if (plain := _plain(value)) is not None
+        }
+        for name, record in list(content.items())[:_MOST]
+        if isinstance(record, MetricRecord | ConfigRecord)
+    }
+
+
+def _plain(value: object) -> bool | int | float | str | None:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, bool | int | float):
+        return value
+    return value[:_LONGEST] if isinstance(value, str) else None

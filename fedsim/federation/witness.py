@@ -1,0 +1,110 @@
+"""An auditor's truth from anybody's Flower client: a mod that keeps what the client trained on.
+
+    app = ClientApp(mods=[fedsim.witness(out="witnessed")])
+
+What it keeps stays on the client's own disk. No message says that it is there, nor holds any of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+import torch
+from flwr.app import Context, Message
+
+from fedsim.federation.tapping import Mod, round_of, trains
+from fedsim.recording.witnessed import Witnessed, run_of, save_witnessed
+from fedsim.system import paths
+from fedsim.training.watching import Steps, watched
+from fedsim.types import FedsimError
+
+_log = logging.getLogger("fedsim.witness")
+
+
+def witness(
+    out: str | Path,
+    *,
+    rounds: Collection[int] | None = None,
+    max_images: int = 4096,
+    max_gib: float = 2.0,
+) -> Mod:
+    """Returns a mod of a ClientApp that keeps the images and labels that the client trains on.
+
+    They are what the model is called with: after transforms, and normalized. See `watched` for what
+    it cannot see.
+
+    Args:
+        out: A folder of the client's own; each run of the app gets its own in it, `run-<id>`.
+        rounds: Which are kept, counted from 1; default all.
+        max_images: Different images that are kept of one order to train; others are counted.
+        max_gib: GiB that a run may take on this disk; what has no room is not kept.
+
+    Raises:
+        FedsimError: a value is out of range.
+    """
+    if max_images < 1:
+        raise FedsimError(f"max_images: expected at least 1, got {max_images}")
+    if not 0 < max_gib < math.inf:
+        raise FedsimError(f"max_gib: expected a finite number above 0, got {max_gib}")
+    folder = Path(out).absolute()
+    paths.writable_folder(folder, "out")
+    wanted = None if rounds is None else frozenset(rounds)
+
+    def mod(
+        message: Message, context: Context, call_next: Callable[[Message, Context], Message]
+    ) -> Message:
+        if not trains(message) or not message.has_content():
+            return call_next(message, context)
+        round = round_of(message.content) or 0
+        if wanted is not None and round not in wanted:
+            return call_next(message, context)
+        with watched(max_images) as steps:
+            reply = call_next(message, context)
+        try:
+            _keep(folder, steps, message, context, round, int(max_gib * paths.GIB))
+        except Exception as error:  # the app goes on without a witness
+            _log.warning("fedsim.witness: what was trained on is not kept: %s", error)
+        return reply
+
+    return mod
+
+
+def _keep(
+    folder: Path, steps: Steps, message: Message, context: Context, round: int, max_bytes: int
+) -> None:
+    if not steps.images:
+        raise FedsimError(
+            "no step on a batch of images with class numbers was seen; docs/your-own-flower-app.md "
+            "says what can be seen"
+        )
+    partition = context.node_config.get("partition-id")
+    said = Witnessed(
+        run_id=context.run_id,
+        round=round,
+        node_id=context.node_id,
+        message_id=message.metadata.message_id,
+        partition=partition if isinstance(partition, int) else None,
+        images=len(steps.images),
+        left_out=steps.left_out,
+        sizes=steps.sizes,
+        optimizer=steps.optimizer,
+        settings=steps.settings,
+        training_mode=steps.training_mode,
+    )
+    images = torch.stack(steps.images)
+    files = run_of(folder, context.run_id).rglob("*.safetensors")
+    used = sum(path.stat().st_size for path in files)
+    if used + images.numel() * images.element_size() > max_bytes:
+        raise FedsimError("there is no room for it below max_gib")
+    save_witnessed(
+        folder,
+        said,
+        {
+            "images": images,
+            "labels": torch.tensor(steps.labels),
+            "order": torch.tensor(steps.order),
+        },
+    )

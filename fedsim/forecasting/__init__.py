@@ -1,0 +1,1 @@
+"""What attacks will gain, told before any of them runs: indicators, a gain, a verdict."""

@@ -1,0 +1,166 @@
+"""`fedsim.preflight`: is anybody's model attackable in the way that it is to be trained?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedsim.attacking.observe import observe
+from fedsim.contracts.grant import Grant
+from fedsim.contracts.stack import Stack
+from fedsim.forecasting.forecast import Forecast, forecast
+from fedsim.forecasting.plan import Plan, StandIns, synthetic
+from fedsim.forecasting.sources import plans_of_run, plans_of_scenario
+from fedsim.scenario.build import announced, build_stack, plugin_class
+from fedsim.scenario.model import PluginRef
+from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec
+from fedsim.words import number_of
+
+
+def preflight(
+    model: nn.Module,
+    *,
+    input_shape: tuple[int, int, int],
+    classes: int,
+    batch_size: int,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    algorithm: Algorithm = "fedsgd",
+    local: Mapping[str, Any] | None = None,
+    mode: Mode = "train",
+    head: str | None = None,
+    defenses: Sequence[Mapping[str, Any] | str] = (),
+    clients: int = 1,
+    grant: Grant = Grant(),
+    images: Tensor | None = None,
+    labels: Tensor | None = None,
+    seed: int = 0,
+) -> Forecast:
+    """Tells from a few gradients what attacks on an update of `model` will gain; runs none.
+
+    Args:
+        model: As in `fedsim.observe`, at the weights that a client will start from.
+        input_shape: (C, H, W) of an image.
+        classes: K.
+        batch_size: Images in each local step.
+        mean: Of each channel, which pixels in [0, 1] are normalized by; default 0.
+        std: As `mean`; default 1.
+        algorithm: `fedsgd` or `fedavg`.
+        local: Of `fedavg`, as in `fedsim.observe`.
+        mode: In which the client's layers compute: `train` or `eval`.
+        head: Name of the linear layer that classifies, where it is not the last one.
+        defenses: A stack as a scenario has it: names, or mappings of `name` and parameters.
+        clients: Whose updates are summed before anybody sees them.
+        grant: What the attacker is granted, as `knowledge` in a scenario.
+        images: (P, C, H, W) pixels in [0, 1] of the kind that clients hold, at least two; default:
+            synthetic ones.
+        labels: (P,) integers of `images`.
+        seed: Draws batches of stand-in images, and these themselves if there are none.
+
+    Raises:
+        FedsimError: something does not fit the model, with what was expected.
+    """
+    if clients < 1:
+        raise FedsimError(f"clients: expected at least 1, got {clients}")
+    blank = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    seen = observe(
+        model,
+        blank,
+        input_shape=input_shape,
+        classes=classes,
+        batch_size=batch_size,
+        mean=mean,
+        std=std,
+        algorithm=algorithm,
+        local=local,
+        mode=mode,
+        head=head,
+        seed=seed,
+    )
+    refs, stack = _stack(defenses)
+    declared = seen.training
+    observation = replace(
+        seen,
+        update={},
+        training=stack.training(declared),
+        defense=announced(stack, refs, declared, None),
+        effect=stack.effect(declared),
+        num_clients=clients,
+    )
+    plan = Plan(
+        stack_name=" + ".join(ref.name for ref in refs) or "no defense",
+        observations=(observation,),
+        stack=stack,
+        declared=declared,
+        grant=grant,
+        stand_ins=_stand_ins(images, labels, seen.model, seed),
+    )
+    return forecast(plan)
+
+
+def preflight_file(origin: str | Path, overrides: Sequence[str] = ()) -> list[Forecast]:
+    """Forecasts every stack and batch size of a scenario file, or of the folder of a run.
+
+    Raises:
+        FedsimError: it is neither, it is refused, or it trains no network on images.
+    """
+    path = Path(origin)
+    if path.is_dir():
+        if overrides:
+            raise FedsimError(
+                "--set: a run has its settings; name the scenario file to change them"
+            )
+        return [forecast(plan) for plan in plans_of_run(path)]
+    return [forecast(plan) for plan in plans_of_scenario(path, overrides)]
+
+
+def _stack(defenses: Sequence[Mapping[str, Any] | str]) -> tuple[list[PluginRef], Stack]:
+    refs = []
+    for number, entry in enumerate(defenses):
+        given = {"name": entry} if isinstance(entry, str) else dict(entry)
+        name = given.pop("name", None)
+        if not isinstance(name, str):
+            raise FedsimError(f"defenses[{number}]: expected a name, got {entry!r}")
+        try:
+            plugin = plugin_class("fedsim.defenses", name).model_validate(given)
+        except ValueError as error:
+            raise FedsimError(f"defenses[{number}] ({name}): {error}") from error
+        refs.append(PluginRef(name=name, parameters=plugin.model_dump()))
+    return refs, build_stack(refs)
+
+
+def _stand_ins(
+    images: Tensor | None, labels: Tensor | None, spec: ModelSpec, seed: int
+) -> StandIns:
+    if images is None:
+        if labels is not None:
+            raise FedsimError("labels: there are no images that they are of; give images, too")
+        return synthetic(spec, seed)
+    if labels is None:
+        raise FedsimError("images: their labels are missing; give labels, too")
+    if images.ndim != 4 or tuple(images.shape[1:]) != spec.input_shape or len(images) < 2:
+        expected = ("at least 2", *spec.input_shape)
+        raise FedsimError(f"images: expected shape {expected}, got {tuple(images.shape)}")
+    low, high = float(images.min()), float(images.max())
+    if not 0 <= low <= high <= 1:
+        raise FedsimError(f"images: expected pixels in [0, 1], got {low:.3g} to {high:.3g}")
+    whole = not labels.is_floating_point() and labels.dtype != torch.bool
+    if not whole or tuple(labels.shape) != (len(images),):
+        raise FedsimError(
+            f"labels: expected {number_of(len(images), 'integer')}, got {labels.dtype} of shape "
+            f"{tuple(labels.shape)}"
+        )
+    if not 0 <= int(labels.min()) <= int(labels.max()) < spec.num_classes:
+        raise FedsimError(f"labels: expected 0 to {spec.num_classes - 1}")
+    pixels = images.detach().cpu().float()
+    return StandIns(
+        pixels=pixels,
+        labels=labels.detach().cpu().long(),
+        guess=pixels.mean(0),
+        source=f"{number_of(len(images), 'image')} that were handed over",
+    )

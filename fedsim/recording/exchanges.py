@@ -1,0 +1,299 @@
+"""What a tap recorded of an app that is not fedsim's: broadcasts and replies, as they were.
+
+    OUT/run-7/tap.json                                   who recorded, and what was left out
+    OUT/run-7/round-0001/broadcast-<digest>.safetensors  what was sent, once for all who got it
+    OUT/run-7/round-0001/node-42.safetensors             what node 42 answered, by the app's names
+    OUT/run-7/round-0001/node-42.json                    its metrics, and checksums of both
+
+It holds no model and no hyper-parameter: `fedsim assess` is told these, and makes observations of
+it. Every name of a file is a number or a digest; no text of a message is part of a path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedsim.recording import streaming
+from fedsim.recording.files import read_tensors, write_bytes, write_json
+from fedsim.system import paths
+from fedsim.types import FedsimError, Tensors
+from fedsim.words import number_of
+
+Side = Literal["server", "client"]
+Told = Mapping[str, Mapping[str, Any]]
+"""Numbers and short texts of a message, by the name of their record."""
+
+MOST_ROUNDS = 999_999
+_RUN, _ROUND = re.compile(r"run-\d{1,20}"), re.compile(r"round-\d{4,6}")
+_TAP = "tap.json"
+
+
+class _Sidecar(BaseModel):
+    """The JSON beside a reply."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    run_id: int
+    round: int = Field(ge=1, le=MOST_ROUNDS)
+    node_id: int = Field(ge=0)
+    message_id: str
+    broadcast: str = Field(pattern=r"^[0-9a-f]{64}$")
+    reply: str = Field(pattern=r"^[0-9a-f]{64}$")
+    """SHA-256 of the two files."""
+    config: dict[str, dict[str, Any]]
+    metrics: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """One order to train and its answer, without the tensors."""
+
+    path: Path
+    run_id: int
+    round: int
+    node_id: int
+    message_id: str
+    config: Told
+    metrics: Told
+    _broadcast: str
+    _reply: str
+
+    def sent(self) -> Tensors:
+        """Returns what the server sent, by the app's names.
+
+        Raises:
+            FedsimError: the file is missing or damaged.
+        """
+        return _verified(self.path.parent / _broadcast_name(self._broadcast), self._broadcast)
+
+    def reply(self) -> Tensors:
+        """Returns what the client answered, by the app's names.
+
+        Raises:
+            FedsimError: the file is missing or damaged.
+        """
+        return _verified(self.path.with_suffix(".safetensors"), self._reply)
+
+    def number(self, key: str) -> float | None:
+        """Returns the metric of that name, of whichever record; None if there is no number."""
+        for record in self.metrics.values():
+            value = record.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+        return None
+
+
+class Recorder:
+    """Writes the exchanges of one run as they come. It keeps none of them in memory."""
+
+    def __init__(
+        self,
+        out: Path,
+        run_id: int,
+        side: Side,
+        *,
+        rounds: Collection[int] | None,
+        clients: int | None,
+        max_bytes: int,
+    ) -> None:
+        """A recorder that has written nothing.
+
+        Args:
+            out: The folder of all runs.
+            run_id: Of the run, as Flower numbers it.
+            side: Who records.
+            rounds: Those that are recorded; None for all.
+            clients: At most so many nodes are recorded, those that come first; None for all.
+            max_bytes: That the run's folder may have.
+        """
+        self.folder = out / f"run-{run_id}"
+        self._run_id = run_id
+        self._side: Side = side
+        self._rounds = None if rounds is None else frozenset(rounds)
+        self._clients = clients
+        self._max_bytes = max_bytes
+        self._used = _used(self.folder)
+        self._nodes: set[int] = set()
+        self._left_out: dict[str, int] = {}
+
+    def wants(self, round: int, node_id: int) -> bool:
+        """Whether the answer of that node in that round is to be recorded."""
+        if self._rounds is not None and round not in self._rounds:
+            return False
+        if node_id not in self._nodes:
+            if self._clients is not None and len(self._nodes) >= self._clients:
+                return False
+            self._nodes.add(node_id)
+        return True
+
+    def recorded(self, node_id: int) -> int:
+        """Returns how many answers of that node are recorded."""
+        return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
+
+    def save_broadcast(self, round: int, tensors: Tensors) -> str | None:
+        """Writes what is sent, unless it lies there; returns its digest, None if it has no room."""
+        digest = streaming.digest_of(tensors)
+        path = self._round(round) / _broadcast_name(digest)
+        if not path.exists() and not self._write(path, tensors):
+            return None
+        return digest
+
+    def save_reply(
+        self,
+        reply: Tensors,
+        *,
+        round: int,
+        node_id: int,
+        message_id: str,
+        broadcast: str,
+        config: Told,
+        metrics: Told,
+    ) -> None:
+        """Writes one answer.
+
+        Args:
+            reply: The tensors that the client sent.
+            round: Counted from 1.
+            node_id: Who answered.
+            message_id: Of the order that it answers, by which a client's truth is found.
+            broadcast: What `save_broadcast` returned of that order.
+            config: Settings in the order.
+            metrics: Of the answer.
+        """
+        base = self._round(round) / f"node-{node_id}"
+        if base.with_suffix(".json").exists():
+            self.leave_out("answered twice in a round")
+            return
+        digest = self._write(base.with_suffix(".safetensors"), reply)
+        if digest is None:
+            return
+        sidecar = _Sidecar(
+            run_id=self._run_id,
+            round=round,
+            node_id=node_id,
+            message_id=message_id,
+            broadcast=broadcast,
+            reply=digest,
+            config={name: dict(record) for name, record in config.items()},
+            metrics={name: dict(record) for name, record in metrics.items()},
+        )
+        text = sidecar.model_dump_json(indent=2) + "\n"
+        write_bytes(base.with_suffix(".json"), text.encode(), durable=False)
+
+    def leave_out(self, reason: str) -> bool:
+        """Counts what is not recorded; returns whether that reason is new."""
+        self._left_out[reason] = self._left_out.get(reason, 0) + 1
+        self._describe()
+        return self._left_out[reason] == 1
+
+    def _round(self, round: int) -> Path:
+        if not self.folder.exists():
+            self._describe()
+        return self.folder / f"round-{round:04d}"
+
+    def _describe(self) -> None:
+        about = {
+            "format": 1,
+            "run_id": self._run_id,
+            "side": self._side,
+            "left_out": dict(self._left_out),
+        }
+        write_json(self.folder / _TAP, about)
+
+    def _write(self, path: Path, tensors: Tensors) -> str | None:
+        """Writes `tensors`; returns the file's digest, None if it has no room."""
+        size = streaming.size_of(tensors)
+        if self._used + size > self._max_bytes:
+            self.leave_out("no room below max_gib")
+            return None
+        digest = streaming.write(path, tensors)
+        self._used += size
+        return digest
+
+
+def read_exchanges(folder: Path) -> list[Exchange]:
+    """Reads what a tap recorded of one run, by round and node, without the tensors.
+
+    Raises:
+        FedsimError: there is nothing, or a file is damaged.
+    """
+    found = []
+    for path in sorted(folder.glob("round-*/node-*.json")):
+        if not _ROUND.fullmatch(path.parent.name):
+            continue
+        try:
+            sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise FedsimError(f"{path}: not what a tap records: {error}") from error
+        found.append(
+            Exchange(
+                path=path,
+                run_id=sidecar.run_id,
+                round=sidecar.round,
+                node_id=sidecar.node_id,
+                message_id=sidecar.message_id,
+                config=sidecar.config,
+                metrics=sidecar.metrics,
+                _broadcast=sidecar.broadcast,
+                _reply=sidecar.reply,
+            )
+        )
+    if not found:
+        raise FedsimError(
+            f"{folder}: no exchange in it; wrap the app's grid in fedsim.tap(grid, out=...), and "
+            "run it"
+        )
+    return sorted(found, key=lambda each: (each.round, each.node_id))
+
+
+def run_folder(out: Path, run: int | None = None) -> Path:
+    """Returns the folder of one recorded run: `out` itself, `run` in it, or the newest in it.
+
+    Raises:
+        FedsimError: there is none.
+    """
+    if _RUN.fullmatch(out.name) and run is None and out.is_dir():
+        return out
+    runs = [path for path in out.glob("run-*") if path.is_dir() and _RUN.fullmatch(path.name)]
+    if run is not None:
+        runs = [path for path in runs if path.name == f"run-{run}"]
+    if not runs:
+        named = "" if run is None else f" of number {run}"
+        raise FedsimError(
+            f"{out}: no recorded run{named} in it; name what fedsim.tap(..., out=...) was given"
+        )
+    return max(runs, key=lambda path: path.stat().st_mtime_ns)
+
+
+def left_out(folder: Path) -> list[str]:
+    """Returns a line for each reason for which the tap left something out."""
+    path = folder / _TAP
+    try:
+        reasons = json.loads(paths.text(path, paths.TEXT)).get("left_out", {})
+        return [f"{reason}: {number_of(int(n), 'message')}" for reason, n in reasons.items()]
+    except (OSError, ValueError, AttributeError) as error:
+        raise FedsimError(f"{path}: not what a tap writes: {error}") from error
+
+
+def _broadcast_name(digest: str) -> str:
+    return f"broadcast-{digest[:16]}.safetensors"
+
+
+def _verified(path: Path, digest: str) -> Tensors:
+    with paths.opened(path, paths.ARCHIVE) as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
+            raise FedsimError(f"{path}: does not match the checksum in its recording")
+    return read_tensors(path)
+
+
+def _used(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))

@@ -1,0 +1,124 @@
+"""What a client of an app that is not fedsim's really trained on, on that client's own disk.
+
+    OUT/run-7/round-0001/node-42-<digest>.safetensors    images, labels, and the order of batches
+    OUT/run-7/round-0001/node-42-<digest>.json           whose, of which message, and how it trained
+
+Neither a tap nor an attack imports this. Every name of a file is a number or a digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from fedsim.recording.files import read_tensors, serialized, write_bytes
+from fedsim.system import paths
+from fedsim.types import FedsimError, Tensors
+
+
+class Witnessed(BaseModel):
+    """The JSON beside what was witnessed: how one client trained on one order."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = 1
+    run_id: int
+    round: int = Field(ge=0)
+    """As the order says it; 0 if it does not."""
+    node_id: int
+    message_id: str
+    partition: int | None
+    """The client's partition-id, if its node has one."""
+    images: int = Field(ge=0)
+    """Different images that were kept."""
+    left_out: int = Field(ge=0)
+    """Images beyond the bound."""
+    sizes: list[int]
+    """Images of each step."""
+    optimizer: str | None
+    settings: dict[str, float]
+    """Of the optimizer: `lr`, `momentum` and the like."""
+    training_mode: bool
+
+    @property
+    def steps(self) -> int:
+        """Number of local steps."""
+        return len(self.sizes)
+
+
+@dataclass(frozen=True)
+class Testimony:
+    """One client's training on one order, without the tensors."""
+
+    path: Path
+    said: Witnessed
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of an image, (C, H, W)."""
+        channels, height, width = self.images()[0].shape[1:]
+        return channels, height, width
+
+    def images(self) -> tuple[Tensor, Tensor]:
+        """Returns the different images (N, C, H, W), as the model got them, and labels (N,).
+
+        Raises:
+            FedsimError: the file is missing or damaged.
+        """
+        found = read_tensors(self.path.with_suffix(".safetensors"))
+        images, labels = found.get("images"), found.get("labels")
+        if (
+            images is None
+            or labels is None
+            or images.ndim != 4
+            or labels.shape != images.shape[:1]
+            or labels.dtype != torch.int64
+            or not torch.isfinite(images).all()
+        ):
+            raise FedsimError(f"{self.path}: not what a witness writes")
+        return images, labels
+
+
+def save_witnessed(out: Path, said: Witnessed, tensors: Tensors) -> None:
+    """Writes what a client trained on below `out`, for its owner alone to read."""
+    digest = hashlib.sha256(said.message_id.encode()).hexdigest()[:16]
+    base = run_of(out, said.run_id) / f"round-{said.round:04d}" / f"node-{said.node_id}-{digest}"
+    # Waiting for the disk would hold up the client.
+    content = serialized(tensors)
+    write_bytes(base.with_suffix(".safetensors"), content, private=True, durable=False)
+    text = said.model_dump_json(indent=2) + "\n"
+    write_bytes(base.with_suffix(".json"), text.encode(), private=True, durable=False)
+
+
+def run_of(out: Path, run_id: int) -> Path:
+    """Returns the folder of one run below `out`."""
+    return out / f"run-{run_id}"
+
+
+def read_witnessed(out: Path, run_id: int) -> Mapping[str, Testimony]:
+    """Reads what was witnessed of a run, by the id of the message that asked for it.
+
+    Raises:
+        FedsimError: there is nothing, or a file is damaged.
+    """
+    folder = out if out.name == f"run-{run_id}" else run_of(out, run_id)
+    found: dict[str, Testimony] = {}
+    for path in sorted(folder.glob("round-*/node-*.json")):
+        try:
+            said: Any = Witnessed.model_validate_json(paths.text(path, paths.TEXT))
+        except (OSError, UnicodeDecodeError, ValidationError) as error:
+            raise FedsimError(f"{path}: not what a witness writes: {error}") from error
+        found[said.message_id] = Testimony(path, said)
+    if not found:
+        raise FedsimError(
+            f"{folder}: nothing was witnessed of this run; give the app's ClientApp "
+            "mods=[fedsim.witness(out=...)], and run it again"
+        )
+    return found

@@ -1,0 +1,1 @@
+"""embeddedexample: A Flower / PyTorch app."""

@@ -1,0 +1,292 @@
+"""Forecasts of plans with a known answer, the laws that they keep, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import fedsim
+from fedsim.cli.commands import app
+from fedsim.forecasting.forecast import Forecast, render
+from fedsim.forecasting.preflight import preflight_file
+from fedsim.forecasting.sensitivity import UpdateMap, slope_share, spectrum
+from fedsim.models import live
+from fedsim.models.base import Classifier
+from fedsim.types import FedsimError, LocalTraining
+
+SHAPE, CLASSES = (1, 8, 8), 10
+SCENARIO = """\
+name: plan
+data: {source: {name: digits, size: 8}, clients: 2}
+model: {name: mlp, hidden: [16], activation: sigmoid}
+training: {rounds: 1, local: {batch_size: 2}}
+defenses:
+  none: []
+  noise: [{name: clip, norm: 1.0}, {name: gaussian_noise, multiplier: 10}]
+attacks: [{name: label_inference}]
+observe: {rounds: [1], batch_sizes: [1, 2], trials: 1}
+"""
+
+
+def linear() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, CLASSES))
+
+
+def smooth() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, CLASSES, bias=True)
+    )
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1),
+        nn.BatchNorm2d(6),
+        nn.Sigmoid(),
+        nn.Flatten(),
+        nn.Linear(6 * 64, CLASSES),
+    )
+
+
+def told(model: nn.Module, batch_size: int = 1, **more: Any) -> Forecast:
+    return fedsim.preflight(
+        model, input_shape=SHAPE, classes=CLASSES, batch_size=batch_size, **more
+    )
+
+
+def noise(std: float) -> list[dict[str, Any]]:
+    return [{"name": "gaussian_noise", "std": std}]
+
+
+def named(forecast: Forecast, name: str) -> Any:
+    return next(each for each in forecast.indicators if each.name == name)
+
+
+def test_one_image_of_a_linear_layer_is_attackable() -> None:
+    forecast = told(linear())
+    assert forecast.attackable == "yes"
+    assert forecast.gain > 30
+    assert forecast.first_attack == "idlg"
+    assert named(forecast, "alone in a row").number == 1
+    assert named(forecast, "rank, last layer").number == 1
+
+
+def test_noise_a_hundred_times_the_signal_hides_it() -> None:
+    model = smooth()
+    rms = named(told(model, defenses=noise(1e-3)), "noise over update").number / 1e-3
+    forecast = told(model, defenses=noise(100 / rms))
+    assert named(forecast, "noise over update").number == pytest.approx(100, rel=1e-6)
+    assert forecast.attackable == "no"
+    assert forecast.gain < 0.1
+
+
+def test_sixty_four_images_of_ten_classes_gain_less_than_one() -> None:
+    one, many = told(smooth()), told(smooth(), 64)
+    assert named(many, "labels").number == 0
+    assert named(many, "labels").helps == "client"
+    assert many.num_images == 64
+    assert many.gain < one.gain
+
+
+def test_batch_norm_helps_the_client_in_train_mode_only() -> None:
+    train, evaluated = (named(told(normed(), 2, mode=m), "norm layers") for m in ("train", "eval"))
+    assert (train.helps, train.value) == ("client", "1 batch (train)")
+    assert (evaluated.helps, evaluated.value) == ("neither", "1 batch (eval)")
+
+
+def test_rectified_units_stall_a_descent() -> None:
+    torch.manual_seed(0)
+    wide = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()]
+    forecast = told(nn.Sequential(nn.Flatten(), *wide, nn.Linear(256, CLASSES)), 8)
+    assert forecast.estimate.stall > 0.01
+    assert 0 < named(forecast, "rectified units").number < 1
+    assert told(smooth(), 8).estimate.stall == 0
+
+
+def test_pruning_and_rounding_cost_gain() -> None:
+    bare = told(smooth()).gain
+    pruned = told(smooth(), defenses=[{"name": "gradient_pruning", "ratio": 0.95}]).gain
+    rounded = told(smooth(), defenses=[{"name": "quantization", "bits": 3}]).gain
+    assert pruned < bare and rounded < bare
+
+
+def test_more_noise_never_raises_the_gain() -> None:
+    for before in ([], [{"name": "clip", "norm": 0.1}]):
+        stds = [0.0001 * 4**k for k in range(8)]
+        gains = [told(smooth(), defenses=[*before, *noise(std)]).gain for std in stds]
+        assert all(after <= before for before, after in pairwise(gains))
+        assert gains[-1] < gains[0]
+
+
+def test_a_larger_batch_never_raises_the_gain() -> None:
+    for model in (smooth(), normed()):
+        gains = [told(model, size, mode="eval").gain for size in (1, 2, 3, 4, 6, 8)]
+        assert all(after <= before for before, after in pairwise(gains))
+
+
+def test_more_clients_in_a_sum_never_raise_the_gain() -> None:
+    alone, few, many = (told(smooth(), 2, clients=clients).gain for clients in (1, 2, 4))
+    assert many <= alone and few <= alone
+
+
+def test_clipping_hides_the_length_however_short_it_makes_it() -> None:
+    clipped, more = (
+        told(smooth(), defenses=[{"name": "clip", "norm": norm}]).gain for norm in (0.01, 0.001)
+    )
+    assert 0 < clipped < told(smooth()).gain
+    assert more == pytest.approx(clipped)
+
+
+def test_the_answer_is_what_the_band_says() -> None:
+    forecast = told(linear())
+    low, high = forecast.band
+    assert low <= forecast.gain <= high
+    assert f"{forecast.gain:.1f} dB" in forecast.verdict
+
+
+def test_the_same_call_gives_the_same_forecast() -> None:
+    assert told(normed(), 2, mode="eval").as_row() == told(normed(), 2, mode="eval").as_row()
+
+
+def test_the_model_stays_as_it_was() -> None:
+    model = normed().train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    told(model, 2)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def quadratic_map(weights: Tensor) -> tuple[UpdateMap, Tensor, Tensor]:
+    """A softmax regression whose update of one image is nearly linear in it."""
+    model, _ = live.taken_apart(linear(), SHAPE, CLASSES)
+    parameters = {name: value.detach() * weights for name, value in model.named_parameters()}
+    training = LocalTraining(algorithm="fedsgd", steps=1, batch_size=1, lr=1.0)
+    image = torch.rand(1, *SHAPE, generator=torch.Generator().manual_seed(1)).double()
+    assert isinstance(model, Classifier)
+    return UpdateMap(model, parameters, {}, training, 1), image, torch.tensor([3])
+
+
+def test_the_spectrum_is_that_of_the_jacobian() -> None:
+    """Its moments are those of difference quotients along each pixel."""
+    update_map, image, label = quadratic_map(3 * torch.ones(()))
+    way = torch.rand(image.shape, generator=torch.Generator().manual_seed(2)).double()
+    found = spectrum(update_map, image, label, way, float(way.norm()))
+    pixels = 1e-4 * torch.eye(64, dtype=torch.float64).view(64, *SHAPE)
+    columns = [
+        (update_map(image + each, label) - update_map(image - each, label)) / 2e-4
+        for each in pixels
+    ]
+    matrix = torch.stack(columns, dim=1)
+    gram = matrix.T @ matrix
+    unit = way.flatten() / way.norm()
+    assert float((found.weights * found.eigenvalues).sum()) == pytest.approx(
+        float(unit @ gram @ unit), rel=1e-4
+    )
+    assert float((found.weights * found.eigenvalues**2).sum()) == pytest.approx(
+        float((gram @ unit).square().sum()), rel=1e-4
+    )
+    assert float(found.eigenvalues.max()) == pytest.approx(
+        float(torch.linalg.eigvalsh(gram).max()), rel=1e-4
+    )
+
+
+def test_the_slope_explains_all_near_the_truth_of_a_smooth_map() -> None:
+    update_map, image, label = quadratic_map(torch.ones(()))
+    way = 0.5 - image
+    assert slope_share(update_map, image, label, way, None, 0.01) == pytest.approx(1, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"clients": 0}, "clients: expected at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size: expected at least 1, got 0"),
+        ({"classes": 7}, "check classes"),
+        ({"defenses": [{"name": "clipp", "norm": 1}]}, "clipp"),
+        ({"defenses": [{"name": "clip", "norm": -1}]}, r"defenses\[0\] \(clip\)"),
+        ({"defenses": [{"norm": 1}]}, r"defenses\[0\]: expected a name"),
+        ({"images": torch.rand(4, *SHAPE)}, "their labels are missing"),
+        ({"labels": torch.zeros(4, dtype=torch.int64)}, "there are no images"),
+        (
+            {"images": 2 * torch.ones(4, *SHAPE), "labels": torch.zeros(4, dtype=torch.int64)},
+            r"images: expected pixels in \[0, 1\]",
+        ),
+        (
+            {"images": torch.rand(4, 1, 9, 9), "labels": torch.zeros(4, dtype=torch.int64)},
+            "images: expected shape",
+        ),
+        (
+            {"images": torch.rand(4, *SHAPE), "labels": torch.full((4,), CLASSES)},
+            f"labels: expected 0 to {CLASSES - 1}",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:
+    given = {"input_shape": SHAPE, "classes": CLASSES, "batch_size": 1}
+    with pytest.raises(FedsimError, match=message):
+        fedsim.preflight(linear(), **{**given, **wrong})
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Path:
+    path = tmp_path / "plan.yaml"
+    path.write_text(SCENARIO, encoding="utf-8")
+    return path
+
+
+def test_a_scenario_has_a_line_for_each_stack_and_batch_size(plan: Path) -> None:
+    forecasts = preflight_file(plan)
+    assert [(f.stack, f.batch_size) for f in forecasts] == [
+        ("none", 1),
+        ("none", 2),
+        ("noise", 1),
+        ("noise", 2),
+    ]
+    assert forecasts[0].attackable == "yes"
+    assert forecasts[2].attackable == "no"
+    assert "test split of digits" in forecasts[0].source
+    text = render(forecasts)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    assert forecasts[0].verdict.split(";")[0] in text.replace("\n", " ")
+
+
+def test_the_command_prints_a_table_or_json(plan: Path) -> None:
+    table = CliRunner().invoke(app, ["preflight", str(plan)])
+    assert table.exit_code == 0 and "Attackable: 1 image behind none" in table.output
+    done = CliRunner().invoke(app, ["preflight", str(plan), "--json", "--set", "model.hidden=[8]"])
+    (first, *others) = json.loads(done.stdout)
+    assert done.exit_code == 0 and len(others) == 3
+    assert first["attackable"] == "yes" and math.isfinite(first["gain"])
+    assert {each["name"] for each in first["indicators"]} >= {"labels", "local steps", "server"}
+
+
+def test_a_run_is_forecast_at_weights_that_it_recorded(plan: Path, tmp_path: Path) -> None:
+    out = fedsim.run(plan, out=tmp_path / "out", workers=1).out
+    before, after = preflight_file(plan), preflight_file(out)
+    assert [(f.stack, f.batch_size) for f in before] == [(f.stack, f.batch_size) for f in after]
+    assert [f.gain for f in before] == pytest.approx([f.gain for f in after], abs=1e-6)
+    assert after[0].rounds == (1,)
+
+
+def test_origins_that_are_no_plan_are_refused(plan: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([str(tmp_path / "empty")], "no scenario.yaml in it"),
+        ([str(tmp_path / "none.yaml")], "none.yaml"),
+        ([str(plan), "--set", "sweep={seed: [1, 2]}"], "one is forecast at a time"),
+        ([str(plan), "--set", "data.source=diabetes"], "is a table"),
+    ):
+        done = CliRunner().invoke(app, ["preflight", *arguments])
+        assert done.exit_code == 2, (arguments, done.output)
+        assert message in done.output.replace("\n", ""), (arguments, done.output)

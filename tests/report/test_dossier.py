@@ -1,0 +1,422 @@
+"""The dossier: the same in both forms, inert, repeatable, and claiming no more than it may."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pypdf import PdfReader
+from synthetic_run import QUICK, STACKS, write_run
+from test_page import NASTY, Page, edited
+from typer.testing import CliRunner
+
+from fedsim.cli.commands import app
+from fedsim.contracts import plugins
+from fedsim.report.dossier import write_dossier
+from fedsim.report.dossier.attempts import tried, untried
+from fedsim.report.dossier.content import dossier_of
+from fedsim.report.dossier.document import (
+    Block,
+    Commands,
+    Document,
+    Facts,
+    Heading,
+    Notice,
+    Pictures,
+    Table,
+    command_lines,
+)
+from fedsim.report.dossier.html import html_of
+from fedsim.report.dossier.literature import coverage
+from fedsim.report.dossier.pdf import pdf_of
+from fedsim.results.lines import ResultRow
+from fedsim.results.reading import load_runs
+
+
+def document(folder: Path) -> Document:
+    return dossier_of(load_runs([folder]), folder)
+
+
+def chapter(document: Document, title: str) -> tuple[Block, ...]:
+    return next(each.blocks for each in document.chapters if title in each.title)
+
+
+def tables(blocks: tuple[Block, ...]) -> list[Table]:
+    return [block for block in blocks if isinstance(block, Table)]
+
+
+@pytest.fixture(scope="session")
+def whole(run_folder: Path) -> Document:
+    return document(run_folder)
+
+
+@pytest.fixture(scope="session")
+def page(whole: Document) -> Page:
+    return Page(html_of(whole))
+
+
+@pytest.fixture(scope="session")
+def pdf(whole: Document) -> PdfReader:
+    return PdfReader(io.BytesIO(pdf_of(whole)))
+
+
+def printed(pdf: PdfReader) -> str:
+    return re.sub(r"\s+", " ", " ".join(sheet.extract_text() for sheet in pdf.pages))
+
+
+def outline(pdf: PdfReader) -> list[tuple[str, int]]:
+    """Chapters among the bookmarks, with the number of their pages, from 1."""
+    entries = [each for each in pdf.outline if not isinstance(each, list)]
+    return [
+        (str(each.title), 1 + int(pdf.get_destination_page_number(each) or 0)) for each in entries
+    ]
+
+
+def test_both_forms_have_all_chapters_in_order(whole: Document, page: Page, pdf: PdfReader) -> None:
+    titles = [f"{i}. {each.title}" for i, each in enumerate(whole.chapters, start=1)]
+    assert len(titles) == 11
+    assert [title for title, _ in outline(pdf)] == titles
+    at = [page.flat.rindex(title) for title in titles]
+    assert at == sorted(at)
+    for text in ("ε", "δ", "∞", "exact", "gaussian_noise"):
+        assert text in printed(pdf) and text in page.flat
+
+
+def test_chapters_that_are_pointed_to_are_the_right_ones(whole: Document, page: Page) -> None:
+    meant = {
+        3: "system",
+        5: "tried",
+        6: "Results",
+        7: "Guarantees",
+        9: "Limits",
+        10: "repeat",
+    }
+    named = {int(n) for n in re.findall(r"chapters? (\d+)", page.flat)}
+    named |= {int(n) for n in re.findall(r"chapters \d+ and (\d+)", page.flat)}
+    assert named == set(meant)
+    for number, word in meant.items():
+        assert word in whole.chapters[number - 1].title
+
+
+def test_the_pdf_has_title_bookmarks_contents_page_numbers_and_pictures(
+    whole: Document, pdf: PdfReader
+) -> None:
+    assert pdf.metadata is not None and pdf.metadata.title == whole.title
+    count = len(pdf.pages)
+    for number, sheet in enumerate(pdf.pages, start=1):
+        assert f"page {number} of {count}" in sheet.extract_text()
+    contents = printed(PdfReader(pdf.stream))[:1500]
+    for title, begins in outline(pdf):
+        assert f"{title} {begins}" in contents, title
+    pairs = [
+        p for c in whole.chapters for b in c.blocks if isinstance(b, Pictures) for p in b.pairs
+    ]
+    # Equal images are kept once.
+    different = {png for pair in pairs for png in (pair.truth, pair.reconstruction)}
+    assert len({image.name for sheet in pdf.pages for image in sheet.images}) == len(different)
+
+
+def test_the_same_run_gives_the_same_bytes_wherever_it_lies(
+    run_folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / run_folder.name
+    shutil.copytree(run_folder, copy)
+    first = [path.read_bytes() for path in write_dossier(run_folder, tmp_path / "one")]
+    assert [path.read_bytes() for path in write_dossier(copy)] == first
+    for folder in (run_folder, copy):  # messages of a run that has not ended name its folder
+        half = tmp_path / folder.parent.name / "half"
+        shutil.copytree(folder, half)
+        (half / "record.json").unlink()
+    pages = [html_of(document(path)) for path in sorted(tmp_path.glob("*/half"))]
+    assert len(set(pages)) == 1 and "not complete" in pages[0]
+
+
+def test_every_block_is_in_both_forms(whole: Document, page: Page, pdf: PdfReader) -> None:
+    text, html = re.sub(r"\s", "", printed(pdf)), re.sub(r"\s", "", page.flat)
+    missing = []
+    for each in whole.chapters:
+        for block in each.blocks:
+            if isinstance(block, Table):
+                missing += [
+                    cell
+                    for row in block.rows
+                    for cell in row
+                    if re.sub(r"\s", "", cell) not in html
+                    # A row of a page may end inside a cell, where the page's foot stands.
+                    or not all(word in text for word in cell.split())
+                ]
+            if isinstance(block, Heading) and re.sub(r"\s", "", block.text) not in text:
+                missing.append(block.text)
+    assert not missing
+
+
+def test_hostile_strings_are_inert(run_folder: Path, tmp_path: Path) -> None:
+    tag = "</para><font color='red'>&lt;<a href='https://x.example'>\x1b[31m\u202e中" + NASTY
+
+    def spoil(row: dict[str, Any]) -> None:
+        row["scenario"] = row["dataset"] = row["model"]["name"] = tag
+        row["attack"]["label"] = row["attack"]["name"] = tag
+        row["status"], row["reason"], row["metrics"] = "failed", tag, None
+        row["privacy"]["reason"] = tag
+
+    folder = edited(run_folder, tmp_path / "run", spoil)
+    (folder / "scenario.yaml").write_text(
+        f"name: {json.dumps(tag)}\ndescription: {json.dumps(tag)}\ndata: {{clients: 2}}\n"
+    )
+    hostile = document(folder)
+    page = Page(html_of(hostile))
+    tags = {name for name, _ in page.elements}
+    assert not tags & {"script", "font", "iframe", "link", "form"}
+    assert all(not name.startswith("on") for _, attrs in page.elements for name in attrs)
+    targets = [str(attrs.get("href") or attrs.get("src")) for _, attrs in page.elements]
+    assert all(t in ("None",) or t.startswith(("#", "data:image/png")) for t in targets)
+    reader = PdfReader(io.BytesIO(pdf_of(hostile)))
+    assert "onerror=alert(2)" in printed(reader) and "[U+4E2D]" in printed(reader)
+    actions = [
+        link.get_object().get("/A") for sheet in reader.pages for link in sheet.get("/Annots", [])
+    ]
+    assert all(action is None for action in actions), "a link that leads out of the file"
+
+
+def test_what_is_invalid_stands_apart_and_answers_nothing(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "dp")}
+    folder = write_run(tmp_path / "run", stacks=stacks, trials=3, batch_sizes=(1,), undefended=0.05)
+    invalid = document(folder)
+    short = chapter(invalid, "In short")
+    assert [block.title for block in short if isinstance(block, Notice)] == ["INVALID"]
+    assert not [block for block in short if isinstance(block, Facts)], "an answer"
+    results = chapter(invalid, "Results")
+    apart = [block.text for block in results if isinstance(block, Heading)]
+    assert "Results from which nothing follows (INVALID)" in apart
+    at = next(i for i, block in enumerate(results) if isinstance(block, Table))
+    assert isinstance(results[at - 1], Notice), "the reason stands above the rows"
+    assert not [block for block in results if isinstance(block, Pictures)]
+
+
+def test_a_valid_comparison_keeps_its_answers_beside_an_invalid_one(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "dp")}
+    options: dict[str, Any] = {"stacks": stacks, "trials": 3, "batch_sizes": (1,)}
+    write_run(tmp_path / "runs" / "good", scenario="good", **options)
+    write_run(tmp_path / "runs" / "bad", scenario="bad", undefended=0.05, **options)
+    both = document(tmp_path / "runs")
+    results = chapter(both, "Results")
+    cut = results.index(Heading("Results from which nothing follows (INVALID)"))
+    rows = [len(table.rows) for table in tables(results[:cut])]
+    assert rows[0] and not any("bad" in str(block) for block in results[:cut])
+    assert "bad" in str(results[cut + 1])
+    answered = [block for block in chapter(both, "In short") if isinstance(block, Facts)]
+    assert len(answered) == len(stacks)
+
+
+def test_nothing_is_called_safe(page: Page) -> None:
+    assert re.findall(r"[^.]*\bsafe\b[^.]*\.", page.flat) == [
+        next(iter(re.findall(r"[^.]*is not shown to be safe\.", page.flat)))
+    ]
+    assert "it draws no legal conclusion" in page.flat
+
+
+def test_an_answer_shows_gain_interval_n_and_what_was_not_tried(whole: Document) -> None:
+    answers = [
+        dict(block.items) for block in chapter(whole, "In short") if isinstance(block, Facts)
+    ]
+    assert len(answers) == 3
+    for answer in answers:
+        assert {"An attacker", "It costs", "It guarantees", "Reliance", "Not tried"} <= set(answer)
+        assert "n = 3 trials" in answer["Shown by"]
+    assert "interval" in answers[0]["Shown by"]
+
+
+def row(**changes: Any) -> ResultRow:
+    parts: dict[str, Any] = {
+        "scenario": "s",
+        "dataset": "d",
+        "model": {"name": "lenet"},
+        "defense": {"name": "none", "stack": []},
+        "attack": {"name": "deep_leakage", "label": "deep_leakage"},
+        "vantage": "server",
+        "knowledge": {},
+        "batch_size": 1,
+        "round": 1,
+        "client": 0,
+        "trial": 0,
+        "seed": 0,
+        "status": "ok",
+    }
+    return ResultRow.model_validate(parts | changes)
+
+
+GENERATOR = {"name": "generative_prior", "label": "g", "parameters": {"public": "photos"}}
+
+
+@pytest.mark.parametrize(
+    ("rows", "measured", "within"),
+    [
+        ([row()], "C", "AB"),
+        ([row(knowledge={"public": "test"})], "D", "ABC"),
+        ([row(attack=GENERATOR)], "D", "ABC"),
+        ([row(knowledge={"bn": "running"})], "C", "AB"),
+        ([row(knowledge={"bn": "inferred"})], "E", "ABCD"),
+        ([row(knowledge={"bn": "exact", "public": "test"})], "E", "ABCD"),
+        ([row(server="planted")], "F", "ABC"),
+        ([row(server="modified", knowledge={"public": "test"})], "G", "ABCDF"),
+        ([row(), row(server="modified")], "CF", "AB"),
+        ([row(model=None, release={"kind": "sketch"})], "", ""),
+        ([], "", ""),
+    ],
+)
+def test_threat_models_that_a_run_covers(rows: list[ResultRow], measured: str, within: str) -> None:
+    found = coverage(rows)
+    assert "".join(each.model.letter for each in found) == "ABCDEFGH"
+    for word, letters in (("measured", measured), ("within", within)):
+        assert "".join(e.model.letter for e in found if e.coverage == word) == letters
+    assert all(each.reason for each in found)
+    assert found[-1].coverage == "not measured", "no run lets an attacker choose clients"
+
+
+def test_every_installed_attack_is_tried_or_not_with_a_reason() -> None:
+    rows = [row(), row(attack={"name": "idlg", "label": "second"}, status="failed")]
+    names = {plugin.name for plugin in plugins.installed("fedsim.attacks")}
+    left = {each.name: each.reason for each in untried(rows)}
+    assert set(left) == names - {"deep_leakage", "idlg"}
+    assert [(each.label, each.ok, each.n) for each in tried(rows)] == [
+        ("deep_leakage", 1, 1),
+        ("second", 0, 1),
+    ]
+    assert "clients send updates of a model" in left["membership_inference"]
+    assert "knowledge.public: test" in left["feature_regression"]
+    assert left["head_fit"].startswith("the scenario does not name it")
+    granted = untried([row(knowledge={"public": "test"})])
+    reasons = {each.name: each.reason for each in granted}
+    assert reasons["feature_regression"].startswith("the scenario does not name it")
+
+
+def test_guarantees_state_unit_neighbours_delta_and_what_an_audit_found(tmp_path: Path) -> None:
+    stacks = {name: STACKS[name] for name in ("none", "dp")}
+    folder = write_run(tmp_path / "run", stacks=stacks, trials=1, batch_sizes=(1,), rounds=2)
+    path = folder / "rounds.jsonl"
+    rounds = [json.loads(line) for line in path.read_text().splitlines()]
+    for each in rounds:
+        claim = {"epsilon": 2.0, "delta": 1e-5, "unit": "client", "relation": "zero_out"}
+        if each["defense"] == "dp":
+            each["epsilon"], each["privacy"] = 2.0, {**claim, "accountant": "gaussian"}
+    path.write_text("".join(json.dumps(each) + "\n" for each in rounds))
+
+    def chapter_with(audited: float | None) -> str:
+        lines = [{"defense": "dp", "method": "one_run", "audited_epsilon": audited, "holds": True}]
+        kept = lines if audited is not None else []
+        (folder / "audit.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+        return str(chapter(document(folder), "Guarantees"))
+
+    unaudited = chapter_with(None)
+    assert "at most 7.39 (exp ε), but for a chance of 1e-05" in unaudited  # exp(2) = 7.389
+    assert "what one client contributes is there, or is exchanged for nothing" in unaudited
+    assert "none: nothing is proven" in unaudited and "not audited" in unaudited
+    assert "at least ε = 1.25 is spent: it does not refute the claim" in chapter_with(1.25)
+    assert "at least ε = 2.5 is spent: it REFUTES the claim" in chapter_with(2.5)
+
+
+def test_criteria_that_were_not_measured_say_so(whole: Document) -> None:
+    (table,) = tables(chapter(whole, "EDPB"))
+    measured = {name: found for name, found, _ in table.rows}
+    assert measured["Resistance to membership inference"] == "Not measured in this run."
+    assert measured["Personal data obtained by queries to the model"].startswith("Not measured.")
+    assert "images" in measured["Resistance to reconstruction"]
+    assert all(cannot for _, _, cannot in table.rows)
+
+
+def test_a_command_repeats_the_numbers_of_its_lines(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = chapter(document(small), "repeat")
+    commands = [item for block in blocks if isinstance(block, Commands) for item in block.items]
+    purpose, words = next(item for item in commands if "deep-1 on noise" in item[0])
+    line = "\n".join(command_lines(words))
+    program, *arguments = shlex.split(line.replace("\\\n", ""))
+    assert program == "fedsim"
+    monkeypatch.chdir(small.parent)
+    done = CliRunner().invoke(app, [*arguments, *QUICK])
+    assert done.exit_code == 0, done.output
+
+    def measured(folder: Path) -> dict[str, Any]:
+        rows = [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()]
+        return {
+            row["observation"]: (row["metrics"], row["baseline"], row["control"], row["privacy"])
+            for row in rows
+            if row["attack"]["label"] == "deep-1" and row["defense"]["name"] == "noise"
+        }
+
+    again = measured(small.parent / "again")
+    assert len(again) == 2 and again == measured(small), purpose
+    figures = tables(chapter(document(small), "Results"))
+    repeats = {row[-1] for table in figures for row in table.rows if row[0] == "noise"}
+    assert purpose.split(":")[0] in repeats
+
+
+def test_hashes_are_those_that_the_shown_command_prints(small: Path) -> None:
+    blocks = chapter(document(small), "repeat")
+    facts = dict(item for block in blocks if isinstance(block, Facts) for item in block.items)
+    items = [item for block in blocks if isinstance(block, Commands) for item in block.items]
+    command = "\n".join(command_lines(next(words for _, words in items if words[0][:3] == "cd ")))
+    told = subprocess.run(
+        ["bash", "-c", command], cwd=small.parent, capture_output=True, text=True, check=True
+    )
+    name = next(name for name in facts if name.startswith("observations/"))
+    assert told.stdout.split()[0] == facts[name]
+    shown = subprocess.run(
+        ["sha256sum", "scenario.yaml"], cwd=small, capture_output=True, text=True, check=True
+    )
+    assert shown.stdout.split()[0] == facts["scenario.yaml"]
+
+
+def test_a_changed_recording_changes_its_hash(small: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "small"
+    shutil.copytree(small, copy)
+
+    def digest() -> str:
+        blocks = chapter(document(copy), "repeat")
+        facts = dict(item for b in blocks if isinstance(b, Facts) for item in b.items)
+        return next(value for name, value in facts.items() if name.startswith("observations/"))
+
+    before = digest()
+    recording = next(copy.glob("observations/**/*.safetensors"))
+    recording.write_bytes(recording.read_bytes() + b"\0")
+    assert digest() != before
+
+
+def test_the_command_writes_both_and_refuses_what_is_no_run(small: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["dossier", str(small), "--out", str(tmp_path / "there")])
+    assert done.exit_code == 0, done.output
+    assert done.stdout.split() == [
+        str(tmp_path / "there" / f"dossier.{x}") for x in ("html", "pdf")
+    ]
+    assert (tmp_path / "there" / "dossier.pdf").read_bytes().startswith(b"%PDF")
+    (tmp_path / "empty").mkdir()
+    refused = CliRunner().invoke(app, ["dossier", str(tmp_path / "empty")])
+    assert refused.exit_code == 2 and "results.jsonl" in refused.output
+    assert not list((tmp_path / "empty").iterdir())
+
+
+def test_a_run_that_is_not_complete_says_so_first(run_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    (folder / "record.json").unlink()
+    first = chapter(document(folder), "In short")[0]
+    assert isinstance(first, Notice) and first.title == "This run is not complete"
+    assert not [b for b in chapter(document(folder), "In short") if isinstance(b, Facts)]
+
+
+def test_the_dossier_of_the_docs_has_the_chapters_of_today(page: Page, whole: Document) -> None:
+    path = Path(__file__).parents[2] / "docs" / "dossier" / "quickstart.html"
+    shown = Page(path.read_text(encoding="utf-8"))
+    for number, each in enumerate(whole.chapters, start=1):
+        assert f"{number}. {each.title}" in shown.flat, f"{path} is old: write it again"
+    for title in ("EDPB", "Who attacks"):
+        names = [row[0] for row in tables(chapter(whole, title))[0].rows]
+        assert [name for name in names if name not in shown.flat] == [], f"{path} is old"

@@ -1,0 +1,160 @@
+"""Copies of a run in MLflow and TensorBoard, read again with the tools themselves."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic_run import STACKS, write_run
+from typer.testing import CliRunner
+
+from fedsim.cli.commands import app
+from fedsim.report import leaderboard_rows, load_runs
+from fedsim.report.loggers import chosen, log_run
+from fedsim.report.loggers.entries import entries
+from fedsim.report.loggers.stores import STORES, TensorBoard
+from fedsim.types import FedsimError
+
+LINE = "attacks/clip+dp/inverting_gradients/b1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    stacks = {"none": STACKS["none"], "clip+dp": STACKS["dp"]}
+    return write_run(
+        tmp_path_factory.mktemp("logged"), stacks=stacks, trials=3, batch_sizes=(1,), rounds=3
+    )
+
+
+def rounds(folder: Path, defense: str, name: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "rounds.jsonl").read_text().splitlines()]
+    return {row["round"]: row[name] for row in lines if row["defense"] == defense}
+
+
+def expected(folder: Path) -> dict[str, float]:
+    """Figures of one line, by the last part of their names."""
+    line = next(
+        row
+        for row in leaderboard_rows([folder])
+        if (row.defense, row.attack) == ("clip+dp", "inverting_gradients")
+    )
+    gain, ssim = line.gain, line.metrics["ssim"]
+    assert gain and ssim and gain.low is not None and gain.high is not None
+    return {
+        "gain": gain.mean,
+        "gain_low": gain.low,
+        "gain_high": gain.high,
+        "ssim": ssim.mean,
+        "n": 3,
+    }
+
+
+def test_mlflow_holds_rounds_gains_with_intervals_and_pictures(
+    folder: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("mlflow", reason="the extra mlflow is not installed")
+    from mlflow.tracking import MlflowClient
+
+    assert log_run(folder, chosen([f"mlflow={tmp_path}/store"])) == []
+    client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/store/mlflow.db")
+    experiment = client.get_experiment_by_name("photos-demo")
+    assert experiment is not None
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    loss = client.get_metric_history(run.info.run_id, "rounds/clip dp/train_loss")
+    assert {m.step: m.value for m in loss} == pytest.approx(rounds(folder, "clip+dp", "train_loss"))
+    for name, value in expected(folder).items():
+        assert run.data.metrics[LINE.replace("+", " ") + f"/{name}"] == pytest.approx(value)
+    assert "epsilon" not in str([m for m in run.data.metrics if m.startswith("rounds/none")])
+    assert run.data.params["epsilon/none"].startswith("∞")
+    where = "reconstructions/clip dp/inverting_gradients"
+    (picture,) = client.list_artifacts(run.info.run_id, where)
+    assert picture.path == f"{where}/b1-round-3.png"
+    png = tmp_path / "store" / "artifacts" / run.info.run_id / "artifacts" / picture.path
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_tensorboard_holds_the_same(folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    assert log_run(folder, chosen([f"tensorboard={tmp_path}"])) == []
+    found = EventAccumulator(str(tmp_path / "photos-demo"))
+    found.Reload()
+    accuracy = {e.step: e.value for e in found.Scalars("rounds/none/test_accuracy")}
+    assert accuracy == pytest.approx(rounds(folder, "none", "test_accuracy"))
+    for name, value in expected(folder).items():
+        (event,) = found.Scalars(f"{LINE}/{name}")
+        assert (event.step, event.value) == (3, pytest.approx(value, rel=1e-6))
+    (image,) = found.Images("reconstructions/clip+dp/inverting_gradients/b1")
+    assert image.encoded_image_string.startswith(b"\x89PNG") and image.height == 2 * image.width
+
+
+def test_every_variant_of_a_sweep_is_copied(tmp_path: Path) -> None:
+    stacks = {"none": STACKS["none"]}
+    for mode in ("train", "eval"):
+        write_run(
+            tmp_path / "sweep" / mode,
+            stacks=stacks,
+            trials=1,
+            batch_sizes=(1,),
+            rounds=1,
+            variant={"training.mode": mode},
+        )
+    names = {entries(run).variant for run in load_runs([tmp_path / "sweep"])}
+    assert names == {"training.mode=train", "training.mode=eval"}
+
+
+def test_a_tool_that_fails_loses_nothing_and_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def fail(self: TensorBoard, entries: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    class Good(TensorBoard.__mro__[1]):  # type: ignore[misc]
+        package = "json"
+        default = "good"
+
+        def write(self, entries: Any) -> None:
+            done.append(entries.scenario)
+
+    monkeypatch.setattr(TensorBoard, "write", fail)
+    (line,) = log_run(folder, [TensorBoard(tmp_path), Good(tmp_path)])
+    assert "No space left" in line and "the run itself is whole" in line
+    assert done == ["photos-demo"]
+
+
+@pytest.mark.parametrize("tool", sorted(STORES))
+def test_a_missing_extra_is_refused_before_any_work(
+    tool: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, STORES[tool].package, None)
+    (tmp_path / "s.yaml").write_text("name: s\n")
+    out = tmp_path / "out"
+    refused = CliRunner().invoke(
+        app, ["run", f"{tmp_path}/s.yaml", "--out", str(out), "--log", tool]
+    )
+    assert refused.exit_code == 2, refused.output
+    assert f"pip install '.[{tool}]'" in refused.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("mflow", "did you mean mlflow?"), ("wandb", "expected one of mlflow, tensorboard")],
+)
+def test_an_unknown_tool_is_refused(name: str, said: str) -> None:
+    with pytest.raises(FedsimError, match=said.replace("?", r"\?")):
+        chosen([name])
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra tensorboard is not installed")
+    (tmp_path / "file").touch()
+    with pytest.raises(FedsimError, match="a file and no folder"):
+        chosen([f"tensorboard={tmp_path}/file"])
