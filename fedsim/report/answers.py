@@ -63,6 +63,8 @@ class Answer:
         where = "Without a defense" if self.undefended else f"Behind {self.defense}"
         if self.finding == "no answer":
             return f"{where}, nothing can be said"
+        if self.finding in ("failed", "unknown"):
+            return f"{where}, what {self.attacker} gets {self.gets}"
         return f"{where}, {self.attacker} {self.gets}"
 
     @property

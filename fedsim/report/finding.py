@@ -111,12 +111,20 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
     subject = "pictures" if row.subject == "images" else "rows"
     coarse = "colors" if row.subject == "images" else "coarse values"
     gets = _GETS[finding].format(subject=subject, coarse=coarse)
+    if finding == "nothing" and not _is_bounded(verdict):
+        gets = "nothing certain beyond the guess"
     if finding in LEAKS:
         *others, last = [gets, *_besides(rows, finding)]
         gets = f"{', '.join(others)} and {last}" if others else last
         if finding == "colors only" and not others:
             gets += " only"
     return f"gets {gets}{' in some trials' if _is_seldom(rows, finding) else ''}"
+
+
+def _is_bounded(verdict: Verdict) -> bool:
+    """Whether the interval of the gain excludes a leak."""
+    gain = verdict.gain
+    return gain is not None and gain.high is not None and gain.high < REQUIRED_GAIN
 
 
 def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
@@ -195,7 +203,7 @@ def _figure(verdict: Verdict) -> str:
     gain = verdict.gain
     if gain is None:
         return _span(verdict.strongest)
-    what = "due to this update" if verdict.strongest.blind else "over guessing"
+    what = "over guessing and another update" if verdict.strongest.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     if gain.low is None or gain.high is None:
         return f"{text}, no interval"

@@ -148,4 +148,6 @@ def _model_problem(rows: Sequence[LeaderboardRow]) -> str | None:
             )
         if row.learning_problem:
             return "the model learned nothing, so that its updates may hold nothing"
+        if row.accuracy is None and row.subject == "images":
+            return "whether the model learned was not measured"
     return None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from answer_rows import FAILS, PROVEN, WORKS, answered, behind, trial, trials
 
-from fedsim.report import load_runs
+from fedsim.report import load_runs, write_report
 from fedsim.report.answers import Answer, answers_of
 
 
@@ -281,3 +281,40 @@ def test_long_rounds_are_in_plain_numbers(tmp_path: Path) -> None:
     plain, defended = answered(tmp_path, [*WORKS, *trials(FAILS)], rounds)
     assert plain.costs.endswith("123 s a round")
     assert defended.costs.endswith("123 s a round, as without defense")
+
+
+def test_nothing_is_said_for_certain_only_of_an_interval_without_a_leak(tmp_path: Path) -> None:
+    wide = behind(tmp_path / "wide", [13.0, 14.9, 11.0], privacy=PROVEN)
+    assert "gets nothing certain beyond the guess" in wide.sentence
+    one = behind(tmp_path / "one", [14.9], privacy=PROVEN)
+    assert one.finding == "nothing"
+    assert "gets nothing certain beyond the guess" in one.sentence
+    assert "gets nothing beyond the guess" in behind(tmp_path / "narrow", FAILS).sentence
+
+
+def test_a_loss_to_guessing_is_not_called_due_to_the_update(tmp_path: Path) -> None:
+    answer = behind(tmp_path, [2.0, 2.1, 2.2, 2.3], privacy=PROVEN)
+    assert "−9.8 dB over guessing and another update" in answer.sentence
+
+
+def test_a_model_that_nobody_tested_earns_no_reliance(tmp_path: Path) -> None:
+    rows = [row | {"utility": None} for row in trials(FAILS, privacy=PROVEN)]
+    answer = defended(tmp_path, rows)
+    assert (answer.verdict, answer.reason) == (
+        "not shown",
+        "whether the model learned was not measured",
+    )
+
+
+def test_the_sentence_of_attacks_that_all_failed_is_one(tmp_path: Path) -> None:
+    assert behind(tmp_path, [None, None, None]).lead == (
+        "Behind dp, what the server gets was not measured, for all of 3 attack runs failed, which "
+        "is no protection"
+    )
+
+
+def test_a_name_turns_no_words_of_the_page(tmp_path: Path) -> None:
+    answered(tmp_path, [*WORKS, *trials(FAILS, privacy=PROVEN, defense="x\u202ey\u2066")])
+    page = write_report(tmp_path).read_text()
+    assert "Behind x" in page
+    assert "\u202e" not in page and "\u2066" not in page
