@@ -173,6 +173,8 @@ def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) ->
     text = f"accuracy {row.accuracy}" if row.accuracy else f"{row.test_accuracy:.1%} test accuracy"
     if row.undefended or undefended is None or undefended.test_accuracy is None:
         return text
+    if undefended.learning_problem:
+        return f"{text}, compared with nothing, for the model without defense learned nothing"
     points = 100 * (row.test_accuracy - undefended.test_accuracy)
     if abs(points) < 0.05:
         return f"{text}, the same as without defense"

@@ -11,6 +11,7 @@ from answer_rows import FAILS, PROVEN, WORKS, answered, behind, trial, trials
 
 from fedsim.report import load_runs, write_report
 from fedsim.report.answers import Answer, answers_of
+from fedsim.report.dossier.evidence import Evidence
 
 
 def defended(folder: Path, lines: list[dict[str, Any]]) -> Answer:
@@ -318,3 +319,26 @@ def test_a_name_turns_no_words_of_the_page(tmp_path: Path) -> None:
     page = write_report(tmp_path).read_text()
     assert "Behind x" in page
     assert "\u202e" not in page and "\u2066" not in page
+
+
+def test_a_model_without_defense_that_learned_nothing_is_no_measure_of_costs(
+    tmp_path: Path,
+) -> None:
+    plain = trials([30.0, 31.0, 32.0], defense="none", ssim=0.9, accuracy=0.1)
+    costs = answered(tmp_path, [*plain, *trials(FAILS)])[1].costs
+    assert "points above" not in costs and "the same as without defense" not in costs
+    assert "the model without defense learned nothing" in costs
+
+
+def test_an_audit_refutes_the_claim_of_its_own_variant_alone(tmp_path: Path) -> None:
+    lines = [*WORKS, *trials(FAILS, privacy=PROVEN)]
+    for rate in (0.1, 0.2):
+        variant = {"training.local.lr": rate}
+        answered(tmp_path / f"{rate}", [row | {"variant": variant} for row in lines])
+    audit = {"defense": "dp", "method": "canaries", "audited_epsilon": 1.5, "holds": False}
+    (tmp_path / "0.1" / "audit.jsonl").write_text(json.dumps(audit) + "\n")
+    runs = load_runs([tmp_path])
+    assert [found[1].verdict for _, found in answers_of(runs)] == ["do not rely", "rely"]
+    evidence = Evidence(runs=runs, root=tmp_path)
+    shown = [answer for control in evidence.controls for answer in evidence.answers(control)]
+    assert [answer.verdict for answer in shown if not answer.undefended] == ["do not rely", "rely"]
