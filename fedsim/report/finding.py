@@ -157,8 +157,8 @@ def evidence_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Findi
     leaking = verdict.leaking
     if leaking and leaking.count and (finding == "some trials" or _is_seldom(rows, finding)):
         parts.append(
-            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that share "
-            f"{100 * leaking.low:.0f} to {leaking.high:.0%})"
+            f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
+            f"share {100 * leaking.low:.0f} to {leaking.high:.0%})"
         )
     best = max((line.exposed_image or 0.0 for line in rows), default=0.0)
     if best and _is_seldom(rows, finding):
