@@ -122,11 +122,20 @@ _WIDTH = 100
 def command_lines(words: tuple[str, ...]) -> list[str]:
     r"""Breaks a command between words, with a backslash at the end of each line but the last.
 
-    >>> command_lines(("fedsim", "run", "a" * 50, "--set", "b" * 40))[0].endswith("a \\")
-    True
+    An option stays with its value.
+
+    >>> print(*command_lines(("fedsim", "run", "a" * 50, "--set", "b" * 40)), sep="\n")
+    fedsim run aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa \
+      --set bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb
     """
     lines = [""]
+    joined: list[str] = []
     for word in words:
+        if joined and joined[-1].startswith("--") and not word.startswith("--"):
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    for word in joined:
         if lines[-1] and len(lines[-1]) + len(word) + 3 > _WIDTH:
             lines[-1] += " \\"
             lines.append(f"  {word}")
