@@ -150,3 +150,11 @@ def test_a_recording_that_names_a_model_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"format": 1', '"format": 1, "model": "os:system"'))
     with pytest.raises(FedsimError, match="not what a tap records"):
         assessed(folder)
+
+
+def test_truth_that_is_not_whole_is_refused(tmp_path: Path) -> None:
+    folder = recorded(tmp_path)
+    (path,) = (folder / "witnessed").rglob("*.json")
+    path.write_text(path.read_text().replace('"left_out": 0', '"left_out": 3'))
+    with pytest.raises(FedsimError, match="the witness left out 3 images"):
+        assessed(folder)
