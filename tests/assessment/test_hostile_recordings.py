@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.assessment import assess
+from fedsim.assessment.truth import Pixels, guesser_of
 from fedsim.recording.exchanges import Recorder
-from fedsim.recording.witnessed import Witnessed, save_witnessed
+from fedsim.recording.witnessed import Witnessed, read_witnessed, save_witnessed
 from fedsim.types import FedsimError
 
 State = dict[str, Tensor]
@@ -158,3 +160,37 @@ def test_truth_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"left_out": 0', '"left_out": 3'))
     with pytest.raises(FedsimError, match="the witness left out 3 images"):
         assessed(folder)
+
+
+def test_the_guess_is_learned_from_others_than_the_victims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the guess knows the truth, and every gain over it is too small."""
+    for node in (NODE, 7):
+        said = Witnessed(
+            run_id=RUN,
+            round=1,
+            node_id=node,
+            message_id=str(node),
+            partition=None,
+            images=1,
+            left_out=0,
+            sizes=[1],
+            optimizer="SGD",
+            settings={"lr": 0.1},
+            training_mode=True,
+        )
+        images = torch.full((1, 1, 2, 2), node / 10)
+        seen = {"images": images, "labels": torch.tensor([0]), "order": torch.arange(1)}
+        save_witnessed(tmp_path, said, seen)
+    testimonies = read_witnessed(tmp_path, RUN)
+    victim: Any = SimpleNamespace(
+        exchange=SimpleNamespace(node_id=NODE), testimony=testimonies[str(NODE)]
+    )
+    learned: list[Tensor] = []
+    monkeypatch.setattr(
+        "fedsim.assessment.truth.scoring.Guesser", lambda levels, _: learned.append(levels)
+    )
+    notes: list[str] = []
+    guesser_of(testimonies, [victim], Pixels.of(None, None), notes)
+    assert learned[0].unique().tolist() == [round(0.7 * 255)] and notes == []
