@@ -183,3 +183,17 @@ def test_mlflow_is_told_to_report_nothing_before_it_is_imported(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.rglob("*mlflow*"))  # as an id of this machine
+
+
+def test_no_figure_of_a_vantage_takes_the_place_of_anothers(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run", stacks={"none": STACKS["none"]}, trials=1, batch_sizes=(1,), rounds=1
+    )
+    path = run / "results.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows += [{**row, "vantage": "eavesdropper"} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (loaded,) = load_runs([run])
+    places = [(figure.name, figure.round) for figure in entries(loaded).figures]
+    assert len(places) == len(set(places))
+    assert any("/eavesdropper/" in name for name, _ in places)
