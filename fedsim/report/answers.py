@@ -12,7 +12,7 @@ from fedsim.report.control import Control, positive_controls
 from fedsim.report.facts import unfinished
 from fedsim.report.figures import NO_DIFFERENTIAL_PRIVACY, format_epsilon, format_signed
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.level import Level
+from fedsim.report.level import Level, may_leak_labels
 from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.sentences import (
     WEAK_EPSILON,
@@ -41,6 +41,9 @@ _INVALID = {
     "absent": "INVALID, for nothing was attacked without a defense",
 }
 """Status of a positive control -> why it lets no defense get an answer."""
+
+_INEFFECTIVE = "INVALID, for the attacks do not work here, which is no proof that others do not"
+"""Why a failed positive control lets the undefended stack get no answer."""
 
 Reliance = Literal["rely", "do not rely", "not shown"]
 
@@ -94,6 +97,9 @@ class Answer:
     verdict: Reliance
     reason: str
     """Why the verdict is this one, in words."""
+    labels: str
+    """How many labels were recovered where nothing else has an answer, since that needs no control:
+    in words; else empty."""
     untried: tuple[str, ...]
     """What no attack of these rows has tried."""
     judgement: Verdict
@@ -109,6 +115,8 @@ class Answer:
         """The first words of the sentence: who gets what behind which defense."""
         where = "Without a defense" if self.undefended else f"Behind {self.defense}"
         if self.finding == "no answer":
+            if self.labels:
+                return f"{where}, labels are recovered; of {self._subject} nothing can be said"
             return f"{where}, nothing can be said"
         return f"{where}, {self.attacker} {self.gets}"
 
@@ -116,7 +124,7 @@ class Answer:
     def rest(self) -> str:
         """The other words of the sentence: evidence, costs, guarantee and verdict."""
         if self.finding == "no answer":
-            return f": {self.reason}."
+            return f": {self.labels}; {self.reason}." if self.labels else f": {self.reason}."
         evidence = f": {self.evidence}" if self.evidence else ""
         return f"{evidence}; {self.costs}; {self.guarantee}; {self.reliance}."
 
@@ -126,6 +134,10 @@ class Answer:
         if self.finding == "no answer":
             return self.sentence
         return f"{self.lead}; {self.reliance}."
+
+    @property
+    def _subject(self) -> str:
+        return _subject(self.judgement.strongest)
 
     @property
     def reliance(self) -> str:
@@ -148,14 +160,14 @@ def answers(
 
     Args:
         rows: of one comparison.
-        control: that judges it; if it did not pass, no defense gets an answer.
+        control: that judges it; if it did not pass, no defense gets an answer, except that labels
+            which were recovered are stated.
         runs: that the rows are from, which say how long a round took. A run that has not ended, or
             of which rows are not scored, lets no defense get an answer.
     """
     undefended = next((row for row in rows if row.undefended), None)
     late = unfinished(runs)
     pending = "the run has not ended, or is not scored to its end" if late else None
-    invalid = _INVALID.get(control.status)
     seconds = round_seconds(runs)
     return [
         _answer(
@@ -163,7 +175,8 @@ def answers(
             [row for row in rows if row.defense == verdict.strongest.defense],
             undefended,
             seconds,
-            pending or invalid,
+            pending,
+            control.status,
         )
         for verdict in verdicts(rows, control)
     ]
@@ -201,9 +214,14 @@ def _answer(
     rows: Sequence[LeaderboardRow],
     undefended: LeaderboardRow | None,
     seconds: Mapping[str, float],
-    unanswerable: str | None,
+    pending: str | None,
+    control: str,
 ) -> Answer:
     row = verdict.strongest
+    invalid = _INEFFECTIVE if row.undefended and control == "failed" else _INVALID.get(control)
+    unanswerable = pending or invalid
+    leaky = any(may_leak_labels(line) for line in rows)
+    stands = invalid and not pending and leaky
     finding = "no answer" if unanswerable else _finding(verdict)
     reliance, reason = _reliance(verdict, finding)
     return Answer(
@@ -218,6 +236,7 @@ def _answer(
         guarantee=privacy_claim(row),
         verdict="not shown" if unanswerable else reliance,
         reason=unanswerable or reason,
+        labels=(label_sentence(rows) or "") if stands else "",
         untried=_untried(rows),
         judgement=verdict,
     )
@@ -278,11 +297,15 @@ def _gets(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) ->
         return f"was not measured, for all of {runs} failed, which is no protection"
     if finding in ("unknown", "no answer"):
         return f"was not measured, for no attack on {row.subject} ran"
-    subject = "pictures" if row.subject == "images" else "rows"
+    subject = _subject(row)
     coarse = "colors" if row.subject == "images" else "coarse values"
     gets = _GETS[finding].format(subject=subject, coarse=coarse)
     seldom = finding == "recognizable" and verdict.level != "leak"
     return f"gets {gets}{' in some trials' if seldom else ''}"
+
+
+def _subject(row: LeaderboardRow) -> str:
+    return "pictures" if row.subject == "images" else "rows"
 
 
 def _evidence(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:

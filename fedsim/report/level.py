@@ -88,6 +88,14 @@ def labels_fit_any_update(row: LeaderboardRow) -> bool:
     return row.label_over_other is None or row.label_over_other.mean < _LABEL_GAIN
 
 
+def may_leak_labels(row: LeaderboardRow) -> bool:
+    """Whether labels were inferred better than by guessing, on average, for all that is known."""
+    gain, over = row.label_gain, row.label_over_other
+    if row.knowledge.labels == "known" or row.n_ok == 0 or gain is None:
+        return False
+    return gain.mean >= _LABEL_GAIN and (over is None or over.mean >= _LABEL_GAIN)
+
+
 def tells_members(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether an attack tells members from others, and better than it does for another release."""
     gain = best_of_several(row, rows, lambda r: r.membership_gain)
