@@ -347,7 +347,7 @@ def _gain(verdict: Verdict) -> str:
     what = "due to this update" if verdict.strongest.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     if gain.low is None or gain.high is None:
-        return f"{text}, no interval"
+        return f"{text} (no interval)"
     ends = f"{format_signed(gain.low)} to {format_signed(gain.high)} dB"
     return f"{text}, {gain.confidence:.0%} interval {ends}"
 
