@@ -132,7 +132,7 @@ class Answer:
     def brief(self) -> str:
         """The sentence without evidence, costs and guarantee, for a terminal."""
         if self.finding == "no answer":
-            return self.sentence
+            return f"{self.lead}: {self.reason}."
         return f"{self.lead}; {self.reliance}."
 
     @property

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
-from fedsim.report import leaderboard_rows, load_runs, positive_controls
+from fedsim.report import leaderboard_rows, load_runs, positive_controls, write_report
 from fedsim.report.answers import Answer, answers, answers_of
 from fedsim.scoring import student_interval
 from fedsim.words import printable
@@ -214,6 +214,9 @@ def test_labels_are_stated_where_pictures_have_no_answer(tmp_path: Path) -> None
         "recovered (guessing: 20%"
     )
     assert "INVALID, for the attacks do not work here, which is no proof" in plain.sentence
+    assert plain.brief == f"{plain.lead}: {plain.reason}."
+    page = write_report(tmp_path / "failed").read_text(encoding="utf-8")
+    assert re.search(r"<dt>Shown by</dt><dd>[^\n]*100%[^\n]* of labels recovered", page)
     assert behind_dp.labels == "" and "labels" not in behind_dp.sentence
     (alone,) = answered(tmp_path / "absent", trials(FAILS, label_accuracy=1.0))
     assert "labels are recovered; of pictures nothing can be said" in alone.sentence
