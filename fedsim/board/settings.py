@@ -10,7 +10,7 @@ from typing import Any
 
 from fedsim.board.compact import SENTENCE, bound_text, exact, shortened
 from fedsim.report import facts
-from fedsim.report.answers import answers
+from fedsim.report.answers import answers, runs_of
 from fedsim.report.control import describe_comparison, positive_controls, warnings
 from fedsim.report.figures import describe_variant, format_claim
 from fedsim.report.row import Comparison, LeaderboardRow
@@ -42,6 +42,7 @@ class Settings:
         for run in runs:
             if not run.rows:
                 self._unattacked.setdefault(_of_run(run), []).append(run)
+        self._runs = runs
         self._by_folder = {str(run.folder): run for run in runs}
         self._controls = {c.comparison: c for c in positive_controls(rows)}
         self._comparisons = {key: i for i, key in enumerate(self._controls)}
@@ -89,7 +90,7 @@ class Settings:
                     "sentence": shortened(answer.sentence, SENTENCE),
                     "verdict": answer.verdict,
                 }
-                for answer in answers(rows, control, self._runs_of(rows))
+                for answer in answers(rows, control, runs_of(rows, self._runs))
             },
         }
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -40,6 +40,8 @@ class _Index(BaseModel):
     round: int
     rounds: int
     strategy: dict[str, Any]
+    held: list[int] | None = None
+    """How many examples each client holds; None: not said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +58,12 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints of one stack of one run. Only the latest is kept."""
 
-    def __init__(self, out: Path, scenario: Scenario, stack: str) -> None:
+    def __init__(
+        self, out: Path, scenario: Scenario, stack: str, held: Sequence[int] | None = None
+    ) -> None:
+        """Those below `out`; `held` is how many examples each client holds, if that is known."""
         self._out = out
+        self._held = None if held is None else list(held)
         self._stack = stack
         self._rounds = scenario.training.rounds
         self._fingerprint = fingerprint(scenario, stack)
@@ -70,7 +76,7 @@ class Checkpoints:
         Later rounds come again.
 
         Raises:
-            FedsimError: the checkpoint is of another scenario.
+            FedsimError: the checkpoint is of another scenario, or of clients with other counts.
         """
         index = self._index()
         done = index.round if index else 0
@@ -102,6 +108,7 @@ class Checkpoints:
             round=checkpoint.round,
             rounds=self._rounds,
             strategy=dict(checkpoint.strategy),
+            held=self._held,
         )
         write_bytes(self._path, save(tensors, {_INDEX: index.model_dump_json()}))
 
@@ -138,6 +145,12 @@ class Checkpoints:
             raise FedsimError(
                 f"{self._path}: a checkpoint of another scenario; resume with the same data, "
                 "model, training, federation, defense and observe sections, or use another folder"
+            )
+        # The noise of an ε asked for, and the ε that is stated, are of how much clients hold.
+        if self._held is not None and index.held not in (None, self._held):
+            raise FedsimError(
+                f"{self._path}: a checkpoint of other data: counts by client are {index.held},"
+                f" and now {self._held}; restore the data, or use another folder"
             )
         return index
 

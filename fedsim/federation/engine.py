@@ -66,7 +66,8 @@ def run(
 ) -> None:
     """See `fedsim.federation.federate`."""
     check(scenario, [stack])
-    checkpoints = Checkpoints(out, scenario, stack)
+    held = server.census.held if server else None
+    checkpoints = Checkpoints(out, scenario, stack, held)
     if not resume and (checkpoints.begun or client_state.has_truth(out, stack)):
         raise FedsimError(
             f"{out} holds results of the stack {stack!r}; resume that run, or use another folder"

@@ -66,7 +66,8 @@ class _Training:
                 f"federation.strategy_parameters: num_sampled_clients is {claimed}, but "
                 f"a round samples {number_of(sampled, 'client')}, and the noise depends on it"
             )
-        self._checkpoints = Checkpoints(out, server.scenario, server.stack_name)
+        held = server.census.held
+        self._checkpoints = Checkpoints(out, server.scenario, server.stack_name, held)
         parameters, buffers = server.initial()
         self._parameters: Tensors = parameters
         self._buffers: Tensors = wire.floating(buffers)

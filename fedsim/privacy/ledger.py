@@ -9,7 +9,7 @@ one Gaussian release of them all (`fedsim.privacy.composition.correlated`); ther
 by sampling without replacement is known but the mean over the batches, as if they were known.
 Where examples are drawn independently of each other (Poisson sampling, balls-in-bins), with or
 without correlation the claim is that of the calculator's `correlated_gaussian`: of an estimate,
-its interval's upper end.
+its interval's upper end, and of fewer draws where these take long.
 
 What the claim covers: the update itself. A client's number of examples and reported loss, its
 taking part, and the choice of hyper-parameters are outside of it.
@@ -52,6 +52,10 @@ _LONGEST = 100_000
 """Steps whose correlation, or whose sampling, is accounted; beyond, a bound on all of them."""
 _PATIENCE = 10_000_000_000
 """Numbers that a claim of a run may take: about a minute."""
+_BALLS_PATIENCE = 1_500_000_000
+"""The same of balls-in-bins: about a second. A search for noise asks for many claims."""
+_BALLS_DRAWS = (25_000, 200_000)
+"""Fewest and most draws of it. With few the interval is wider, so that the claim is larger."""
 _INDEPENDENT = ("poisson", "balls_in_bins")
 """How batches may be drawn so that no example's being there depends on another's."""
 
@@ -81,6 +85,7 @@ def claim(
     private_statistics: Mapping[Unit, Collection[str]] | None = None,
     probes: Collection[Probed] = (),
     unprotected: Collection[str] = (),
+    known: float = 0.0,
 ) -> PrivacyClaim:
     """What `stack` guarantees to a client that took part in `rounds` rounds.
 
@@ -103,6 +108,9 @@ def claim(
     `unprotected` names tensors that clients release and no defense acts on.
 
     `release` is what a closed-form learner releases of all of a client's rows in each round.
+
+    `known` is an ε that is spent anyway, by another client: where a bound that is found at once is
+    no larger, that bound is stated.
 
     `unit` is `client` under `zero_out` (against a client that released noise alone) or `example`
     under `replace_one` (against the same client with one example exchanged for any other) or
@@ -162,6 +170,7 @@ def claim(
             rounds=rounds + repeated_rounds,
             num_examples=num_examples,
             delta=delta,
+            known=known,
         )
         return _stated(epsilon, delta, held.mechanism, accountant)
     spent = [
@@ -179,11 +188,23 @@ def claim(
 
 
 def of_steps(
-    mechanism: Mechanism, training: LocalTraining, *, rounds: int, num_examples: int, delta: float
+    mechanism: Mechanism,
+    training: LocalTraining,
+    *,
+    rounds: int,
+    num_examples: int,
+    delta: float,
+    known: float = 0.0,
 ) -> tuple[float, str]:
     """(ε, accountant) of so many rounds of `training` whose steps release by `mechanism`.
 
-    The batch is at most as large as the client's data (`num_examples`).
+    Args:
+        mechanism: Of one step.
+        training: After the stack's training defenses.
+        rounds: In which the client takes part.
+        num_examples: How many it holds, at least a batch.
+        delta: At which ε is stated.
+        known: See `claim`.
     """
     if mechanism.sampling not in _INDEPENDENT:
         spent = _Spent(mechanism, rounds, 1, training.batch_size)
@@ -192,7 +213,12 @@ def of_steps(
     assert mechanism.relation == "zero_out", "an example that is drawn is there or not"
     balls = sampling == "balls_in_bins"
     rate = 1 / training.bins(num_examples) if balls else training.batch_size / num_examples
-    return _of_curve(mechanism, rounds * mechanism.releases, sampling, rate, delta)
+    steps = rounds * mechanism.releases
+    if balls and known > 0:
+        bound, accountant = _of_known_bin(mechanism, steps, rate, delta)
+        if bound <= known:
+            return bound, accountant
+    return _of_curve(mechanism, steps, sampling, rate, delta)
 
 
 _PROBED = (
@@ -326,7 +352,7 @@ def _of_curve(
     mechanism: Mechanism, steps: int, sampling: Sampling, rate: float, delta: float
 ) -> tuple[float, str]:
     """(ε, accountant) of steps by the calculator's `correlated_gaussian`."""
-    from fedsim.privacy.composition.dominating_pair import TooFewDraws
+    from fedsim.privacy.composition.dominating_pair import BallsInBins, TooFewDraws
     from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
     from fedsim.privacy.numerics.work import TooMuchWork
 
@@ -334,6 +360,11 @@ def _of_curve(
         return 0.0, EXACT
     if steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
         return _of_all_batches(mechanism, steps, delta)
+    patience, draws = _PATIENCE, None
+    if sampling == "balls_in_bins":
+        each = BallsInBins(steps, round(1 / rate), mechanism.correlation).work(1)
+        few, many = _BALLS_DRAWS
+        draws, patience = min(max(_BALLS_PATIENCE // each, few), many), _BALLS_PATIENCE
     curve = CorrelatedCurve(
         steps=steps,
         sampling_rate=rate,
@@ -341,17 +372,35 @@ def _of_curve(
         sampling=sampling,
         relation=mechanism.relation,
         noise_multiplier=mechanism.noise_multiplier,
+        draws=draws,
     )
     suffix = ", correlated noise" if mechanism.correlation else ""
-    # With little noise a batch shows who is in it, and draws would show no more.
-    patience = 0 if mechanism.noise_multiplier < _AMPLIFIED[0] else _PATIENCE
+    if mechanism.noise_multiplier < _AMPLIFIED[0]:
+        patience = 0  # a batch shows who is in it, and draws would show no more
     try:
-        found = curve.epsilon(delta, patience)
+        epsilon, method = curve.claimed(delta, patience)
     except (TooFewDraws, TooMuchWork):
-        found = curve.revealed(delta)
-    if found.interval is None:
-        return found.epsilon, f"{found.method}{suffix}"
-    return found.interval[1], f"{found.method}{suffix}, upper end at {found.confidence:.0%}"
+        revealed = curve.revealed(delta)
+        epsilon, method = revealed.epsilon, revealed.method
+    return epsilon, f"{method}{suffix}"
+
+
+@lru_cache(maxsize=4096)
+def _of_known_bin(mechanism: Mechanism, steps: int, rate: float, delta: float) -> tuple[float, str]:
+    """(ε, accountant) of balls-in-bins whose bins are taken for known: quick, and never too low."""
+    from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+
+    if steps == 0 or steps > _LONGEST or mechanism.noise_multiplier < _LEAST:
+        return _of_curve(mechanism, steps, "balls_in_bins", rate, delta)
+    found = CorrelatedCurve(
+        steps=steps,
+        sampling_rate=rate,
+        correlation=mechanism.correlation,
+        sampling="balls_in_bins",
+        relation=mechanism.relation,
+        noise_multiplier=mechanism.noise_multiplier,
+    ).revealed(delta)
+    return found.epsilon, found.method
 
 
 @cache

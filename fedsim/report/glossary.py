@@ -8,8 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedsim.report.answers import LARGEST_DELTA, RECOGNIZABLE_PSNR, RECOGNIZABLE_SSIM
-from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.reliance import LARGEST_DELTA
+from fedsim.report.row import (
+    EXPOSED_GAIN,
+    EXPOSED_IMAGE,
+    RECOGNIZABLE_PSNR,
+    RECOGNIZABLE_SSIM,
+    REQUIRED_GAIN,
+    LeaderboardRow,
+)
 from fedsim.report.sentences import WEAK_EPSILON
 from fedsim.scoring import FALSE_POSITIVES, LEAST
 from fedsim.words import number_of
@@ -64,18 +71,23 @@ _TABLE = (
     Term(
         key="recognizable",
         name="recognizable, colors only, nothing",
-        meaning=f"Recognizable: the attack certainly gains {REQUIRED_GAIN:g} dB or more, at a mean "
+        meaning=f"Recognizable: an attack certainly gains {REQUIRED_GAIN:g} dB or more, at a mean "
         f"SSIM of {RECOGNIZABLE_SSIM:g} or more (without SSIM, a mean PSNR of "
-        f"{RECOGNIZABLE_PSNR:g} dB), or one trial gains {EXPOSED_GAIN:g} dB. Colors only: it "
-        "certainly gains something, below that likeness. Nothing beyond the guess: the interval "
-        "of its gain reaches down to guessing, or another update gives the same picture.",
+        f"{RECOGNIZABLE_PSNR:g} dB). Recognizable in some trials: it certainly gains something, "
+        f"and a trial with {REQUIRED_GAIN:g} dB or more has that likeness, or one gains "
+        f"{EXPOSED_GAIN:g} dB, or one image is {EXPOSED_IMAGE:g} dB above the mean guess. Colors "
+        "only: it certainly gains something, below that likeness, and nothing else leaks. Nothing "
+        "beyond the guess: the interval of every gain reaches down to guessing, or another update "
+        "gives the same picture, and neither labels nor members are told better on average.",
     ),
     Term(
         key="verdict",
         name="rely, do not rely, not shown",
         meaning="Do not rely: an attack works, or an audit refutes the ε. Rely: no attack works, "
-        f"the interval of the best one ends below {REQUIRED_GAIN:g} dB, and a differential-privacy "
-        f"guarantee with ε below {WEAK_EPSILON:g} and δ of at most {LARGEST_DELTA:g} is proven. "
+        "each that certainly works without a defense was tried here in the same way, none of its "
+        f"runs failed, every interval ends below {REQUIRED_GAIN:g} dB, the model learned, and a "
+        f"differential-privacy guarantee with ε below {WEAK_EPSILON:g} and δ of at most "
+        f"{LARGEST_DELTA:g} is proven. "
         "Not shown: anything else. Attacks that fail here are no proof that all do.",
     ),
     Term(

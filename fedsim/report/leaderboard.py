@@ -6,16 +6,23 @@ leaves it out. Gains are paired: each trial's score less the guess's score on th
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedsim.report.figures import describe_stack, describe_variant
 from fedsim.report.paired import gains, over_other, own_gains, value_of
-from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.row import (
+    RECOGNIZABLE_PSNR,
+    RECOGNIZABLE_SSIM,
+    REQUIRED_GAIN,
+    LeaderboardRow,
+)
 from fedsim.report.victims import images, units
-from fedsim.results.lines import ResultRow, RoundRow, UtilityOf
+from fedsim.results.lines import PrivacyOf, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
 from fedsim.scoring import (
     COMPARABLE,
@@ -136,9 +143,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
     ok = [row for row in rows if row.ok]
     due_gains = measured(own_gains(rows)) if "psnr" in yielded else []
     baselines = [row.baseline for row in rows if row.baseline]
-    # Two runs' claims would only differ if they were not the same; then the weaker one stands.
-    weakest = max(rows, key=lambda row: -1.0 if row.epsilon is None else row.epsilon)
-    privacy = weakest.claimed
+    claim = _pooled_claim(rows)
     return LeaderboardRow(
         cell=first.cell,
         scenario=first.scenario,
@@ -184,13 +189,13 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         test_accuracy=_mean(rows, lambda row: row.utility.test_accuracy if row.utility else None),
         accuracy=accuracy_of([r.utility for r in rows if r.utility], confidence=confidence),
         diverged=sum(bool(row.utility and row.utility.diverged) for row in rows),
-        epsilon=weakest.epsilon,
-        delta=privacy.delta if privacy else None,
-        accountant=privacy.accountant if privacy else None,
-        unit=privacy.unit if privacy else None,
-        relation=privacy.relation if privacy else None,
-        privacy_reason=privacy.reason if privacy else None,
-        privacy_covers=privacy.covers if privacy else None,
+        epsilon=math.inf if claim.epsilon == "inf" else claim.epsilon,
+        delta=claim.delta,
+        accountant=claim.accountant,
+        unit=claim.unit,
+        relation=claim.relation,
+        privacy_reason=claim.reason,
+        privacy_covers=claim.covers,
         audited_epsilon=max(
             _present(rows, lambda row: row.privacy.audited_epsilon if row.privacy else None),
             default=None,
@@ -203,7 +208,41 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
             rows, lambda row: row.theory.membership_tpr if row.theory else None
         ),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
+        recognizable=_recognizable(rows, own_gains(rows)) if "psnr" in yielded else 0,
     )
+
+
+def _pooled_claim(rows: Sequence[ResultRow]) -> PrivacyOf:
+    """Returns what holds of every row: the largest ε and δ, and the terms that all of them share.
+
+    Nothing is accounted unless it is of all rows.
+    """
+    claims = [row.claimed for row in rows]
+    if any(claim is None or claim.epsilon is None for claim in claims):
+        return PrivacyOf()
+    stated = [claim for claim in claims if claim]
+    weakest = max(stated, key=lambda claim: float(claim.epsilon or 0.0))
+    if weakest.epsilon == "inf":
+        return weakest
+    deltas = [claim.delta for claim in stated if claim.delta is not None]
+    changes: dict[str, Any] = {"delta": max(deltas) if len(deltas) == len(stated) else None}
+    for name in ("unit", "relation", "accountant"):
+        if len({getattr(claim, name) for claim in stated}) > 1:
+            changes[name] = None
+    return weakest.model_copy(update=changes)
+
+
+def _recognizable(rows: Sequence[ResultRow], due: Sequence[float] | None) -> int:
+    """Returns how many trials leak by their gains in dB, `due` to their update, and are alike."""
+
+    def alike(row: ResultRow) -> bool:
+        likeness, pixels = value_of(row.metrics, "ssim"), value_of(row.metrics, "psnr")
+        if likeness is not None:
+            return likeness >= RECOGNIZABLE_SSIM
+        return pixels is not None and pixels >= RECOGNIZABLE_PSNR
+
+    leaks = zip(rows, due or (), strict=False)
+    return sum(row.ok and gain >= REQUIRED_GAIN and alike(row) for row, gain in leaks)
 
 
 def _leaking(gains: Sequence[float], confidence: float) -> Share | None:

@@ -96,6 +96,12 @@ def may_leak_labels(row: LeaderboardRow) -> bool:
     return gain.mean >= _LABEL_GAIN and (over is None or over.mean >= _LABEL_GAIN)
 
 
+def may_tell_members(row: LeaderboardRow) -> bool:
+    """Whether members were told from others better than by a coin, on average."""
+    gain = row.membership_gain
+    return gain is not None and gain.mean >= _MEMBERSHIP_GAIN and not members_fit_any_release(row)
+
+
 def tells_members(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
     """Whether an attack tells members from others, and better than it does for another release."""
     gain = best_of_several(row, rows, lambda r: r.membership_gain)

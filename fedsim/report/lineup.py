@@ -129,12 +129,15 @@ def has_image(run: Run, row: ResultRow) -> bool:
 def strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
     """Returns the rows of the attack with the highest mean PSNR behind `stack`.
 
-    Attacks that do better than on another update come first: the others draw what they knew.
+    They are of one vantage and of the same grants. Attacks that do better than on another update
+    come first: the others draw what they knew.
     """
-    by_attack: dict[str, list[ResultRow]] = {}
+    by_attack: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in rows:
         if row.defense.name == stack:
-            by_attack.setdefault(row.attack.label, []).append(row)
+            # Of a secure sum the server sees masked parts, too, whose pictures are noise.
+            key = (row.attack.label, row.vantage, row.knowledge.model_dump_json())
+            by_attack.setdefault(key, []).append(row)
     return max(by_attack.values(), key=lambda rows: (_is_informed(rows), _mean_psnr(rows)))
 
 

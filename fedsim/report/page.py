@@ -22,7 +22,7 @@ from fedsim.report.leaderboard import aggregate
 from fedsim.report.section import build_section
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
-from fedsim.report.wording import explained, tip, unbroken
+from fedsim.report.wording import explained, straight, tip, unbroken
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run, load_runs, measurements
 from fedsim.words import number_of
@@ -67,7 +67,7 @@ def _html(runs: Sequence[Run]) -> str:
     context = _context(runs)
     keys = [term.key for term in context["terms"]]
     environment.filters["explained"] = lambda text: explained(text, keys)
-    return environment.get_template("report.html.j2").render(context)
+    return straight(environment.get_template("report.html.j2").render(context))
 
 
 def _context(runs: Sequence[Run]) -> dict[str, Any]:

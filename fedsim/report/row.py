@@ -22,6 +22,17 @@ EXPOSED_GAIN = 10.0
 """No attack gains so many dB over guessing and over another update by chance. One such trial is a
 leak, even if the interval of all trials reaches below 0."""
 
+EXPOSED_IMAGE = 20.0
+"""A single image that an attack shows by so many dB better than the mean guess is a leak, however
+many of its batch stay hidden: guesses of one image exceed their own mean by 14 dB at most on the
+bundled data."""
+
+RECOGNIZABLE_SSIM = 0.5
+"""Pictures of a leak are recognizable from this mean SSIM on."""
+
+RECOGNIZABLE_PSNR = 20.0
+"""Pictures of a leak whose SSIM was not measured are recognizable from this mean PSNR on, dB."""
+
 _ROUNDING = 1e-9
 """A guess's span error counts as at least this, so that shares of it stay finite."""
 
@@ -119,6 +130,8 @@ class LeaderboardRow:
     membership_tpr_limit: float | None
     seconds: float | None
     """Mean seconds of a trial."""
+    recognizable: int = 0
+    """Number of trials that leak, with pictures that are recognizable."""
     masked: bool = False
     """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False
@@ -205,8 +218,21 @@ class LeaderboardRow:
 
     @property
     def exposed(self) -> bool:
-        """Whether one trial certainly leaked, whatever the other trials did."""
-        return self.own_gain is not None and self.own_gain.max >= EXPOSED_GAIN
+        """Whether one trial, or one image, certainly leaked, whatever the others did."""
+        if self.own_gain is None:
+            return False
+        return self.own_gain.max >= EXPOSED_GAIN or self.exposed_image is not None
+
+    @property
+    def exposed_image(self) -> float | None:
+        """PSNR of the best image if it alone is a leak, whatever its batch's mean, dB; else None.
+
+        Only of trials that do better than guessing and than on another update.
+        """
+        best, guess = self.worst["psnr"], self.baseline["psnr"]
+        if best is None or guess is None or self.own_gain is None or self.own_gain.max <= 0:
+            return None
+        return best if best >= guess + EXPOSED_IMAGE else None
 
     @property
     def guessed_span(self) -> float:

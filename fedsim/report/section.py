@@ -8,7 +8,7 @@ from statistics import geometric_mean
 from types import MappingProxyType
 
 from fedsim.report import plots
-from fedsim.report.answers import Answer, answers, round_seconds
+from fedsim.report.answers import Answer, answers, round_seconds, runs_of
 from fedsim.report.cells import Column, columns
 from fedsim.report.control import Control, describe_comparison
 from fedsim.report.gallery import PictureRow, Plate, gallery, same_images
@@ -82,9 +82,7 @@ class Section:
 def build_section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequence[Run]) -> Section:
     """Builds the section of the comparison that `control` judges."""
     lines = [row for row in rows if row.comparison == control.comparison]
-    cells = {row.cell for row in lines}
-    # A folder belongs to the comparison that its rows are part of.
-    members = [run for run in runs if any(row.cell in cells for row in run.rows)]
+    members = runs_of(lines, runs)
     series = _series(lines)
     answered = answers(lines, control, members)
     judgements = [answer.judgement for answer in answered]

@@ -41,6 +41,7 @@ def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
         text += f" ({best.no_control})"
     elif members_fit_any_release(best):
         text += ", and no better than with another release"
+    text += f", n = {number_of(best.n, 'trial')}"
     if best.membership_auc_limit is not None:
         text += f"; the privacy claim allows at most {best.membership_auc_limit:.2f}"
     return text
@@ -100,10 +101,12 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
             f"{where}. {no_proof}"
         )
     worst = row.worst["psnr"]
+    image = f" Best image: {row.exposed_image:.1f} dB PSNR." if row.exposed_image else ""
     if level == "partial" and row.own_gain and min(gain.certain, row.own_gain.certain) <= 0:
         return (
             f"{row.attack_on} reconstructs {row.subject} in some trials, the best by "
             f"{row.own_gain.max:.1f} dB, and not reliably: {_gain(gain, signed=True)} {where}."
+            f"{image}"
         )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
     return (
@@ -145,7 +148,12 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
         return None
     informed, _, share, best = max(candidates, key=lambda entry: entry[:3])
     guessed = best.baseline["label_accuracy"]
-    guess = "" if guessed is None else f" (guessing: {guessed:.0%})"
+    summary = best.metrics["label_accuracy"]
+    terms = [] if guessed is None else [f"guessing: {guessed:.0%}"]
+    if summary and summary.low is not None and summary.high is not None:
+        low, high = max(0.0, summary.low), min(1.0, summary.high)
+        terms.append(f"{summary.confidence:.0%} interval {low:.0%} to {high:.0%}")
+    guess = f" ({', '.join(terms)})" if terms else ""
     text = (
         f"{share:.0%} of labels recovered{guess} by {best.attack_on}, batch size {best.batch_size}"
     )
@@ -153,7 +161,7 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
         text += f" ({best.no_control})"
     elif not informed:
         text += ", and no more than with another client’s update"
-    return text
+    return f"{text}, n = {number_of(best.n, 'trial')}"
 
 
 def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) -> str:
@@ -165,6 +173,8 @@ def accuracy_sentence(row: LeaderboardRow, undefended: LeaderboardRow | None) ->
     text = f"accuracy {row.accuracy}" if row.accuracy else f"{row.test_accuracy:.1%} test accuracy"
     if row.undefended or undefended is None or undefended.test_accuracy is None:
         return text
+    if undefended.learning_problem:
+        return f"{text}, compared with nothing, for the model without defense learned nothing"
     points = 100 * (row.test_accuracy - undefended.test_accuracy)
     if abs(points) < 0.05:
         return f"{text}, the same as without defense"

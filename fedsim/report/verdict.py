@@ -75,12 +75,30 @@ def verdicts(rows: Sequence[LeaderboardRow], control: Control) -> list[Verdict]:
     ]
 
 
+_LEAKS: tuple[Level, ...] = ("features", "partial", "leak")
+
+
+def _strongest(rows: Sequence[LeaderboardRow]) -> LeaderboardRow:
+    """Returns the row that a defense is judged by.
+
+    It is the first in rank, unless that one shows no leak and another does: a rare exact picture
+    leaves a low mean, and features none. Where none leaks it is one that tried pictures or rows of
+    a whole update or a sum, if there is any: neither labels nor a mask's noise stand for those.
+    """
+    first = max(rows, key=lambda row: row.standing)
+    if level_of(first, rows) not in ("unseen", "unknown"):
+        return first
+    levels = [(level_of(row, rows), row) for row in rows]
+    leaks = [(_LEAKS.index(level), row) for level, row in levels if level in _LEAKS]
+    if leaks:
+        return max(leaks, key=lambda entry: (entry[0], entry[1].standing))[1]
+    tried = [row for row in rows if row.n_ok and row.gain]
+    whole = [row for row in tried if not row.masked]
+    return max(whole or tried, key=lambda row: row.standing, default=first)
+
+
 def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
-    strongest = max(rows, key=lambda row: row.standing)
-    # A rare exact picture leaves a low mean, behind which it must not be forgotten.
-    exposed = [row for row in rows if row.exposed]
-    if exposed and level_of(strongest, rows) == "unseen":
-        strongest = max(exposed, key=lambda row: row.standing)
+    strongest = _strongest(rows)
     # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
     doubtful = control.status != "passed" and not strongest.undefended
     level = "invalid" if doubtful else level_of(strongest, rows)

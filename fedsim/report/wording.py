@@ -76,6 +76,17 @@ def explained(text: str, terms: Collection[str] = tuple(TERMS)) -> Markup:
     return _between(_TOKEN, text, figure, words)
 
 
+_TURNS = dict.fromkeys(
+    [0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)], "\ufffd"
+)
+"""Characters that turn the direction of the text after them."""
+
+
+def straight(page: str) -> str:
+    """Returns a page without characters by which a name would turn the words after it."""
+    return page.translate(_TURNS)
+
+
 def tip(key: str, text: str) -> Markup:
     """Returns a button with `text` that shows the glossary's term `key`, by tap, key or hover."""
     return Markup(

@@ -100,11 +100,11 @@ class UtilityOf(RowPart):
 
     @property
     def diverged(self) -> bool:
-        """Whether local training more than doubled the loss of its own images."""
+        """Whether local training more than doubled the loss of its own images, or ended at inf."""
         if self.local_losses is None:
             return False
         before, after = (float(loss) for loss in self.local_losses)
-        return after > _DIVERGED * before
+        return math.isinf(after) or after > _DIVERGED * before
 
 
 class PrivacyOf(RowPart):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation
 from fedsim.privacy.ledger import claim, worst_off
@@ -20,8 +21,9 @@ def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
     caller that they are not asked about.
     """
     account = _account(server)
-    claims = [
-        claim(
+    worst: PrivacyClaim | None = None
+    for most, held in product(account.most(round), account.worst_off(server.training)):
+        found = claim(
             server.stack,
             server.declared,
             rounds=most.trained,
@@ -35,11 +37,11 @@ def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
             private_statistics=server.census.private_statistics,
             unprotected=server.unprotected,
             probes=account.probed(most.probed) if probes else (),
+            known=worst.epsilon if worst else 0.0,
         )
-        for most in account.most(round)
-        for held in account.worst_off(server.training)
-    ]
-    worst = max(claims, key=lambda claim: claim.epsilon)
+        if worst is None or found.epsilon > worst.epsilon:
+            worst = found
+    assert worst is not None, "some client takes part, and all hold something"
     return _covering(worst, account.covers(round, probes))
 
 

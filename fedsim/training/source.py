@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
 
 from fedsim.contracts.data import DataSource
+from fedsim.data.batches import distinct
 from fedsim.scenario import Scenario
-from fedsim.scenario.build import plugin_class
+from fedsim.scenario.build import build_learner, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.training.blame import blaming
 from fedsim.types import Dataset, Table, Unit
@@ -14,6 +17,11 @@ from fedsim.types import Dataset, Table, Unit
 _BY_LABEL = ("dirichlet", "shards")
 """Partitions in which an example's label decides on where others go."""
 _BY_PLACE = ("iid", "file")
+_EQUAL = (
+    "which of a client's images probes are drawn from: of equal images one, so that each other is "
+    "drawn more often than sampling amplifies by (remove equal images, or declare probes no part "
+    "of the deployment: privacy.probes: outside)"
+)
 _WEIGHTS = (
     "training.weights, which may be of a model of the same clients (if none of their data had a "
     "part in them, declare it: `privacy: {weights: public}`)"
@@ -61,15 +69,21 @@ def build_source(chosen: PluginRef) -> DataSource:
 
 
 def private_statistics(
-    scenario: Scenario, dataset: Dataset | Table, *, dealt: bool = True
+    scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor], *, dealt: bool = True
 ) -> Mapping[Unit, tuple[str, ...]]:
     """What of a federation's set-up was computed from training data without noise, by whose.
 
     Weights to start from may be a model of the same clients, trained without noise: they count as
     that unless the scenario declares them public.
 
-    Where a partition deals by labels, one example also has a say in who holds the others. Data that
-    their owners hold are not `dealt`.
+    Where a partition deals by labels, one example also has a say in who holds the others. Where a
+    client holds equal images, it has one in how often probes that are counted draw the others.
+
+    Args:
+        scenario: Of the federation.
+        dataset: All that is dealt, or what one client holds.
+        owns: The indices of each client's examples that are known here.
+        dealt: Whether a partition deals them; data that their owners hold are not.
     """
     found = dataset.private_statistics
     if found is None:
@@ -78,6 +92,8 @@ def private_statistics(
     if scenario.training.weights is not None and scenario.privacy.weights != "public":
         found += (_WEIGHTS,)
     of_examples = found
+    if _draws_of_different(scenario, dataset, owns):
+        of_examples += (_EQUAL,)
     if not dealt:
         return {"client": found, "example": of_examples}
     partition = scenario.data.partition.name
@@ -90,3 +106,17 @@ def private_statistics(
             "say where files of two classes share a name (give each file a name of its own)",
         )
     return {"client": found, "example": of_examples}
+
+
+def _draws_of_different(
+    scenario: Scenario, dataset: Dataset | Table, owns: Iterable[Tensor]
+) -> bool:
+    """Whether probes that the ledger counts are drawn of fewer images than a client holds."""
+    counted = scenario.observe.batch_sizes and scenario.privacy.probes == "included"
+    if (
+        not counted
+        or not isinstance(dataset, Dataset)
+        or not build_learner(scenario.learner).trains
+    ):
+        return False
+    return any(len(distinct(own, dataset.train_images)) < len(own) for own in owns)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 from fedsim.contracts.defense import NoisyAggregation, Target
 from fedsim.contracts.stack import Stack
@@ -88,10 +89,13 @@ def calibrated(
             own = (*before, defense.with_noise(multiplier), *behind)
             return replace(written, training_defenses=own)
 
+        reason: str | None = None
+
         def epsilon_of(multiplier: float) -> float:
-            stack = with_noise(multiplier)
-            return max(
-                claim(
+            nonlocal reason
+            stack, found = with_noise(multiplier), 0.0
+            for most, count in product(worst, counts):
+                held = claim(
                     stack,
                     declared,
                     rounds=most.trained,
@@ -101,12 +105,21 @@ def calibrated(
                     delta=delta,
                     schedules=public,
                     probes=account.probed(most.probed),
-                ).epsilon
-                for most in worst
-                for count in counts
-            )
+                    known=found,
+                )
+                found, reason = max(found, held.epsilon), held.reason
+                if found > target.epsilon:
+                    break  # too little noise, whatever the others spend
+            return found
 
-        return with_noise(least_noise(epsilon_of, target.epsilon))
+        try:
+            return with_noise(least_noise(epsilon_of, target.epsilon))
+        except FedsimError as error:
+            if reason is None:
+                raise
+            raise FedsimError(
+                f"epsilon: {target.epsilon:g} cannot be promised: {reason}"
+            ) from error
 
 
 @dataclass(frozen=True)

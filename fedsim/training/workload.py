@@ -61,7 +61,8 @@ class Workload(Server):
                 min_images=declared_training(scenario).batch_size if trains else 1,
             )
         census = Census(
-            held=[len(own) for own in parts], private_statistics=private_statistics(scenario, data)
+            held=[len(own) for own in parts],
+            private_statistics=private_statistics(scenario, data, parts),
         )
         super().__init__(scenario, stack_name, data.without_training(), census)
         clients = tuple(

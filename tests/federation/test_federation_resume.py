@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from fedsim.federation import RoundRecord, federate, strategies
 from fedsim.federation.checkpoint import Checkpoints
 from fedsim.recording import files
 from fedsim.scenario import Scenario
-from fedsim.types import FedsimError
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, FedsimError
 
 TOPK = {"topk": [{"name": "top_k", "parameters": {"ratio": 0.1}}]}
 NEEDED: dict[str, dict[str, Any]] = {
@@ -234,6 +237,28 @@ def test_a_checkpoint_of_another_scenario_is_refused(
     train(scenario(), tmp_path)
     with pytest.raises(FedsimError, match="a checkpoint of another scenario"):
         train(scenario(**change), tmp_path, resume=True)
+
+
+def test_a_checkpoint_of_more_data_is_refused(tmp_path: Path) -> None:
+    """The ε of all rounds would be that of the data there are at the last of them."""
+    wanted, told = scenario(), []
+
+    def go(images: int, *, resume: bool) -> None:
+        data = load_dataset(wanted)
+        assert isinstance(data, Dataset)
+        fewer = replace(
+            data,
+            train_images=data.train_images[:images],
+            train_labels=data.train_labels[:images],
+        )
+        own = Workload(wanted, "none", fewer)
+        federate(wanted, "none", tmp_path, resume=resume, on_round=told.append, server=own)
+
+    go(400, resume=False)
+    with pytest.raises(FedsimError, match=r"of other data: .*restore the data"):
+        go(800, resume=True)
+    go(400, resume=True)
+    assert len(told) == wanted.training.rounds
 
 
 def test_what_does_not_change_the_results_may_change(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from synthetic_run import STACKS, write_run
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.report import save_overview
 from fedsim.report.lineup import chosen, lineup, recovered, strongest
-from fedsim.results.lines import ControlOf
+from fedsim.results.lines import ControlOf, Metrics
 from fedsim.results.reading import load_runs
 from fedsim.scoring import psnr
 
@@ -117,3 +117,14 @@ def test_another_clients_same_image_is_not_shown_for_it(run_folder: Path) -> Non
     for client, there in ((0, True), (1, False), (-1, True)):
         moved = [row.model_copy(update={"client": client}) for row in rows]
         assert (recovered(run, moved, victim) is not None) is there
+
+
+def test_of_a_secure_sum_one_view_is_shown_and_not_two_mixed(run_folder: Path) -> None:
+    """The sum of a round is shown as it was attacked, not the noise of a masked part of it."""
+    (run,) = load_runs([run_folder])
+    own = strongest([row for row in run.rows if row.batch_size == 1], "none")
+    masked = [row.model_copy(update={"metrics": Metrics(psnr=5.0)}) for row in own]
+    summed = [row.model_copy(update={"vantage": "aggregate", "client": -1}) for row in own]
+    chosen_rows = strongest([*masked, *summed], "none")
+    assert {row.vantage for row in chosen_rows} == {"aggregate"}
+    assert len(chosen_rows) == len(summed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,14 +16,19 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from fedsim.contracts.stack import chain
+from fedsim.learners.sgd import as_pixels
 from fedsim.privacy import calculator
 from fedsim.privacy.ledger import claim
+from fedsim.privacy.mechanisms.correlated_gaussian import CorrelatedCurve
+from fedsim.privacy.numerics import work
 from fedsim.privacy.numerics.search import least_noise
 from fedsim.scenario import Scenario, expand
 from fedsim.training import accounting, spending
 from fedsim.training.census import Census
+from fedsim.training.schedule import Probe
+from fedsim.training.source import load_dataset
 from fedsim.training.workload import OneClient, Workload
-from fedsim.types import FedsimError
+from fedsim.types import Dataset, FedsimError
 from fedsim_defenses.dp_sgd import DPSGD
 
 
@@ -105,6 +111,52 @@ def test_laws() -> None:
     assert plain < noise(half) <= noise(scenario(rounds=10)), "the one that takes part most often"
 
 
+def equal_images(made: Scenario, few: int) -> Dataset:
+    """The scenario's data, of which all images but the first `few` are one."""
+    dataset = load_dataset(made)
+    assert isinstance(dataset, Dataset)
+    images = dataset.train_images.clone()
+    images[few:] = images[few]
+    return replace(dataset, train_images=images)
+
+
+def test_probes_of_equal_images_have_no_epsilon() -> None:
+    """Of equal images a probe draws one: another is drawn more often than one in all of them."""
+    observed = {"observe": {"batch_sizes": [1], "trials": 2}}
+    made = scenario(clients=1, rounds=1, steps=1, member={"epsilon": 8.0}, **observed)
+    data = equal_images(made, few=9)
+    workload = Workload(made, "none", data)
+    client, drawn = workload.clients[0], 0
+    for round in range(200):
+        probe = Probe(batch_size=1, trial=0)
+        probed = client._batches(data, workload.declared_of(1), round, probe, 0, 2)
+        drawn += bool((probed[0][0] == as_pixels(data.train_images[:1])).all())
+    assert drawn / 200 > 10 / len(client.own), "the first image, one of ten different ones"
+    with pytest.raises(FedsimError, match=r"cannot be promised.*equal images.*probes: outside"):
+        accounting.check_promise(Workload(made, "dp", data))
+    outside = scenario(clients=1, rounds=1, steps=1, privacy={"probes": "outside"}, **observed)
+    accounting.check_promise(Workload(outside, "dp", data))
+    accounting.check_promise(Workload(made, "dp"))
+
+
+def test_a_client_of_different_images_is_not_asked_about_others_equal_ones() -> None:
+    made = scenario(clients=2, observe={"batch_sizes": [1]})
+    data = load_dataset(made)
+    assert isinstance(data, Dataset)
+    images = data.train_images.clone()
+    first, other = (client.own for client in Workload(made, "none", data).clients)
+    images[first[0]] = images[other[0]]
+    accounting.check_promise(Workload(made, "dp", replace(data, train_images=images)))
+
+
+def test_what_cannot_be_claimed_says_why() -> None:
+    probes = {"observe": {"batch_sizes": [1]}}
+    with pytest.raises(
+        FedsimError, match=r"defenses.dp\[0\]: epsilon: 8 .*privacy.probes: outside"
+    ):
+        Workload(scenario(sampling="poisson", **probes), "dp")
+
+
 def test_the_smallest_client_decides() -> None:
     uneven = {"data": {"source": {"name": "digits", "size": 8}, "clients": 2}}
     made = scenario(**uneven)
@@ -118,6 +170,48 @@ def test_the_smallest_client_decides() -> None:
 
     assert found(700, 60) == found(60, 60) > found(700, 700)
     assert found(0, 60) == found(60, 60), "a count that is not known is no count of nothing"
+
+
+def test_a_search_over_uneven_bins_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more noise than the worst client takes, of few curves, with word of how far it is."""
+    made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
+    workload = Workload(made, "none")
+    asked, told = [], []
+    claimed = CorrelatedCurve.claimed
+
+    def counted(curve: CorrelatedCurve, *given: Any) -> tuple[float, str]:
+        asked.append(curve.sampling_rate)
+        return claimed(curve, *given)
+
+    monkeypatch.setattr(CorrelatedCurve, "claimed", counted)
+    held, shared = [112, 133, 193, 233], {"place": "p", "scenario": made}
+    with work.heard_by(lambda done, total: told.append(done / total)):
+        stack = spending.calibrated(
+            chain(DPSGD(norm=1.0, epsilon=8.0)),
+            held=held,
+            schedule=workload.schedule,
+            declared=workload.declared,
+            **shared,
+        )
+    assert len(asked) <= 10
+    assert told == sorted(told) and len(told) > 100 and told[-1] <= 1
+    spent = {
+        count: claim(stack, workload.declared, rounds=20, num_examples=count, delta=1e-5).epsilon
+        for count in held
+    }
+    assert 0.99 * 8 <= max(spent.values()) <= 8
+
+
+def test_a_bound_stands_for_a_client_that_is_not_worst() -> None:
+    made = scenario(sampling="balls_in_bins", rounds=20, **OUTSIDE)
+    declared, stack = Workload(made, "none").declared, chain(DPSGD(norm=1.0, noise_multiplier=1.3))
+    asked = {"rounds": 20, "num_examples": 233, "delta": 1e-5}
+    alone = claim(stack, declared, **asked)
+    other = claim(stack, declared, **asked, known=8.0)
+    assert alone.epsilon < other.epsilon <= 8.0, (
+        "no less than the claim, no more than what is known"
+    )
+    assert claim(stack, declared, **asked, known=0.9 * alone.epsilon) == alone
 
 
 def test_a_node_finds_the_noise_of_all() -> None:

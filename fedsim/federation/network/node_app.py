@@ -172,7 +172,9 @@ class NodeApp:
 
     def _reasons(self, scenario: Scenario, client: Client) -> Mapping[Unit, tuple[str, ...]]:
         """Why nothing can be claimed, as far as this client's data say."""
-        return private_statistics(scenario, client.dataset, dealt=self._data == SCENARIO)
+        return private_statistics(
+            scenario, client.dataset, [client.own], dealt=self._data == SCENARIO
+        )
 
     def _party(self, workload: Workload) -> Party | None:
         """Who this node is in the secure sums of a stack that has any."""

@@ -35,7 +35,9 @@ class Policy(BaseModel):
     stacks: list[list[dict[str, Any]]] | None = None
     """The stacks of defenses behind which it answers, as a scenario writes them, parameters that
     are left out having their defaults; None: any. Behind a stack that is listed, and not empty, no
-    batch-norm statistics are released: they pass by all defenses."""
+    batch-norm statistics are released: they pass by all defenses. An ε that one asks for is of all
+    that is released behind it in a run, probes included; each run, and each name that a scenario
+    gives the stack, may spend it again."""
     plugins: list[str] | None = None
     """The learners, models and defenses that it runs, by name, of those installed; None: any."""
     paths: list[str] = []
@@ -100,6 +102,12 @@ class Policy(BaseModel):
         if self.stacks is not None and wanted not in map(_stack, self.stacks):
             raise FedsimError(
                 f"defenses.{stack}: this node's policy does not allow this stack (stacks)"
+            )
+        outside = scenario.observe.batch_sizes and scenario.privacy.probes != "included"
+        if self.stacks is not None and outside and targets(wanted):
+            raise FedsimError(
+                f"privacy.probes: this node's policy lets defenses.{stack} spend the ε that it "
+                "asks for, and probes would be outside of it (stacks); use `included`"
             )
         model = [scenario.model.name] if scenario.model else []
         named = [scenario.learner.name, *model, *(ref.name for ref in scenario.defenses[stack])]

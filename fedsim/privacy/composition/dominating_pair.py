@@ -176,12 +176,10 @@ class BallsInBins:
         self, x: Array, sigma: float, stretch: float, laws: int, rounding: Rounding
     ) -> Array:
         """See Participations: the mean over the bins."""
-        from scipy.special import logsumexp
-
         modes = stretch * self._modes / sigma
-        exponent = (x / sigma) @ modes.T - (modes**2).sum(axis=1) / 2
-        found: Array = logsumexp(exponent, axis=1)[None] - math.log(self.bins)
-        return found
+        exponent = (x / sigma) @ modes.T
+        exponent -= (modes**2).sum(axis=1) / 2
+        return _log_sum(exponent)[None] - math.log(self.bins)
 
     def work(self, draws: int) -> int:
         return draws * self.bins * min(self.bins, self.steps) * 8
@@ -364,10 +362,19 @@ def _addition(
 
 
 def _log_mean(logs: Array) -> Array:
-    from scipy.special import logsumexp
+    return _log_sum(logs.T.copy()) - math.log(len(logs))
 
-    mean: Array = logsumexp(logs, axis=0) - math.log(len(logs))
-    return mean
+
+def _log_sum(logs: Array) -> Array:
+    """(k,) log of the sum of exp over each row of `logs`, which is written over.
+
+    scipy.special.logsumexp says the same in several times the time, most of a claim's.
+    """
+    top = logs.max(axis=1)
+    logs -= top[:, None]
+    np.exp(logs, out=logs)
+    found: Array = np.log(logs.sum(axis=1)) + top
+    return found
 
 
 def _of_ones(steps: int, correlation: float) -> Array:

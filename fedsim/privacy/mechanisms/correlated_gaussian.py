@@ -227,9 +227,27 @@ class CorrelatedCurve(_Keys, Curve):
         curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
         low = _least(lambda eps: _reached(lambda: curve.at(eps).low, delta))
         estimate = _least(lambda eps: _reached(lambda: curve.at(eps).delta, delta))
-        high = _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
+        high = self._upper_end(curve, delta)
         direction = curve.at(high).direction  # raises if the draws did not reach it
         return self._estimated(estimate, delta, (low, high), direction)
+
+    def claimed(self, delta: float, most: int = work.MOST) -> tuple[float, str]:
+        """(ε that may be claimed, method): of an estimate, the upper end of its interval alone.
+
+        Raises:
+            FedsimError: see `epsilon`.
+            TooMuchWork: see `epsilon`.
+        """
+        if self.variant == "paper" or self._log_delta():
+            found = self.epsilon(delta, most)
+            return found.epsilon, found.method
+        curve = self._pair(self.noise_multiplier, self._draws, self.seed, most)
+        high = self._upper_end(curve, delta)
+        curve.claimed(high)  # raises if the draws did not reach it
+        return high, f"{self._sampled}, upper end at {CONFIDENCE:.0%}"
+
+    def _upper_end(self, curve: PairCurve, delta: float) -> float:
+        return _least(lambda eps: _reached(lambda: curve.upper(eps), delta))
 
     def _told(self, method: str) -> str:
         """The method in use: with so little noise batches are known, and no losses gone through."""

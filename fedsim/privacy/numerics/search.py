@@ -16,6 +16,8 @@ _RANGE = (1e-6, 1e9)
 """Noise multipliers that are looked at."""
 _MOST = 60
 """Questions; a few suffice where ε falls smoothly."""
+_USUAL = 8
+"""Questions that a search is told to take."""
 _FARTHEST = math.log(64)
 
 
@@ -34,7 +36,7 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
 
     def excess(at: float) -> float:
         nonlocal asked
-        with work.heard_by(_nobody):
+        with work.part(min(asked, _USUAL - 1), _USUAL):
             found = epsilon_of(rounded_up(math.exp(at)))
         asked += 1
         return math.log(min(max(found, 1e-12), 1e12) / target)
@@ -61,7 +63,6 @@ def least_noise(epsilon_of: Callable[[float], float], target: float) -> float:
         at_low = excess(low)
     bisect = False
     while at_high < -_TOLERANCE and high - low > 10.0**-_DIGITS and asked < _MOST:
-        work.tell(asked, _MOST)
         share = 0.5 if bisect else (at_low + _TOLERANCE / 2) / (at_low - at_high)
         middle = low + (high - low) * min(max(share, 0.02), 0.98)
         found, width = excess(middle), high - low
@@ -82,7 +83,3 @@ def rounded_up(value: float) -> float:
     """
     unit = 10.0 ** (math.floor(math.log10(value)) - _DIGITS + 1)
     return float(f"{math.ceil(value / unit * (1 - 1e-12)) * unit:.{_DIGITS}g}")
-
-
-def _nobody(done: int, total: int) -> None:
-    """Hears of no curve: the search is told of as a whole."""

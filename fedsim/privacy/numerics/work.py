@@ -37,6 +37,32 @@ def tell(done: int, total: int) -> None:
         listener(done, total)
 
 
+@contextmanager
+def part(number: int, total: int) -> Iterator[None]:
+    """Tell the listener of all work that is done within as of part `number`, from 0, of `total`.
+
+    Where several works are done within, it is told of the farthest, so that nothing goes back.
+    """
+    outer, farthest = _listener.get(), 0.0
+
+    def inner(done: int, of: int) -> None:
+        nonlocal farthest
+        assert outer is not None
+        farthest = max(farthest, done / of)
+        outer(round((number + farthest) * _STEPS), total * _STEPS)
+
+    if outer is None:
+        yield
+        return
+    with heard_by(inner):
+        inner(0, 1)
+        yield
+
+
+_STEPS = 1000
+"""Of a part, as it is told."""
+
+
 def check(work: int, remedy: str, most: int = MOST) -> None:
     """Refuse what takes too long.
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 
 from fedsim.report import facts
-from fedsim.report.answers import Answer, answers
+from fedsim.report.answers import Answer, answers, runs_of
 from fedsim.report.control import Control, positive_controls
 from fedsim.report.dossier.repetition import Numbered, numbered
 from fedsim.report.leaderboard import aggregate
@@ -73,4 +73,5 @@ class Evidence:
 
     def answers(self, control: Control) -> list[Answer]:
         """Returns the answer for each defense of a comparison."""
-        return answers(self.of(control), control, self.runs)
+        rows = self.of(control)
+        return answers(rows, control, runs_of(rows, self.runs))

@@ -6,6 +6,7 @@ import base64
 from pathlib import Path
 
 from fedsim.report.dossier.document import Document, command_lines
+from fedsim.report.wording import straight
 
 
 def html_of(document: Document) -> str:
@@ -23,4 +24,4 @@ def html_of(document: Document) -> str:
         "uri": lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}",
         "command": lambda words: "\n".join(command_lines(words)),
     }
-    return environment.get_template("dossier.html.j2").render(document=document)
+    return straight(environment.get_template("dossier.html.j2").render(document=document))

@@ -276,3 +276,56 @@ def test_whether_data_fit_an_assumption_is_told_without_their_numbers(tmp_path: 
     (app, *_) = nodes(tmp_path)
     with pytest.raises(FedsimError, match=r"assumes of them: the node's own log says more$"):
         counted(app, scenario)
+
+
+EPSILON = {"name": "dp_sgd", "norm": 1.0, "epsilon": 4.0, "delta": 1e-5}
+
+
+def promised(**changes: Any) -> Scenario:
+    training = {"rounds": 2, "local": {"batch_size": 20}}
+    return resolved(**{"defenses": {"noise": [EPSILON]}, "training": training, **changes})
+
+
+def test_an_epsilon_of_a_policy_has_its_delta(tmp_path: Path) -> None:
+    bare = [{name: value for name, value in EPSILON.items() if name != "delta"}]
+    (tmp_path / "policy.yaml").write_text(json.dumps({"stacks": [bare]}))
+    with pytest.raises(FedsimError, match=r"stacks: .*epsilon without delta"):
+        Policy.read(tmp_path / "policy.yaml")
+
+
+def test_a_node_holds_a_server_to_epsilon_and_delta(tmp_path: Path) -> None:
+    (app, *_) = nodes(tmp_path, policy=Policy(stacks=[[EPSILON]]))
+    counted(app, promised())
+    for other in ({"epsilon": 5.0}, {"delta": 1e-3}, {"norm": 2.0}):
+        with pytest.raises(FedsimError, match="does not allow this stack"):
+            counted(app, promised(defenses={"noise": [{**EPSILON, **other}]}))
+    with pytest.raises(FedsimError, match=r"delta: 1e-05, .*privacy.delta, which is 0.01"):
+        counted(app, promised(privacy={"delta": 1e-2}))
+
+
+def test_no_probes_are_outside_of_the_epsilon_of_a_policy(tmp_path: Path) -> None:
+    asked = {"observe": {"batch_sizes": [1], "trials": 20}}
+    outside = promised(**asked, privacy={"probes": "outside"})
+    (app, *_) = nodes(tmp_path, policy=Policy(stacks=[[EPSILON]]))
+    with pytest.raises(FedsimError, match=r"privacy.probes: .*\(stacks\)"):
+        counted(app, outside)
+    with pytest.raises(FedsimError, match=r"privacy.probes: .*\(stacks\)"):
+        ask(app, "query.identify", settings(outside, "noise", held=HELD), wire.greeting(0))
+    counted(app, promised(**asked))
+    (free, *_) = nodes(tmp_path / "free")
+    counted(free, outside)
+
+
+def test_a_node_does_not_answer_behind_an_epsilon_that_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked for its count, and asked again: a server may leave the first out."""
+    by_label = {"name": "dirichlet", "alpha": 5.0}
+    scenario = promised(data={**TINY["data"], "partition": by_label})
+    (app, *_) = nodes(tmp_path)
+    said = r"defenses.noise: epsilon: 4 cannot be promised: .*labels"
+    with pytest.raises(FedsimError, match=said):
+        counted(app, scenario)
+    held = json.dumps([len(own) for own in Workload(scenario, "noise").parts])
+    with pytest.raises(FedsimError, match=said):
+        ask(app, "query.identify", settings(scenario, "noise", held=held), wire.greeting(0))
