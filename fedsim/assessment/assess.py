@@ -165,12 +165,13 @@ def assess(
             files.save_observation(observation, folder)
             save_truth(truth_of(each, pixels), folder, observation.id, each.number)
             seen[observation.id] = observation, each
-        guesser = guesser_of(said, picked, pixels, notes)
+        guesser, guess_is_public = guesser_of(said, picked, pixels, notes)
         context = Context(
             name=slug(name or package_of(model)),
             model=type(built).__name__,
             grant=grant,
             seen=seen,
+            guess_is_public=guess_is_public,
         )
         models = live.kept(subject.spec.name)
         _attack(folder, context, chosen, guesser, models, workers, quiet)

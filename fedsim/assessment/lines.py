@@ -13,7 +13,7 @@ from typing import Literal
 from torch import nn
 
 from fedsim.assessment.truth import Picked
-from fedsim.attacking.jobs import Job, Result
+from fedsim.attacking.jobs import NOT_LEARNED, Job, Result
 from fedsim.contracts.grant import Grant
 from fedsim.recording.exchanges import Exchange
 from fedsim.results.record import Row
@@ -28,6 +28,8 @@ class Context:
     model: str
     grant: Grant
     seen: Mapping[str, tuple[Observation, Picked]]
+    guess_is_public: bool
+    """Whether the guess was learned from others' images, and not from the victims' own."""
 
     def row(self, job: Job, result: Result) -> Row:
         """Returns the line of one attack on one exchange."""
@@ -66,7 +68,7 @@ class Context:
             "metrics": result.metrics,
             "per_image": result.per_image,
             "victims": result.victims,
-            "baseline": result.baseline,
+            "baseline": result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
             "control": {"other_update": None},
             "theory": {"tensor_rate": result.tensor_rate},
             "utility": {"train_loss": exchange.number("train_loss")},

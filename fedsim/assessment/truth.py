@@ -125,8 +125,8 @@ def guesser_of(
     picked: Sequence[Picked],
     pixels: Pixels,
     notes: list[str],
-) -> scoring.Guesser:
-    """Learns the zero-information guess from what other clients trained on.
+) -> tuple[scoring.Guesser, bool]:
+    """Learns the zero-information guess from what others trained on, and says whether it could.
 
     Where nobody else was witnessed, from the victims themselves: a guess that is better than any
     outsider's, so that gains over it are understated.
@@ -139,7 +139,7 @@ def guesser_of(
     if not others:
         notes.append(
             "guess: learned from the victims' own images, as no other client was witnessed; gains "
-            "over it are understated"
+            "over it are understated; run the app with more clients than are attacked"
         )
     levels = (found * 255).round().to(torch.uint8)
-    return scoring.Guesser(levels, torch.cat([labels for _, labels in images]))
+    return scoring.Guesser(levels, torch.cat([labels for _, labels in images])), bool(others)

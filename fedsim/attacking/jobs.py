@@ -60,7 +60,7 @@ from fedsim.types import (
 
 OnProgress = Callable[[Progress], None]
 
-_NOT_LEARNED = {"public": None, "public_per_image": None}
+NOT_LEARNED = {"public": None, "public_per_image": None}
 """Of a baseline that no public image has a part in."""
 
 
@@ -393,7 +393,7 @@ def _baseline(
     Of features too, where `found` has them, or may have had: where there is nothing.
     """
     if isinstance(truth, RowTruth):
-        return {"name": "mean_of_others", **_NOT_LEARNED, **scoring.row_baseline(truth)}
+        return {"name": "mean_of_others", **NOT_LEARNED, **scoring.row_baseline(truth)}
     assert setting.guesser is not None
     known = truth.labels.tolist() if setting.granted.labels == "known" else None
     guess = setting.guesser(len(truth.labels), known)
@@ -482,7 +482,7 @@ def nothing_recorded(observation: Observation, reason: str) -> Result:
         reason=reason,
         metrics=nothing,
         per_image={},
-        baseline={"name": None, **_NOT_LEARNED, **nothing},
+        baseline={"name": None, **NOT_LEARNED, **nothing},
         victims=None,
         tensor_rate=None,
         cost=_failed_cost(0.0),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -30,7 +30,7 @@ _NAMED = 3
 
 def observe(
     model: nn.Module,
-    update: Mapping[str, Tensor],
+    update: Mapping[str, Tensor] | Iterable[Tensor | None],
     *,
     input_shape: tuple[int, int, int],
     classes: int,
@@ -53,7 +53,8 @@ def observe(
             returns logits (B, K), or something with `logits`. It is copied and stays as it is.
         update: By the names of `model.named_parameters()`: the gradient (`fedsgd`), or the weights
             after local training less those before (`fedavg`). Parameters that need no gradient may
-            be left out.
+            be left out. Or tensors without names in the order of `model.parameters()`, as
+            `torch.autograd.grad` returns them: of all parameters, or of those that need a gradient.
         input_shape: (C, H, W) of an image.
         classes: Their number, K.
         batch_size: Images that the update was computed from; of several local steps, in each.
@@ -74,7 +75,8 @@ def observe(
     subject = Subject(
         model, input_shape=input_shape, classes=classes, mean=mean, std=std, mode=mode, head=head
     )
-    return subject.observation(update, training, buffers=buffers, seed=seed)
+    named = update if isinstance(update, Mapping) else _named(update, model)
+    return subject.observation(named, training, buffers=buffers, seed=seed)
 
 
 class Subject:
@@ -257,6 +259,23 @@ def _channels(
     if name == "std" and min(values) <= 0:
         raise FedsimError(f"std: expected numbers above 0, got {values}")
     return tuple(map(float, values))
+
+
+def _named(update: Iterable[Tensor | None], model: nn.Module) -> Tensors:
+    """Gives tensors the names of the parameters whose order they are in; None is left out."""
+    every = dict(model.named_parameters())
+    trained = [name for name, p in every.items() if p.requires_grad]
+    wanted = (
+        f"update: expected {number_of(len(every), 'tensor')} in the order of model.parameters(), "
+        "or a mapping from the names of model.named_parameters() to tensors"
+    )
+    if isinstance(update, Tensor) or not isinstance(update, Iterable):
+        raise FedsimError(f"{wanted}, got {type(update).__name__}")
+    given = list(update)
+    if len(given) not in (len(every), len(trained)):
+        raise FedsimError(f"{wanted}, got {number_of(len(given), 'tensor')}")
+    names = list(every) if len(given) == len(every) else trained
+    return {name: v for name, v in zip(names, given, strict=True) if v is not None}
 
 
 def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:

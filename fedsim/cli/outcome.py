@@ -80,8 +80,9 @@ def _answers(runs: Sequence[reading.Run], width: int) -> str:
     lines = []
     for comparison, found in answers_of(runs):
         lines += [f"{printable(describe_comparison(comparison))}:"]
-        if all(answer.finding == "no answer" for answer in found):
-            lines += [f"- nothing can be said of any defense: {found[0].reason}."]
+        defended = [answer for answer in found if not answer.undefended]
+        if defended and all(a.finding == "no answer" and not a.labels for a in found):
+            lines += [f"- nothing can be said of any defense: {defended[0].reason}."]
         else:
             lines += [f"- {printable(answer.brief)}" for answer in found]
     return "".join(f"{fill(line, width, subsequent_indent='  ')}\n" for line in lines)

@@ -10,9 +10,10 @@ from fedsim.report.control import Control, positive_controls
 from fedsim.report.facts import unfinished
 from fedsim.report.finding import Finding, evidence_of, finding_of, gets_of
 from fedsim.report.leaderboard import aggregate
+from fedsim.report.level import may_leak_labels
 from fedsim.report.reliance import Reliance, reliance_of
 from fedsim.report.row import Comparison, LeaderboardRow
-from fedsim.report.sentences import accuracy_sentence, privacy_claim
+from fedsim.report.sentences import accuracy_sentence, label_sentence, privacy_claim
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.results.reading import Run, measurements
 from fedsim.results.settings import differences
@@ -24,6 +25,9 @@ _INVALID = {
     "absent": "INVALID, for nothing was attacked without a defense",
 }
 """Status of a positive control -> why it lets no defense get an answer."""
+
+_INEFFECTIVE = "INVALID, for the attacks do not work here, which is no proof that others do not"
+"""Why a failed positive control lets the undefended stack get no answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,9 @@ class Answer:
     verdict: Reliance
     reason: str
     """Why the verdict is this one, in words."""
+    labels: str
+    """How many labels were recovered where nothing else has an answer, since that needs no control:
+    in words; else empty."""
     untried: tuple[str, ...]
     """What no attack of these rows has tried."""
     judgement: Verdict
@@ -62,6 +69,9 @@ class Answer:
         """The first words of the sentence: who gets what behind which defense."""
         where = "Without a defense" if self.undefended else f"Behind {self.defense}"
         if self.finding == "no answer":
+            if self.labels:
+                subject = "pictures" if self.judgement.strongest.subject == "images" else "rows"
+                return f"{where}, labels are recovered; of {subject} nothing can be said"
             return f"{where}, nothing can be said"
         if self.finding in ("failed", "unknown"):
             return f"{where}, what {self.attacker} gets {self.gets}"
@@ -71,7 +81,7 @@ class Answer:
     def rest(self) -> str:
         """The other words of the sentence: evidence, costs, guarantee and verdict."""
         if self.finding == "no answer":
-            return f": {self.reason}."
+            return f": {self.labels}; {self.reason}." if self.labels else f": {self.reason}."
         evidence = f": {self.evidence}" if self.evidence else ""
         return f"{evidence}; {self.costs}; {self.guarantee}; {self.reliance}."
 
@@ -79,7 +89,7 @@ class Answer:
     def brief(self) -> str:
         """The sentence without evidence, costs and guarantee, for a terminal."""
         if self.finding == "no answer":
-            return self.sentence
+            return f"{self.lead}: {self.reason}."
         return f"{self.lead}; {self.reliance}."
 
     @property
@@ -103,7 +113,8 @@ def answers(
 
     Args:
         rows: of one comparison.
-        control: that judges it; if it did not pass, no defense gets an answer.
+        control: that judges it; if it did not pass, no defense gets an answer, except that labels
+            which were recovered are stated.
         runs: that the rows are from, which say how long a round took. A run that has not ended, or
             of which rows are not scored, lets no defense get an answer.
     """
@@ -112,7 +123,6 @@ def answers(
     trained = {row.round for run in runs for row in run.rounds}
     late = unfinished(runs)
     pending = "the run has not ended, or is not scored to its end" if late else None
-    invalid = _INVALID.get(control.status)
     seconds = round_seconds(runs)
     return [
         _answer(
@@ -122,7 +132,8 @@ def answers(
             seconds=seconds,
             trained=trained,
             refuted=verdict.strongest.defense in refuted,
-            unanswerable=pending or invalid,
+            pending=pending,
+            control=control.status,
         )
         for verdict in verdicts(rows, control)
     ]
@@ -178,7 +189,8 @@ def _answer(
     seconds: Mapping[str, float],
     trained: Collection[int],
     refuted: bool,
-    unanswerable: str | None,
+    pending: str | None,
+    control: str,
 ) -> Answer:
     """Answers for one defense.
 
@@ -189,9 +201,13 @@ def _answer(
         seconds: of a round, by defense.
         trained: numbers of the rounds that were trained.
         refuted: whether an audit refutes what its training claims.
-        unanswerable: why there is no answer, if there is none.
+        pending: why there is no answer yet, if there is none.
+        control: status of the positive control.
     """
     row = verdict.strongest
+    invalid = _INEFFECTIVE if row.undefended and control == "failed" else _INVALID.get(control)
+    unanswerable = pending or invalid
+    stands = invalid and not pending and any(may_leak_labels(line) for line in rows)
     finding = "no answer" if unanswerable else finding_of(verdict, rows)
     reliance, reason = reliance_of(verdict, finding, rows, undefended, refuted=refuted)
     return Answer(
@@ -206,6 +222,7 @@ def _answer(
         guarantee=privacy_claim(row),
         verdict="not shown" if unanswerable else reliance,
         reason=unanswerable or reason,
+        labels=(label_sentence(rows) or "") if stands else "",
         untried=_untried(rows, trained),
         judgement=verdict,
     )

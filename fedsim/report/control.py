@@ -107,6 +107,7 @@ _WATCHERS = {"client": "a participant", "eavesdropper": "an eavesdropper"}
 def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     """Judges one comparison by the strongest attack on its undefended stack."""
     undefended = [row for row in rows if row.undefended]
+    lesson = _LESSON if len(undefended) < len(rows) else _LESSON_ALONE
     if not undefended:
         return Control(
             comparison=comparison,
@@ -123,7 +124,7 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
         if not _is_blind(row.membership_over_other)
     ]
     of_membership = (
-        _membership_control(comparison, *max(areas, key=lambda entry: entry[0].mean), size)
+        _membership_control(comparison, *max(areas, key=lambda entry: entry[0].mean), size, lesson)
         if areas
         else None
     )
@@ -134,7 +135,7 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
             if row.batch_size == size and (span := row.metrics["subspace_error"])
         ]
         if spans:
-            return _feature_control(comparison, min(spans, key=lambda entry: entry[:2])[2])
+            return _feature_control(comparison, min(spans, key=lambda entry: entry[:2])[2], lesson)
         if of_membership:
             return of_membership
         return Control(
@@ -155,14 +156,18 @@ def _control(comparison: Comparison, rows: Sequence[LeaderboardRow]) -> Control:
     )
     if blind and gain >= REQUIRED_GAIN:
         return _blind_control(comparison, measured)
-    return _judged(comparison, passed, measured, f"{REQUIRED_GAIN:g} dB are required")
+    return _judged(comparison, passed, measured, f"{REQUIRED_GAIN:g} dB are required", lesson)
 
 
-def _judged(comparison: Comparison, passed: bool, measured: str, required: str) -> Control:
-    failed = (
-        f"{measured}, where {required}: attacks that fail without a defense say nothing about "
-        f"defenses{_TRY}"
-    )
+_LESSON = "attacks that fail without a defense say nothing about defenses"
+_LESSON_ALONE = "that these attacks fail is no proof that others do"
+"""As `_LESSON`, where nothing was defended."""
+
+
+def _judged(
+    comparison: Comparison, passed: bool, measured: str, required: str, lesson: str
+) -> Control:
+    failed = f"{measured}, where {required}: {lesson}{_TRY}"
     return Control(
         comparison=comparison,
         status="passed" if passed else "failed",
@@ -188,7 +193,7 @@ def _blind_control(comparison: Comparison, measured: str) -> Control:
     )
 
 
-def _feature_control(comparison: Comparison, row: LeaderboardRow) -> Control:
+def _feature_control(comparison: Comparison, row: LeaderboardRow, lesson: str) -> Control:
     span = row.metrics["subspace_error"]
     assert span is not None
     required = REQUIRED_SPAN * row.guessed_span
@@ -200,13 +205,15 @@ def _feature_control(comparison: Comparison, row: LeaderboardRow) -> Control:
     if passed and row.blind:
         return _blind_control(comparison, measured)
     needed = f"at most {required:.3g} is required, half of what the guess leaves"
-    return _judged(comparison, passed, measured, needed)
+    return _judged(comparison, passed, measured, needed, lesson)
 
 
-def _membership_control(comparison: Comparison, area: Summary, attack: str, size: int) -> Control:
+def _membership_control(
+    comparison: Comparison, area: Summary, attack: str, size: int, lesson: str
+) -> Control:
     measured = (
         f"undefended, at batch size {size}, {attack} tells members from others with an AUC of "
         f"{area.mean:.2f}"
     )
     passed = area.mean >= REQUIRED_AUC
-    return _judged(comparison, passed, measured, f"{REQUIRED_AUC:g} is required")
+    return _judged(comparison, passed, measured, f"{REQUIRED_AUC:g} is required", lesson)

@@ -193,7 +193,7 @@ def _span(row: LeaderboardRow) -> str:
         return ""
     text = f"span error {span.mean:.2f}"
     if span.low is None or span.high is None:
-        return f"{text}, no interval"
+        return f"{text} (no interval)"
     ends = f"{max(0.0, span.low):.2f} to {span.high:.2f}"
     return f"{text}, {span.confidence:.0%} interval {ends}"
 
@@ -206,6 +206,6 @@ def _figure(verdict: Verdict) -> str:
     what = "over guessing and another update" if verdict.strongest.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     if gain.low is None or gain.high is None:
-        return f"{text}, no interval"
+        return f"{text} (no interval)"
     ends = f"{format_signed(gain.low)} to {format_signed(gain.high)} dB"
     return f"{text}, {gain.confidence:.0%} interval {ends}"

@@ -182,7 +182,9 @@ _TABLE = (
     Term(
         key="invalid",
         name="INVALID",
-        meaning="The positive control did not pass, so that the comparison has no answer.",
+        meaning="The positive control did not pass, so that the comparison has no answer: the "
+        "attacks did not work without a defense either. That is no proof of safety; labels that "
+        "were recovered leak all the same.",
     ),
     Term(
         key="unscored",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,7 +57,7 @@ def gradient(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tens
     return dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
 
 
-def seen(model: nn.Module, update: Mapping[str, Tensor], **changes: Any) -> Observation:
+def seen(model: nn.Module, update: Any, **changes: Any) -> Observation:
     given: dict[str, Any] = {
         "input_shape": SHAPE,
         "classes": CLASSES,
@@ -180,6 +180,23 @@ def test_frozen_and_unused_parameters_may_be_left_out(batch: tuple[Tensor, Tenso
     assert torch.equal(rebuilt.state_dict()["body.module.conv.weight"], model.conv.weight)
 
 
+def test_tensors_without_names_are_in_the_order_of_the_parameters(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    model = built()
+    model.idle = nn.Linear(2, 2)
+    model.conv.bias.requires_grad_(False)
+    named = {n: v for n, v in gradient(built(), *batch).items() if n != "conv.bias"}
+    wanted = seen(model, named).update
+    every = [named.get(name) for name, _ in model.named_parameters()]  # None: allow_unused=True
+    trained = [named.get(name) for name, p in model.named_parameters() if p.requires_grad]
+    assert len(every) == len(trained) + 1
+    for unnamed in (tuple(every), trained, iter(every)):
+        update = seen(model, unnamed).update
+        assert set(update) == set(wanted)
+        assert all(torch.equal(update[name], wanted[name]) for name in wanted)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -221,10 +238,14 @@ def _without(update: dict[str, Tensor]) -> dict[str, Tensor]:
         (lambda u: {**u, "conv.wieght": u["conv.weight"]}, "did you mean 'conv.weight'"),
         (lambda u: {**u, "conv.bias": torch.zeros(7)}, r"conv.bias: expected a tensor of shape"),
         (lambda u: {**u, "conv.bias": u["conv.bias"] * torch.nan}, "holds NaN"),
+        (lambda u: list(u.values())[1:], "expected 6 tensors in the order .*, got 5 tensors"),
+        (lambda u: list(u.values())[::-1], r"conv.weight: expected a tensor of shape"),
+        (lambda u: u["conv.bias"], "to tensors, got Tensor"),
+        (lambda u: None, "to tensors, got NoneType"),
     ],
 )
 def test_updates_of_another_model_are_refused(
-    change: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+    change: Callable[[dict[str, Tensor]], Any],
     message: str,
     batch: tuple[Tensor, Tensor],
 ) -> None:

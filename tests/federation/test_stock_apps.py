@@ -132,4 +132,29 @@ def test_a_report_of_the_quickstart_app(ran: Any) -> None:
     page = finished.report.read_text(encoding="utf-8")
     assert "pytorchexample" in page
     assert "<pre>fedsim assess /" in page
-    assert not json.loads((finished.out / "record.json").read_text())["notes"].get("guess")
+    # Labels need no picture to be recovered, which the page's first answer says.
+    assert "labels are recovered; of pictures nothing can be said" in page
+    notes = json.loads((finished.out / "record.json").read_text())["notes"].values()
+    assert not any(note.startswith("guess:") for note in notes)
+    assert all(row["baseline"]["public"] for row in rows)
+
+
+def test_a_guess_of_the_victims_own_images_is_not_called_public(ran: Any) -> None:
+    folder = ran("resnet")
+    app = APP["resnet"]
+    with imported(folder):
+        finished = assess(
+            folder / "tapped",
+            app.model,
+            truth=folder / "witnessed",
+            out=folder / "report",
+            mean=app.mean,
+            std=app.std,
+            attacks={"label_inference": {}},
+            clients=4,
+            workers=1,
+        )
+    notes = json.loads((finished.out / "record.json").read_text())["notes"].values()
+    assert any("learned from the victims' own images" in note for note in notes)
+    assert all(row["baseline"]["public"] is None for row in finished.rows())
+    assert "one can guess better than that" not in finished.report.read_text(encoding="utf-8")

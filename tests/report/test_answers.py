@@ -12,7 +12,7 @@ from answer_rows import FAILS, PROVEN, WORKS, answered, behind, trial, trials
 from typer.testing import CliRunner
 
 from fedsim.cli.commands import app
-from fedsim.report import load_runs
+from fedsim.report import load_runs, write_report
 from fedsim.report.answers import answers_of
 from fedsim.scoring import student_interval
 from fedsim.words import printable
@@ -119,6 +119,30 @@ def test_rows_that_are_invalid_never_answer(tmp_path: Path) -> None:
         assert (answer.verdict, answer.finding) == ("not shown", "no answer")
         assert "nothing can be said: INVALID, for the attacks do not work" in answer.sentence
         assert "dB over guessing, 95%" not in answer.sentence and "ε" not in answer.sentence
+
+
+def test_labels_are_stated_where_pictures_have_no_answer(tmp_path: Path) -> None:
+    weak = trials([12.0, 12.1, 12.2], defense="none", label_accuracy=1.0)
+    plain, behind_dp = answered(tmp_path / "failed", [*weak, *trials(FAILS, privacy=PROVEN)])
+    assert (plain.verdict, plain.finding) == ("not shown", "no answer")
+    assert plain.sentence.startswith(
+        "Without a defense, labels are recovered; of pictures nothing can be said: 100% of labels "
+        "recovered (guessing: 20%"
+    )
+    assert "INVALID, for the attacks do not work here, which is no proof" in plain.sentence
+    assert plain.brief == f"{plain.lead}: {plain.reason}."
+    page = write_report(tmp_path / "failed").read_text(encoding="utf-8")
+    assert re.search(r"<dt>Shown by</dt><dd>[^\n]*100%[^\n]* of labels recovered", page)
+    assert behind_dp.labels == "" and "labels" not in behind_dp.sentence
+    (alone,) = answered(tmp_path / "absent", trials(FAILS, label_accuracy=1.0))
+    assert "labels are recovered; of pictures nothing can be said" in alone.sentence
+    assert "nothing was attacked without a defense" in alone.sentence
+
+
+def test_labels_that_guessing_gets_are_none_that_an_attack_recovered(tmp_path: Path) -> None:
+    weak = trials([12.0, 12.1, 12.2], defense="none", label_accuracy=0.25)
+    (plain,) = answered(tmp_path, weak)
+    assert plain.sentence.startswith("Without a defense, nothing can be said: INVALID")
 
 
 def test_without_an_undefended_stack_nothing_is_answered(tmp_path: Path) -> None:
