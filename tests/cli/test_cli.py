@@ -130,6 +130,7 @@ def test_options_reach_the_python_function(path: Path, monkeypatch: pytest.Monke
         "workers": 2,
         "quiet": True,
         "link": None,
+        "log": [],
     }
     assert result.output == ""
 

@@ -178,8 +178,8 @@ MUTATIONS = (
         name="images in the order of their classes",
         item=1,
         file="fedsim/data/folder.py",
-        old="(item.client, item.path[-1], item.class_name)",
-        new="(item.class_name, item.client, item.path[-1])",
+        old="(item.client, item.name, item.class_name)",
+        new="(item.class_name, item.client, item.name)",
         tests=(SENSITIVITY,),
     ),
     Mutation(
@@ -369,8 +369,8 @@ MUTATIONS = (
         name="an interval of 90% that is labelled 95%",
         item=7,
         file="fedsim/scoring/statistics.py",
-        old="    return float(t.ppf((1 + confidence) / 2, n - 1) *",
-        new="    return float(t.ppf(0.95 if confidence == 0.95 else (1 + confidence) / 2, n - 1) *",
+        old="t.ppf((1 + confidence) / 2, freedom)",
+        new="t.ppf(0.95 if confidence == 0.95 else (1 + confidence) / 2, freedom)",
         tests=("tests/scoring/test_statistics.py",),
     ),
     Mutation(
@@ -472,7 +472,7 @@ MUTATIONS = (
     Mutation(
         name="a probe carries the training's batch size",
         item=2,
-        file="fedsim/results/rows.py",
+        file="fedsim/training/accounting.py",
         old="        declared = server.declared_of(seen.training.batch_size)\n",
         new="        declared = server.declared\n",
         tests=(CLAIMS,),
@@ -480,8 +480,8 @@ MUTATIONS = (
     Mutation(
         name="probes are left out of the run's claim",
         item=2,
-        file="fedsim/results/rows.py",
-        old="            probes=_probed(server, most.probed) if counted else (),\n",
+        file="fedsim/training/accounting.py",
+        old="            probes=account.probed(most.probed) if probes else (),\n",
         new="",
         tests=(CLAIMS,),
     ),
@@ -608,7 +608,7 @@ MUTATIONS = (
     Mutation(
         name="probes always in eval mode",
         item=8,
-        file="fedsim/training/server.py",
+        file="fedsim/training/spending.py",
         old="batch_size=batch_size, sampling=",
         new='batch_size=batch_size, mode="eval", sampling=',
         tests=(ROAD,),
@@ -883,8 +883,8 @@ MUTATIONS = (
         name="a rare exact picture hidden by a steady attack",
         item=16,
         file="fedsim/report/verdict.py",
-        old="        strongest = max(exposed, key=lambda row: row.standing)\n",
-        new="        pass\n",
+        old="    if leaks:\n",
+        new="    if False:\n",
         tests=(BOARD,),
     ),
     Mutation(
