@@ -20,7 +20,7 @@ def spent(server: Server, round: int, *, probes: bool = True) -> PrivacyClaim:
     scenario may declare that these are no part of the deployment (`privacy.probes: outside`), and a
     caller that they are not asked about.
     """
-    account = _account(server)
+    account = account_of(server)
     worst: PrivacyClaim | None = None
     for most, held in product(account.most(round), account.worst_off(server.training)):
         found = claim(
@@ -89,7 +89,7 @@ def spent_by(server: Server, round: int) -> PrivacyClaim:
 
 def participations(server: Server, round: int) -> set[tuple[int, ...]]:
     """Which of the first `round` rounds a client takes part in; each answer that there is."""
-    return _account(server).participations(round)
+    return account_of(server).participations(round)
 
 
 def check_promise(server: Server) -> None:
@@ -109,7 +109,8 @@ def check_promise(server: Server) -> None:
         )
 
 
-def _account(server: Server) -> Account:
+def account_of(server: Server) -> Account:
+    """What the server asks of its clients over the rounds."""
     return Account(server.scenario, server.schedule, server.declared, server.census.held)
 
 

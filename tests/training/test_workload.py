@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fedsim.federation.checkpoint import Checkpoint, Checkpoints, fingerprint
 from fedsim.recording.files import observation_id, write_tensors
-from fedsim.results import rows
 from fedsim.scenario import Scenario
 from fedsim.scenario.resolve import resolve
-from fedsim.training import refusals
+from fedsim.training import accounting, refusals
 from fedsim.training.schedule import Probe
 from fedsim.training.source import load_dataset
+from fedsim.training.spending import Account
 from fedsim.training.workload import Workload
 from fedsim.types import FedsimError, Tensors
 
@@ -258,14 +258,17 @@ def test_a_resume_notices_other_weights(tmp_path: Path) -> None:
     assert digests[0] != digests[1]
 
 
-def test_participations_of_two_clients_are_not_added_up() -> None:
+def test_participations_of_two_clients_are_not_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """One client in three plain rounds, another in the one that is asked again, is not both."""
     observe = {"rounds": [2], "batch_sizes": [1], "releases": 4}
     workload = Workload(
         scenario(training={**BASE["training"], "rounds": 5}, observe=observe), "none"
     )
-    most = rows._most(workload, {(1, 3, 4), (2,), (1,), (2, 5)}, 5)
+    taken = {(1, 3, 4), (2,), (1,), (2, 5)}
+    monkeypatch.setattr(Account, "participations", lambda _, __: taken)
+    most = accounting.account_of(workload).most(5)
     assert [(m.trained, m.repeated) for m in most] == [(3, 0)], "probes repeat, and not training"
     once = Workload(scenario(training={**BASE["training"], "rounds": 5}), "none")
-    most = rows._most(once, {(1, 3, 4), (2,)}, 5)
+    taken = {(1, 3, 4), (2,)}
+    most = accounting.account_of(once).most(5)
     assert [(m.trained, m.repeated) for m in most] == [(3, 0)]
