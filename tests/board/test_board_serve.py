@@ -243,10 +243,18 @@ def test_a_page_that_waits_for_its_first_result_says_so(browser: Browser, tmp_pa
 def test_the_command_serves_until_it_is_interrupted(run: Path) -> None:
     command = [sys.executable, "-m", "fedsim", "serve", str(run), "--port", "0", "--token"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # What runs the tests in the background may ignore it, and a child would inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("leaderboard: http://127.0.0.1:") and "/?token=" in line
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=20) == 130
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("leaderboard: http://127.0.0.1:") and "/?token=" in line
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 130
+        finally:
+            process.kill()
