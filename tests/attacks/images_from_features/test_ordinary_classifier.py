@@ -15,7 +15,6 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
-from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient
 from fedsim_attacks.images_from_features._heads import features_if_told
 from fedsim_attacks.images_from_features._signals import signals
@@ -45,15 +44,21 @@ def test_nothing_is_left_at_the_truth(defense: list[dict[str, Any]]) -> None:
     assert float(elsewhere.update) > 1e-2
 
 
-def test_images_are_nearer_than_without_features() -> None:
+def test_images_are_as_near_as_behind_a_planted_head() -> None:
     photos = Photos().load()
     images = photos.train_images[:180:60].float() / 255
-    observation, truth = make_observation(images, photos.train_labels[:180:60], **MODEL)
-    found = {}
-    for attack in (FactoredInversion(iterations=200), InvertingGradients(iterations=200)):
+    planted = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+    found = []
+    for more in ({}, {"head": planted}):
+        parameters = {**MODEL["model_parameters"], **more}
+        observation, truth = make_observation(
+            images, photos.train_labels[:180:60], model="convnet", model_parameters=parameters
+        )
+        attack = FactoredInversion(iterations=120)
         answer = solve(attack, observation, Knowledge(), seed=1).reconstruction
-        found[type(attack).__name__] = score(answer, truth)["psnr"]
-    assert found["FactoredInversion"] > found["InvertingGradients"] + 2
+        found.append(float(score(answer, truth)["psnr"] or 0))
+    assert found[0] > found[1] - 1
+    assert found[0] > 10
 
 
 def test_where_no_feature_is_told_the_whole_update_is_compared() -> None:
