@@ -101,7 +101,7 @@ def test_a_tapped_app_computes_what_the_untapped_does(tmp_path: Path) -> None:
     for tapped in (True, False):
         folder = build("quickstart", tmp_path / str(tapped), tapped=tapped)
         run("quickstart", folder, nodes=10)
-        weights.append(torch.load(folder / "final_model.pt"))
+        weights.append(torch.load(folder / "final_model.pt", weights_only=True))
         assert (folder / "tapped").exists() == (folder / "witnessed").exists() == tapped
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name])
