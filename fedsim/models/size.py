@@ -31,7 +31,7 @@ class Size:
 
 
 _SHAPED_AS_THEIR_INPUT = {
-    *(F.batch_norm, F.group_norm, F.dropout, Tensor.normal_),
+    *(F.batch_norm, F.group_norm, F.dropout),
     *(F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.softplus, torch.sigmoid, torch.tanh),
 }
 

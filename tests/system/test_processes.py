@@ -153,9 +153,7 @@ def test_a_signal_says_how_to_go_on(
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 @pytest.mark.parametrize(("moment", "workers"), [("workers start", 2), ("workers attack", 1)])
-def test_workers_die_with_their_parent(
-    path: Path, begin: Begin, moment: str, workers: int
-) -> None:
+def test_workers_die_with_their_parent(path: Path, begin: Begin, moment: str, workers: int) -> None:
     """SIGKILL, of which the parent cannot tell them; and the lock is nobody's then."""
     process = begin(workers)
     if moment == "workers start":
