@@ -61,8 +61,7 @@ class Guess:
 class Guesser:
     """Guesses batches from public images; the same batch size and labels give the same guess.
 
-    Two of the same images and labels are equal, so that variants and runs of one process learn a
-    guess once.
+    Two of the same images and labels are equal, so that one process learns a guess once.
     """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
@@ -81,10 +80,8 @@ class Guesser:
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
-        content = hashlib.sha256(repr((images.dtype, images.shape)).encode())
-        for tensor in (images, labels):
-            content.update(tensor.contiguous().numpy())
-        self._content = content.digest()
+        parts = [images.contiguous().numpy(), labels.contiguous().numpy()]
+        self._content = repr(images.shape), hashlib.sha256(b"".join(parts)).digest()
 
     def __eq__(self, other: object) -> bool:
         """Whether `other` guesses from the same images."""
