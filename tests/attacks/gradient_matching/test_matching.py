@@ -229,14 +229,11 @@ def test_small_models_are_left_alone() -> None:
     assert "forward" not in vars(model[0])  # type: ignore[index]
 
 
+@over_distances
 @over_cases
-@pytest.mark.parametrize(
-    ("soft", "distance"),
-    # Labels go in and the distance comes out: each with every case, and not each with each.
-    [(False, cosine_distance), (True, squared_distance)],
-)
+@pytest.mark.parametrize("soft", [False, True])
 def test_replayed_iterations_are_the_same_bits(
-    case: dict[str, Any], soft: bool, distance: Distance
+    case: dict[str, Any], distance: Distance, soft: bool
 ) -> None:
     observation, truth = observe(case)
     results = []
