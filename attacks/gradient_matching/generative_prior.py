@@ -111,6 +111,10 @@ class GenerativePrior(IterativeAttack[Search]):
             )
         return self
 
+    def brings(self) -> tuple[str, ...]:
+        """Returns the public data of the generator, if it is a trained one."""
+        return () if self.public is None else (f"public={self.public}",)
+
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
         """Draws random codes; reads the generator from its file, or draws its weights.
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from fedsim.contracts.grant import Grant
 from fedsim.report.control import (
     invalid_comparisons,
     invalid_reasons,
@@ -69,9 +70,22 @@ def _json(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
 def _fields(row: LeaderboardRow) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in asdict(row).items():
-        fields |= row.knowledge.model_dump() if name == "knowledge" else {name: value}
+        if name == "threat":
+            fields |= _threat(row)
+        else:
+            fields |= _granted(row) if name == "knowledge" else {name: value}
     del fields["cell"]  # repeats the others
     return {**fields, "epsilon": _epsilon(row.epsilon)}
+
+
+def _threat(row: LeaderboardRow) -> dict[str, Any]:
+    """Returns the threat model, in one field, and what of it the server has done."""
+    return {"threat_model": row.threat.title, "server": row.server}
+
+
+def _granted(row: LeaderboardRow) -> dict[str, Any]:
+    """Returns the grants that this version knows: what others there are, the threat model names."""
+    return {name: getattr(row.knowledge, name) for name in Grant.model_fields}
 
 
 def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
@@ -108,8 +122,8 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "strongest": row.strongest,
         "vantage": row.vantage,
         "masked": row.masked,
-        "server": row.server,
-        **row.knowledge.model_dump(),
+        **_threat(row),
+        **_granted(row),
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,
