@@ -13,11 +13,12 @@ from fedsim.contracts.grant import Grant
 from fedsim.results.lines import ResultRow
 from fedsim.types import Server
 
-_DONE: dict[str, str] = {
+_DONE: dict[Server, str] = {
     "honest": "honest server",
     "planted": "malicious server that planted weights",
     "modified": "malicious server that put a module into the model",
 }
+"""In the order in which comparisons are shown."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -28,15 +29,23 @@ class ThreatModel:
     statistics, then one to whom more is granted, and the malicious servers last.
     """
 
-    malicious: bool = False
-    """Whether the server altered the model."""
+    altered: int = 0
+    """What the server has done to the model, as a position in the order of shown servers."""
     beyond: tuple[str, ...] = ()
     """What it had that no honest server has by itself, as `labels=known`, and what the attack
     brought along."""
     within: tuple[str, ...] = ()
     """What it had within that of an honest server, where it is other than the default."""
-    server: Server = "honest"
-    """What the server has done to the model."""
+
+    @property
+    def server(self) -> Server:
+        """What the server has done to the model."""
+        return list(_DONE)[self.altered]
+
+    @property
+    def malicious(self) -> bool:
+        """Whether the server altered the model."""
+        return self.altered > 0
 
     @property
     def is_default(self) -> bool:
@@ -82,10 +91,9 @@ def threat_model_of(row: ResultRow) -> ThreatModel:
         if name not in default or (value != default[name] and entry not in beyond):
             (within if name in default else beyond).append(entry)
     return ThreatModel(
-        malicious=row.server != "honest",
+        altered=list(_DONE).index(row.server),
         beyond=_sorted(beyond + [f"own {thing}" for thing in row.attack.brought]),
         within=_sorted(within),
-        server=row.server,
     )
 
 
