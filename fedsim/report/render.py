@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from fedsim.contracts.grant import Grant
 from fedsim.report.control import (
+    Control,
     invalid_comparisons,
     invalid_reasons,
     positive_controls,
@@ -61,10 +62,19 @@ def _json(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
         "valid": not reasons,
         "invalid_reasons": reasons,
         "warnings": warnings(rows),
-        "positive_controls": [asdict(control) for control in positive_controls(rows)],
+        "positive_controls": [_control(control) for control in positive_controls(rows)],
         "rows": [{**_validity(row, invalid), **_fields(row)} for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def _control(control: Control) -> dict[str, Any]:
+    *where, threat, watcher = control.comparison
+    return {
+        "comparison": [*where, threat.title, watcher],
+        "status": control.status,
+        "reason": control.reason,
+    }
 
 
 def _fields(row: LeaderboardRow) -> dict[str, Any]:
