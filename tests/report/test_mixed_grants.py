@@ -69,7 +69,7 @@ def test_headlines_are_of_one_threat_model_each(mixed: Path) -> None:
     (first, honest), (second, other) = answers_of(load_runs([mixed]))
     assert first[-2] == HONEST != second[-2]
     of = {answer.defense: answer for answer in honest}
-    assert of["dp"].finding == "nothing beyond the guess"
+    assert of["dp"].finding == "nothing"
     assert {answer.defense: answer for answer in other}["dp"].finding == "recognizable"
     assert other[0].attacker != honest[0].attacker == "the server"
 
