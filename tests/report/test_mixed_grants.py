@@ -82,9 +82,7 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
     assert title in write_report(mixed).read_text()
     views = board_data([mixed])
     texts = views["texts"]
-    assert {texts[view["threat"]] for view in views["views"]} == {
-        row.threat.title for row in rows
-    }
+    assert {texts[view["threat"]] for view in views["views"]} == {row.threat.title for row in rows}
     for view in views["views"]:
         assert len({texts[views["rows"][i]["attack"]] for i in view["rows"]}) == 1
 
