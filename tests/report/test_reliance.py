@@ -83,7 +83,7 @@ def test_what_was_tried_with_other_grants_bears_no_reliance(tmp_path: Path) -> N
     (_, honest), (_, (other,)) = answers_of(load_runs([tmp_path]))
     assert [answer.undefended for answer in honest] == [True]
     assert other.verdict == "not shown"
-    assert "no positive control" in other.reason or "undefended" in other.reason
+    assert other.reason == "INVALID, for nothing was attacked without a defense"
 
 
 def test_attacks_that_work_only_at_times_without_a_defense_bear_no_reliance(
