@@ -105,9 +105,9 @@ class GenerativePrior(IterativeAttack[Search]):
         if (self.weights is None) != (self.public is None):
             raise ValueError("give both weights and public, or neither")
         if self._searching_codes() > self.iterations:
+            codes = self.latent_iterations
             raise ValueError(
-                f"latent_iterations ({self.latent_iterations}) exceed the iterations "
-                f"({self.iterations})"
+                f"latent_iterations ({codes}) exceed the iterations ({self.iterations})"
             )
         return self
 
