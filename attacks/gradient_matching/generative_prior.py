@@ -105,10 +105,8 @@ class GenerativePrior(IterativeAttack[Search]):
         if (self.weights is None) != (self.public is None):
             raise ValueError("give both weights and public, or neither")
         if self._searching_codes() > self.iterations:
-            codes = self.latent_iterations
-            raise ValueError(
-                f"latent_iterations ({codes}) exceed the iterations ({self.iterations})"
-            )
+            codes, both = self.latent_iterations, self.iterations
+            raise ValueError(f"latent_iterations ({codes}) exceed the iterations ({both})")
         return self
 
     def brings(self) -> tuple[str, ...]:
