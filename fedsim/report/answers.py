@@ -238,7 +238,9 @@ def _attacker(row: LeaderboardRow) -> str:
         return "another participant"
     if row.vantage == "eavesdropper":
         return "an eavesdropper on the wire"
-    name = conduct.get(row.server, "the server")
+    name = conduct.get(row.server, "the server") + (
+        f"{row.threat.differs}," if row.threat.differs else ""
+    )
     if row.masked:
         return f"{name}, which sees masked updates,"
     return f"{name}, which sees sums alone," if row.vantage == "aggregate" else name

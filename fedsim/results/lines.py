@@ -57,6 +57,17 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     parameters: dict[str, Any] = {}
+    brought: tuple[str, ...] = ()
+    """What the attack had that no grant names, as `public=photos`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_brought(cls, fields: Any) -> Any:
+        """Rows that do not say what was brought name it in a parameter, if anything was."""
+        public = nested(fields, "parameters", "public")
+        if not isinstance(fields, dict) or "brought" in fields or not isinstance(public, str):
+            return fields
+        return {**fields, "brought": (f"public={public}",)}
 
 
 class ModelOf(RowPart):
@@ -69,7 +80,8 @@ class ModelOf(RowPart):
 class KnowledgeOf(Grant):
     """States what the attacker was granted; a row of a later version may hold more."""
 
-    model_config = ConfigDict(extra="ignore")
+    # What this version does not know is kept: it is something that was granted.
+    model_config = ConfigDict(extra="allow")
 
 
 class BaselineOf(Metrics):
