@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import Classifier
-from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 
 _ALIKE = 1e-4
@@ -41,13 +40,13 @@ class PatchLayer:
     weight's columns."""
 
 
-def find(observation: Observation) -> PatchLayer:
-    """Finds the patch embedding of the observed model and its position embedding.
+def find(model: Classifier, observation: Observation) -> PatchLayer:
+    """Finds the patch embedding of the observed `model` and its position embedding.
 
     Raises:
         AttackFailed: it has none, or its position embedding is not trained.
     """
-    model = rebuild(observation).eval()
+    model.eval()
     shape = observation.model.input_shape
     numbered = torch.arange(math.prod(shape)).view(1, *shape)
     named = dict(model.named_modules())

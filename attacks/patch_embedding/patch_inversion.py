@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
-from fedsim.models.base import denormalize, normalize
+from fedsim.models.base import Classifier, denormalize, normalize
 from fedsim.models.victim import rebuild
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
@@ -68,7 +68,8 @@ class PatchInversion(DirectAttack):
                 "a defense mixes entries, and the patch embedding's gradient is no longer the sum "
                 "of its patches"
             )
-        layer = find(observation)
+        victim = rebuild(observation)
+        layer = find(victim, observation)
         gradient = observation.update[layer.weight].double().flatten(1)
         rows = observation.update[layer.position].double()
         signals = rows.reshape(-1, rows.shape[-1])[layer.rows]
@@ -86,7 +87,7 @@ class PatchInversion(DirectAttack):
         whole = layer.pixels.numel() == math.prod(model.input_shape)
         return Reconstruction(
             images=denormalize(image, model).clamp(0, 1).float(),
-            labels=_labels(observation),
+            labels=_labels(victim, observation),
             determined=torch.tensor([whole and error <= _DETERMINED], device=gradient.device),
             loss=patches.unexplained,
             iterations=0,
@@ -108,7 +109,7 @@ def _centers(layer: PatchLayer, model: ModelSpec) -> Tensor:
     return where.mean(1)
 
 
-def _labels(observation: Observation) -> Tensor | None:
+def _labels(victim: Classifier, observation: Observation) -> Tensor | None:
     """The label, where the model ends with a linear layer."""
-    layers = rebuild(observation).head.modules()
-    return infer_labels(observation) if any(isinstance(m, nn.Linear) for m in layers) else None
+    ends = any(isinstance(part, nn.Linear) for part in victim.head.modules())
+    return infer_labels(observation) if ends else None

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fedsim
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Effect, LocalTraining, Reconstruction
 from fedsim_attacks.patch_embedding._patch_equations import correlation
@@ -102,8 +103,8 @@ def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
     ids=lambda defense: "-".join(map(str, defense.values())),
 )
 def test_no_image_is_called_determined_that_is_not(defense: dict[str, Any]) -> None:
-    for seed in range(8):
-        for model in ({}, {"norm": "post", "pool": "mean"}, {"width": 18}):
+    for seed in range(3):
+        for model in ({}, {"norm": "post", "width": 18}):
             found, psnr = _attacked(seed, model, defense=[defense])
             assert found.determined is not None
             assert psnr > 40 or not bool(found.determined), (seed, model, psnr)
@@ -135,7 +136,7 @@ def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
 def test_the_class_token_has_no_patch_and_pixels_are_in_reading_order() -> None:
     images, labels = _image(6)
     observation, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
-    layer = find(observation)
+    layer = find(rebuild(observation), observation)
     assert layer.weight == "body.patch_embed.proj.weight"
     assert layer.position == "body.pos_embed"
     assert layer.rows.tolist() == list(range(1, 17))
@@ -156,7 +157,7 @@ class _Rows(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         rows = images.permute(0, 2, 1, 3).flatten(2)
-        answer: Tensor = self.classify(self.block(self.embed(rows) + self.where)[:, 0])
+        answer: Tensor = self.classify(self.block(self.embed(rows) + self.where).mean(1))
         return answer
 
 
