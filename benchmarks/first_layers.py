@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import statistics
 import time
 from pathlib import Path
@@ -27,15 +28,13 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.plugins import load
 from fedsim.data.folder import ImageFolder
-from fedsim.models.base import denormalize
+from fedsim.models.base import build, denormalize, normalize
 from fedsim.testing import make_observation
-from fedsim.types import LocalTraining
+from fedsim.types import LocalTraining, ModelSpec
 
 _SEED = 2027
 _INSIDE = 1e-3
 """Relative distance from a span, up to which a vector lies in it, in float32."""
-_SINGULAR = 1e-6
-"""Singular values below this share of the largest are rounding's."""
 
 _TRIED = 20_000
 """Texts that are tried at a place at most."""
@@ -126,7 +125,8 @@ def measure_images(args: argparse.Namespace) -> list[dict[str, Any]]:
 def _span(gradient: Tensor) -> Tensor:
     """An orthonormal basis (r, d) of the row space of a gradient (k, d)."""
     _, lengths, directions = torch.linalg.svd(gradient.double(), full_matrices=False)
-    return directions[lengths > _SINGULAR * lengths[0]]
+    rounding = 8 * torch.finfo(gradient.dtype).eps
+    return directions[lengths > rounding * lengths[0]]
 
 
 def measure_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -138,23 +138,35 @@ def measure_rank(args: argparse.Namespace) -> list[dict[str, Any]]:
     then the equations say nothing.
     """
     images, labels = cifar(args.images, 4 * args.victims)
-    model = {"patch": 4, "width": 192}
+    channels = images.shape[1]
+    spec = ModelSpec(
+        name="vit",
+        parameters={"patch": 4, "width": 192},
+        input_shape=(channels, *images.shape[2:]),
+        num_classes=10,
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+    )
     rows = []
-    for batch in (1, 2, 4):
+    for batch, dtype in itertools.product((1, 2, 4), (torch.float32, torch.float64)):
         ranks, values = [], []
         for seed in range(args.victims):
             part = slice(seed * batch, (seed + 1) * batch)
-            seen, _ = make_observation(
-                images[part], labels[part], model="vit", model_parameters=model, seed=seed
-            )
-            basis = _span(seen.update["body.blocks.0.attn.qkv.weight"])
+            model = build(spec, seed).to(dtype)
+            logits = model(normalize(images[part].to(dtype), spec))
+            F.cross_entropy(logits, labels[part]).backward()
+            named = dict(model.named_parameters())
+            gradient = named["body.blocks.0.attn.qkv.weight"].grad
+            assert gradient is not None
+            basis = _span(gradient)
             ranks.append(len(basis))
             if batch == 1:
-                patches = _by_span(basis, seen.parameters)
+                patches = _by_span(basis, {n: p.detach() for n, p in named.items()})
                 image = F.fold(patches.T[None], images.shape[2:], 4, stride=4).float()
-                found = denormalize(image, seen.model).clamp(0, 1)
-                values.append(psnr(found, images[part]))
-        rows.append({"batch": batch, "ranks": ranks, "psnr_without_positions": values})
+                values.append(psnr(denormalize(image, spec).clamp(0, 1), images[part]))
+        rows.append(
+            {"batch": batch, "dtype": dtype, "ranks": ranks, "psnr_without_positions": values}
+        )
         print(rows[-1], flush=True)
     return rows
 
