@@ -9,7 +9,7 @@ outputs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -94,16 +94,21 @@ def _pixels_of(part: nn.Module, inputs: Tensor, count: int) -> Tensor | None:
             return None
         taken = F.unfold(
             inputs,
-            [int(side) for side in part.kernel_size],
-            dilation=[int(side) for side in part.dilation],
-            stride=[int(side) for side in part.stride],
+            _pair(part.kernel_size),
+            dilation=_pair(part.dilation),
+            stride=_pair(part.stride),
         )[0].T
     else:
         taken = inputs.reshape(-1, inputs.shape[-1])
     numbers = taken.round().long()
     whole = bool((taken == numbers).all()) and bool(((numbers >= 0) & (numbers < count)).all())
-    once = whole and len(numbers.unique()) == numbers.numel()
+    once = whole and len(set(numbers.flatten().tolist())) == numbers.numel()
     return numbers if once and len(numbers) > 1 else None
+
+
+def _pair(sides: Sequence[int]) -> tuple[int, int]:
+    height, width = sides
+    return height, width
 
 
 def _position(
@@ -140,13 +145,13 @@ def _position(
         distances = torch.cdist(signal, rows, compute_mode="donot_use_mm_for_euclid_dist")
         nearest, index = distances.min(1)
         same = bool((nearest <= _ALIKE * signal.norm(dim=1)).all())
-        if same and len(index.unique()) == patches:
+        if same and len(set(index.tolist())) == patches:
             return name, index
     return None
 
 
 def _candidates(
-    parameters: dict[str, nn.Parameter], gradients: list[Tensor | None], width: int
+    parameters: dict[str, nn.Parameter], gradients: Sequence[Tensor | None], width: int
 ) -> Iterator[tuple[str, Tensor]]:
     """Gradients that have rows of a token's width, (n, d) float64."""
     for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True):
