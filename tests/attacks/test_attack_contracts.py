@@ -37,6 +37,7 @@ from fedsim_attacks.images_from_features.feature_regression import FeatureRegres
 from fedsim_attacks.imprint.imprint import ImprintAttack
 from fedsim_attacks.kan.spline_inversion import SplineInversion
 from fedsim_attacks.labels.label_inference import LabelInference
+from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
 
 
 class TestDeepLeakage(AttackContract):
@@ -195,6 +196,23 @@ class TestUnrolledFeatures(OfATwoLayerHead):
 class TestLabelInference(AttackContract):
     def make(self) -> LabelInference:
         return LabelInference()
+
+
+class TestPatchInversion(AttackContract):
+    model = "vit"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 32}
+    batch_sizes = (1,)
+
+    def make(self) -> PatchInversion:
+        return PatchInversion()
+
+
+class TestInvertingGradientsOnATransformer(AttackContract):
+    model = "vit"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 16}
+
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=3)
 
 
 class TestRowReconstruction(RowAttackContract):
