@@ -27,6 +27,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
 
 
+def copied(model: nn.Module) -> State:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def arrays(state: State) -> dict[str, Any]:
+    return {name: value.numpy() for name, value in state.items()}
+
+
 def recorded(
     folder: Path,
     reply: Callable[[State], State] = dict,
@@ -39,13 +47,13 @@ def recorded(
     recorder = Recorder(
         folder / "tapped", RUN, "server", rounds=None, clients=None, max_bytes=1 << 20
     )
-    digest = recorder.save_broadcast(1, sent({k: v.clone() for k, v in model.state_dict().items()}))
+    digest = recorder.save_broadcast(1, arrays(sent(copied(model))))
     assert digest
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
     recorder.save_reply(
-        reply(dict(model.state_dict())),
+        arrays(reply(copied(model))),
         round=1,
         node_id=NODE,
         message_id=ORDER,
