@@ -15,9 +15,7 @@ in its last seconds; reading then refuses the file that does not match its check
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -30,7 +28,7 @@ from fedsim.recording import behind, streaming
 from fedsim.recording.files import read_tensors, write_bytes
 from fedsim.recording.streaming import Arrays
 from fedsim.system import paths
-from fedsim.types import FedsimError, Tensors
+from fedsim.types import LARGEST, FedsimError, Tensors
 from fedsim.words import number_of
 
 Side = Literal["server", "client"]
@@ -50,14 +48,14 @@ class _Sidecar(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run_id: int
     round: int = Field(ge=1, le=MOST_ROUNDS)
     node_id: int = Field(ge=0)
     message_id: str
-    broadcast: str = Field(pattern=r"^[0-9a-f]{64}$")
-    reply: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of the two files."""
+    broadcast: str = Field(pattern=r"^[0-9a-f]{32}$")
+    reply: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Digests of the two files, see `streaming`."""
     config: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
 
@@ -93,7 +91,10 @@ class Exchange:
         return _verified(self.path.with_suffix(".safetensors"), self._reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the finite metric of that name, of whichever record; None if there is none."""
+        """Returns the metric of that name, of whichever record; None if there is none.
+
+        None, too, if it is beyond `LARGEST`: a client may say anything.
+        """
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -101,7 +102,7 @@ class Exchange:
                     number = float(value)
                 except OverflowError:
                     continue
-                if math.isfinite(number):
+                if abs(number) <= LARGEST:
                     return number
         return None
 
@@ -223,7 +224,7 @@ class Recorder:
 
     def _describe(self) -> None:
         about = {
-            "format": 1,
+            "format": 2,
             "run_id": self._run_id,
             "side": self._side,
             "left_out": dict(self._left_out),
@@ -329,9 +330,8 @@ def _broadcast_name(digest: str) -> str:
 
 
 def _verified(path: Path, digest: str) -> Tensors:
-    with paths.opened(path, paths.ARCHIVE) as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise FedsimError(f"{path}: does not match the checksum in its recording")
+    if streaming.digest_of_file(path) != digest:
+        raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
 
 

@@ -101,11 +101,13 @@ def check_promise(server: Server) -> None:
     if not (asked := targets(server.stack)):
         return
     claimed = spent(server, server.scenario.training.rounds)
-    least = min(target.epsilon for target in asked)
-    if claimed.epsilon > least:
+    least = min(asked, key=lambda target: target.epsilon)
+    if claimed.epsilon > least.epsilon:
         said = claimed.reason or f"the ledger states {claimed.epsilon:g}"
+        delta = server.scenario.privacy.delta if least.delta is None else least.delta
+        promised = f"{least.epsilon:g} at δ = {delta:g} per {claimed.unit}"
         raise FedsimError(
-            f"defenses.{server.stack_name}: epsilon: {least:g} cannot be promised: {said}"
+            f"defenses.{server.stack_name}: epsilon: {promised} cannot be promised: {said}"
         )
 
 

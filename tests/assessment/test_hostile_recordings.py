@@ -157,7 +157,7 @@ def test_a_recording_that_names_a_model_is_refused(tmp_path: Path) -> None:
     """What is imported is named by who assesses, and by nothing that was recorded."""
     folder = recorded(tmp_path)
     (path,) = (folder / "tapped").rglob("node-*.json")
-    path.write_text(path.read_text().replace('"format": 1', '"format": 1, "model": "os:system"'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 2, "model": "os:system"'))
     with pytest.raises(FedsimError, match="not what a tap records"):
         assessed(folder)
 
