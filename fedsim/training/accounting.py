@@ -96,7 +96,7 @@ def check_promise(server: Server) -> None:
     """Refuse a stack that asks for an ε of which the ledger states another, larger one.
 
     Raises:
-        FedsimError: it does, with the ledger's reason.
+        FedsimError: it does, with δ, the unit and the ledger's reason.
     """
     if not (asked := targets(server.stack)):
         return
@@ -105,7 +105,10 @@ def check_promise(server: Server) -> None:
     if claimed.epsilon > least.epsilon:
         said = claimed.reason or f"the ledger states {claimed.epsilon:g}"
         delta = server.scenario.privacy.delta if least.delta is None else least.delta
-        promised = f"{least.epsilon:g} at δ = {delta:g} per {claimed.unit}"
+        # A claim of ε = ∞ names no unit; the mechanism that was asked for it does.
+        mechanism = server.stack.guarantees(server.declared, server.release)[-1].mechanism
+        promised = f"{least.epsilon:g} at δ = {delta:g}"
+        promised += f" per {mechanism.unit}" if mechanism else ""
         raise FedsimError(
             f"defenses.{server.stack_name}: epsilon: {promised} cannot be promised: {said}"
         )
