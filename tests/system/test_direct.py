@@ -15,6 +15,10 @@ from fedsim.system import direct
 SIZES = [0, 1, 4095, 4096, 4097, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3 * (1 << 20) + 5]
 
 
+def noise(seed: int, size: int) -> bytes:
+    return random.Random(seed).randbytes(size)  # noqa: S311 - no secret
+
+
 def written(path: Path, pieces: list[bytes]) -> bytes:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT)
     try:
@@ -27,7 +31,7 @@ def written(path: Path, pieces: list[bytes]) -> bytes:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("cut", [1, 7, 1000])
 def test_it_reads_as_it_was_written(size: int, cut: int, tmp_path: Path) -> None:
-    content = random.Random(size).randbytes(size)
+    content = noise(size, size)
     pieces = [content[place : place + size // cut + 1] for place in range(0, size, size // cut + 1)]
     assert written(tmp_path / "file", pieces) == content
 
@@ -36,7 +40,7 @@ def test_a_refusal_in_the_middle_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first write is cut short, and those behind it are refused as long as they are direct."""
-    content, real, calls = random.Random(0).randbytes((1 << 20) + 9), os.write, list[int]()
+    content, real, calls = noise(0, (1 << 20) + 9), os.write, list[int]()
 
     def write(handle: int, data: memoryview) -> int:
         calls.append(len(data))
@@ -55,7 +59,7 @@ def test_a_system_without_it_writes_as_always(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(direct, "fcntl", None)
-    content = random.Random(1).randbytes(5 << 20)
+    content = noise(1, 5 << 20)
     assert written(tmp_path / "file", [content]) == content
 
 
