@@ -93,6 +93,14 @@ class Answer:
         return f"{self.lead}; {self.reliance}."
 
     @property
+    def grounds(self) -> tuple[tuple[str, str], ...]:
+        """What stands under `brief` on a page: each with its name."""
+        if self.finding == "no answer":
+            return (("Shown by", self.labels),) if self.labels else ()
+        shown = (("Shown by", self.evidence),) if self.evidence else ()
+        return (*shown, ("It costs", self.costs), ("It promises", self.guarantee))
+
+    @property
     def reliance(self) -> str:
         """The verdict with its reason, as a clause."""
         if self.verdict == "rely":
