@@ -76,8 +76,12 @@ def extreme_rays(
         fruitless += 1
         aim = torch.randn(rank, generator=generator, dtype=torch.float64)
         if found:
-            basis = torch.linalg.qr((torch.stack(found) * energy).T)[0]
-            aim -= basis @ (basis.T @ aim)
+            known = torch.stack(found) * energy
+            dual = torch.linalg.pinv(known / known.norm(dim=1, keepdim=True))
+            aim -= dual @ (known / known.norm(dim=1, keepdim=True) @ aim)
+            above = dual @ torch.rand(len(found), generator=generator, dtype=torch.float64)
+            # The first time 0 at those that are found; then above it, by ever other amounts.
+            aim = aim / aim.norm() + min(fruitless - 1, 1) * above / above.norm()
         reached = search.sparse_ray(aim / aim.norm())
         if reached is None:
             continue

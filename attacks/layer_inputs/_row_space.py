@@ -18,12 +18,17 @@ _VISIBLE = 3.0
 
 @dataclass(frozen=True)
 class RowSpace:
-    """Gradient ≈ columns @ rows, whose entries all have errors of the same deviation."""
+    """The strongest singular directions of a gradient, at their lengths.
 
-    columns: Tensor
-    """(m, r), orthonormal: the strongest left singular directions."""
+    Entries of `rows` and `columns` all have errors of the same deviation.
+    """
+
     rows: Tensor
     """(r, n), or (r, n + 1) with a bias, orthogonal."""
+    columns: Tensor
+    """(m, r), orthogonal. The gradient is columns @ diag(1 / lengths) @ rows."""
+    lengths: Tensor
+    """(r,)."""
     deviation: float
     """Standard deviation of the error of an entry: rounding, or noise."""
 
@@ -51,8 +56,8 @@ class RowSpace:
         visible = int((lengths[:count] > _VISIBLE * edge).sum())
         if not visible:
             raise AttackFailed(f"noise hides the row space of the gradient of layer {layer.name}")
-        kept = lengths[:visible, None] * right[:visible]
-        return RowSpace(left[:, :visible], kept, deviation)
+        kept = lengths[:visible]
+        return RowSpace(kept[:, None] * right[:visible], left[:, :visible] * kept, kept, deviation)
 
     @property
     def rank(self) -> int:
