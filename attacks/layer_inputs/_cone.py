@@ -21,12 +21,10 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
-_ZERO = 4.0
-"""Standard deviations of its error, up to which an entry may be 0."""
+from fedsim_attacks.layer_inputs._sharpening import sharpened
+
 _NEGATIVE = 10.0
-"""The same, down to which it may be negative."""
-_ESSENTIAL = 0.99
-"""Leverage of a zero from which on no other zeros imply it: an input has none of these."""
+"""Standard deviations of its error, down to which an entry may be negative."""
 _FEWEST = 0.05
 """Share of its entries that an input has zeros at least, besides those of any extreme ray."""
 _FRUITLESS = 12
@@ -142,29 +140,18 @@ class _Search:
 
 
 def _polished(start: Tensor, cone: Tensor, deviation: float) -> tuple[Tensor, Tensor] | None:
-    """Fits a combination (r,) to all entries that are 0; returns it and the cone there (r, z).
+    """Makes a combination (r,) precise; returns it and the cone at its zeros (r, z).
 
-    Entries count the more, the nearer they are to 0 (iteratively reweighted least squares), down to
-    their errors. None if others are negative, or one of the zeros does not follow from the rest.
+    None if others are negative, or one of the zeros does not follow from the rest.
     """
-    combination = start / start.norm()
-    at = combination @ cone
-    surely = min(len(cone) - 1 + int(_FEWEST * cone.shape[1]), cone.shape[1] - 1)
-    width = float(at.abs().sort()[0][surely])
-    while width > deviation:
-        width = max(0.3 * width, deviation)
-        weighted = cone / (at.square() + width**2).sqrt()
-        combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
-        at = combination @ cone
-    zeros = cone[:, at.abs() < _ZERO * deviation]
-    if zeros.shape[1] < len(cone):
+    surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])
+    precise = sharpened(start, cone, deviation, surely)
+    if precise is None:
         return None
-    left, _, right = torch.linalg.svd(zeros, full_matrices=False)
-    combination = left[:, -1] * (left[:, -1] @ cone).sum().sign()
+    combination, zeros = precise[0], cone[:, precise[1]]
+    combination = combination * (combination @ cone).sum().sign()
     at = combination @ cone
-    leverage = right[:-1].square().sum(0)
-    wrong = float(at.min()) < -_NEGATIVE * deviation or float(leverage.max()) > _ESSENTIAL
-    return None if wrong else (combination, zeros)
+    return None if float(at.min()) < -_NEGATIVE * deviation else (combination, zeros)
 
 
 def _apart(first: Tensor, second: Tensor) -> float:

@@ -15,13 +15,17 @@ from torch import Tensor
 from fedsim_attacks.layer_inputs._answers import Inputs, disaggregated
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
+from fedsim_attacks.layer_inputs._sharpening import sharpened
 
 _NEAR = 1e-3
 """Of a combination's largest entry: what is nearer to 0 may be."""
-_ZERO = 5.0
-"""Standard deviations of its error, up to which an entry is 0."""
-_SAME = 1e-4
-"""Sine up to which two combinations are the same."""
+_SHARP, _SHARPER = 1e-6, 0.9
+"""Width of the weights in the end, and by which factor it shrinks in an iteration."""
+_ZERO = 20.0
+"""Standard deviations of an error, up to which an entry is 0: rounding errs more where entries are
+larger."""
+_SAME, _ALIKE = 1e-5, 1e-3
+"""Sine up to which two combinations are the same: when they are precise, and before."""
 
 
 def sampled(
@@ -34,18 +38,62 @@ def sampled(
     rank, rows = space.rank, len(space.columns)
     unit = (space.columns / space.lengths).cpu()
     chosen = torch.rand(number, rows, generator=generator).topk(rank - 1, dim=1).indices
+    kernels = _kernels(unit, chosen, generator)
+    at = (kernels @ unit.T).abs()
+    zeros = at < _NEAR * at.amax(1, keepdim=True)
+    enough = zeros.sum(1) >= max(sparsity * rows, rank)
+    return _sharpened(space, kernels[enough], sparsity)
+
+
+def descended(space: RowSpace, number: int, sparsity: float, generator: torch.Generator) -> Tensor:
+    """Descends from the kernels of `number` sets of r - 1 rows to sparse combinations (c, r).
+
+    By iteratively reweighted least squares, whose weights sharpen from iteration to iteration
+    (Chartrand and Yin, Iteratively Reweighted Algorithms for Compressive Sensing, ICASSP 2008).
+    """
+    rank, rows = space.rank, len(space.columns)
+    unit = (space.columns / space.lengths).cpu()
+    chosen = torch.rand(number, rows, generator=generator).topk(rank - 1, dim=1).indices
+    kernels = _kernels(unit, chosen, generator)
+    at = kernels @ unit.T
+    width = at.abs().median(1, keepdim=True).values
+    while len(width) and float(width.max()) > _SHARP:
+        width = _SHARPER * width
+        weighted = unit / (at.square() + width.square()).sqrt()[..., None]
+        kernels = torch.linalg.eigh(weighted.transpose(1, 2) @ weighted)[1][:, :, 0]
+        at = kernels @ unit.T
+    enough = (at.abs() < 10 * _SHARP).sum(1) >= max(sparsity * rows, rank)
+    return _sharpened(space, kernels[enough], sparsity)
+
+
+def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+    """Computes the kernels (s, r) of sets of r - 1 rows, `chosen` (s, r - 1) from `unit` (m, r)."""
+    number, rank = len(chosen), unit.shape[1]
     extra = torch.randn(number, 1, rank, generator=generator, dtype=unit.dtype)
     target = unit.new_zeros(number, rank)
     target[:, -1] = 1
     kernels, broken = torch.linalg.solve_ex(torch.cat([unit[chosen], extra], 1), target)
     kernels = kernels[(broken == 0) & kernels.isfinite().all(1)]
-    at = (kernels @ unit.T).abs()
-    zeros = at < _NEAR * at.amax(1, keepdim=True)
-    enough = zeros.sum(1) >= max(sparsity * rows, rank)
-    return torch.stack(
-        [torch.linalg.svd(space.columns[row.to(space.columns.device)])[2][-1] for row in zeros[enough]]
-        or [space.columns.new_zeros(rank)]
-    )[: int(enough.sum())]
+    return kernels / kernels.norm(dim=1, keepdim=True)
+
+
+def _sharpened(space: RowSpace, kernels: Tensor, sparsity: float) -> Tensor:
+    """Makes `kernels` (s, r) precise combinations (c, r) of the gradient's columns, each once."""
+    found = space.columns.new_zeros(0, space.rank)
+    surely = int(sparsity * len(space.columns))
+    for kernel in kernels:
+        start = (kernel / space.lengths.cpu()).to(space.columns)
+        if _is_new(start / start.norm(), found, _ALIKE):
+            precise = sharpened(start, space.columns.T, space.deviation, surely)
+            if precise is not None:
+                found = torch.cat([found, precise[0][None]])
+    return found
+
+
+def _is_new(each: Tensor, others: Tensor, sine: float) -> bool:
+    """Says whether `each` (r,) differs from all `others` (c, r), all of unit length."""
+    across = (each[None] - (others @ each)[:, None] * others).norm(dim=1)
+    return not bool((across < sine).any())
 
 
 class Candidates:
@@ -61,8 +109,7 @@ class Candidates:
         """Adds what is new; says whether anything is."""
         before = len(self.combinations)
         for each in combinations:
-            across = 1 - (self.combinations @ each).square()
-            if not bool((across < _SAME**2).any()):
+            if _is_new(each, self.combinations, _SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
         zeros = self._off(self.combinations).sum(1)
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]

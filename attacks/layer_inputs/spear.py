@@ -7,7 +7,7 @@ Learning, NeurIPS 2024: its algorithms 1 and 2.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, final
+from typing import Annotated, ClassVar, Literal, final
 
 import torch
 from pydantic import Field
@@ -19,10 +19,12 @@ from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.layer_inputs._answers import Inputs, reconstruction
 from fedsim_attacks.layer_inputs._layers import traced
 from fedsim_attacks.layer_inputs._row_space import RowSpace
-from fedsim_attacks.layer_inputs._sparse_columns import Candidates, sampled
+from fedsim_attacks.layer_inputs._sparse_columns import Candidates, descended, sampled
 
 _TOGETHER = 4096
 """Sets of rows that are drawn in one iteration."""
+_DESCENTS = 64
+"""Descents of one iteration."""
 _COMPLETE = 0.999
 """Score from which on all neurons agree, but for some that rounding leaves open."""
 
@@ -52,6 +54,9 @@ class Spear(IterativeAttack[Sampling]):
 
     iterations: Annotated[int, Field(ge=1)] = 1000
     """Of 4,096 sets of neurons each; it ends when all neurons agree."""
+    search: Literal["sampled", "descent"] = "sampled"
+    """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and descended
+    from; that is ours, and does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of a combination's entries that have to be 0. The paper takes what fewer of 1 in
     100,000 images of an untrained network have; of a trained one images activate more."""
@@ -84,7 +89,8 @@ class Spear(IterativeAttack[Sampling]):
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
         candidates = state.candidates
-        found = sampled(candidates.space, _TOGETHER, self.sparsity, state.rng)
+        search, number = (sampled, _TOGETHER) if self.search == "sampled" else (descended, _DESCENTS)
+        found = search(candidates.space, number, self.sparsity, state.rng)
         if candidates.add(found):
             selected = candidates.selected()
             if selected is not None and selected[1] > state.score:
