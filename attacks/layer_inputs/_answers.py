@@ -127,7 +127,9 @@ def reconstruction(
     if pixels is not None:
         shape = (-1, *observation.model.input_shape)
         shown = denormalize(pixels.values.float().view(shape), observation.model).clamp(0, 1)
-        images = torch.cat([shown, shown.mean(0, keepdim=True).expand(count - len(shown), *shape[1:])])
+        images = torch.cat(
+            [shown, shown.mean(0, keepdim=True).expand(count - len(shown), *shape[1:])]
+        )
         certain = certain & pixels.certain[: len(certain)]
     return Reconstruction(
         images=images,

@@ -28,9 +28,7 @@ _SAME, _ALIKE = 1e-5, 1e-3
 """Sine up to which two combinations are the same: when they are precise, and before."""
 
 
-def sampled(
-    space: RowSpace, number: int, sparsity: float, generator: torch.Generator
-) -> Tensor:
+def sampled(space: RowSpace, number: int, sparsity: float, generator: torch.Generator) -> Tensor:
     """Draws `number` sets of r - 1 rows; returns combinations (c, r) in their kernels.
 
     Those whose share of zeros is at least `sparsity`, made precise by all of their zeros.

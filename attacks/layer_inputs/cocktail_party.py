@@ -79,7 +79,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
         layers = [layer for layer in traced(observation) if layer.features is not None]
         layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
         if not layers:
-            raise AttackFailed("the model has no linear layer from whose inputs all features follow")
+            raise AttackFailed(
+                "the model has no linear layer from whose inputs all features follow"
+            )
         layer = layers[0]
         space = RowSpace.of(layer, observation.num_images)
         values = space.rows[:, : layer.weights.shape[1]]
@@ -141,7 +143,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
             else:
                 whole = whole * whole.sum(1, keepdim=True).sign()
                 values = whole * (layer.length / whole.norm(dim=1, keepdim=True))
-            values = torch.cat([values, values.mean(0, keepdim=True).expand(count - len(values), -1)])
+            values = torch.cat(
+                [values, values.mean(0, keepdim=True).expand(count - len(values), -1)]
+            )
             if layer.pixels:
                 shape = (-1, *state.observation.model.input_shape)
                 spec = state.observation.model

@@ -88,9 +88,7 @@ def _is_eligible(layer: Layer) -> bool:
     return layer.nonnegative and (layer.bias is not None or layer.scale_free)
 
 
-def _inputs(
-    layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator
-) -> tuple[Inputs, int]:
+def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> tuple[Inputs, int]:
     """Finds inputs of `layer` at their scale; also returns how many programs that took."""
     space = RowSpace.of(layer, count)
     entries = _pixel_bounds(space.rows, spec) if layer.pixels else space.rows

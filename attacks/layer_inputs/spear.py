@@ -89,7 +89,9 @@ class Spear(IterativeAttack[Sampling]):
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
         candidates = state.candidates
-        search, number = (sampled, _TOGETHER) if self.search == "sampled" else (descended, _DESCENTS)
+        search, number = (
+            (sampled, _TOGETHER) if self.search == "sampled" else (descended, _DESCENTS)
+        )
         found = search(candidates.space, number, self.sparsity, state.rng)
         if candidates.add(found):
             selected = candidates.selected()
