@@ -63,6 +63,9 @@ def extreme_rays(
         generator: draws linear functions.
     """
     rank = len(entries)
+    if rank == 1:  # the only ray, whether it has zeros or not
+        error = deviation * rows.shape[1] ** 0.5
+        return Rays(entries.sum(1, keepdim=True).sign(), rows.new_tensor([error]), 0)
     alive = entries.norm(dim=0) > 10 * deviation * rank**0.5
     cone = entries[:, alive].cpu()
     energy = rows.square().sum(1).sqrt().cpu()

@@ -103,15 +103,13 @@ class Candidates:
         self.space = space
         self.combinations = space.columns.new_zeros(0, space.rank)
 
-    def add(self, combinations: Tensor) -> bool:
-        """Adds what is new; says whether anything is."""
-        before = len(self.combinations)
+    def add(self, combinations: Tensor) -> None:
+        """Adds what is new."""
         for each in combinations:
             if _is_new(each, self.combinations, _SAME):
                 self.combinations = torch.cat([self.combinations, each[None]])
         zeros = self._off(self.combinations).sum(1)
         self.combinations = self.combinations[zeros.argsort(descending=True, stable=True)]
-        return len(self.combinations) > before
 
     def selected(self) -> tuple[Inputs, float] | None:
         """Selects r of them greedily; returns inputs and their score.

@@ -46,7 +46,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     """Unmixes the inputs of a fully connected layer by independent component analysis.
 
     The layer is the first whose inputs are the image, and else the first from which all features
-    follow, as embeddings: `feature_inversion` takes them to images. The scale of an input, which the
+    follow, as embeddings. The scale of an input, which the
     paper leaves open, is that of the gradient in the bias.
     """
 

@@ -38,6 +38,8 @@ class Sampling(AttackState):
     rng: torch.Generator
     best: Inputs | None = None
     score: float = 0.0
+    known: int = 0
+    """Combinations that were known when it was selected from them."""
 
 
 @final
@@ -55,7 +57,7 @@ class Spear(IterativeAttack[Sampling]):
     iterations: Annotated[int, Field(ge=1)] = 1000
     """Of 4,096 sets of neurons each; it ends when all neurons agree."""
     search: Literal["sampled", "descent"] = "sampled"
-    """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and descended
+    """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also descended
     from; that is ours, and does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of a combination's entries that have to be 0. The paper takes what fewer of 1 in
@@ -89,11 +91,15 @@ class Spear(IterativeAttack[Sampling]):
         """Draws sets of neurons, and selects anew if combinations have been found."""
         state.iteration += 1
         candidates = state.candidates
-        search, number = (
-            (sampled, _TOGETHER) if self.search == "sampled" else (descended, _DESCENTS)
-        )
-        found = search(candidates.space, number, self.sparsity, state.rng)
-        if candidates.add(found):
+        number = _TOGETHER
+        if self.search == "descent":
+            number = _DESCENTS
+            candidates.add(descended(candidates.space, number, self.sparsity, state.rng))
+        found = sampled(candidates.space, number, self.sparsity, state.rng)
+        before = state.known
+        candidates.add(found)
+        state.known = len(candidates.combinations)
+        if state.known > before:
             selected = candidates.selected()
             if selected is not None and selected[1] > state.score:
                 state.best, state.score = selected

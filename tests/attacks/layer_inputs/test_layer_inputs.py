@@ -126,7 +126,7 @@ def test_noise_leaves_nothing_called_determined_that_is_wrong(
 @pytest.mark.parametrize(
     ("defense", "reason"),
     [
-        ({"name": "gradient_pruning", "rate": 0.9}, "sets entries to zero"),
+        ({"name": "gradient_pruning", "ratio": 0.9}, "sets entries to zero"),
         ({"name": "dropout", "rate": 0.5}, "dropout"),
     ],
 )
