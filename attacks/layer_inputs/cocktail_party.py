@@ -58,7 +58,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     """Of Adam."""
     slope: Annotated[float, Field(gt=0)] = 1.0
     """a of the negentropy's log cosh(a x)."""
-    independence: Annotated[float, Field(ge=0)] = 1.0
+    independence: Annotated[float, Field(ge=0)] = 0.01
     """Weight of what keeps two components from being the same."""
     temperature: Annotated[float, Field(gt=0)] = 5.0
     """T of that: exp(T |cosine of two rows|)."""

@@ -57,8 +57,8 @@ class Spear(IterativeAttack[Sampling]):
     iterations: Annotated[int, Field(ge=1)] = 1000
     """Of 4,096 sets of neurons each; it ends when all neurons agree."""
     search: Literal["sampled", "descent"] = "sampled"
-    """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also descended
-    from; that is ours, and does not double with each image."""
+    """`sampled`: as the paper does. `descent`: 64 sets of neurons are drawn instead, and also
+    descended from, which is not the paper's; what it takes does not double with each image."""
     sparsity: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of a combination's entries that have to be 0. The paper takes what fewer of 1 in
     100,000 images of an untrained network have; of a trained one images activate more."""
