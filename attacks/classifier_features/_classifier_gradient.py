@@ -55,6 +55,8 @@ class ClassifierGradient:
     rates: tuple[float, ...]
     """Learning rate after each local step on the same batch but the last; none if there is one."""
     momentum: float
+    bias_weight: float = 1.0
+    """How much more precise the bias's gradient is than an entry of the weights'."""
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
 

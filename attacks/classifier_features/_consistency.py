@@ -14,6 +14,7 @@ from typing import NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize
@@ -68,23 +69,74 @@ class Consistency:
         inside = (features @ self._basis.T - self._origin) @ self._free
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
-    def features(self, points: Tensor) -> Tensor:
-        """Turns unknowns (S, n) into features (S, N, d)."""
+    def features(self, points: Tensor, labels: Tensor) -> Tensor:
+        """Turns unknowns (S, n) into features (S, N, d), whatever the labels (S, N)."""
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
-    def descend(self, points: Tensor, labels: Tensor, iterations: int) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N)."""
+    def descend(
+        self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0
+    ) -> Fits:
+        """Descends from `points` (S, n), each with its `labels` (S, N).
+
+        The first start to leave no more than a share `enough` of the gradient ends it.
+        """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
+        slopes = self._slopes if not self.classifier.rates else vmap(jacfwd(self.residual))
         found = [
-            minimize(self.residual, *part, iterations)
+            minimize(vmap(self.residual), slopes, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         losses = minima.losses / self._energy
-        return Fits(self.features(minima.points), labels, losses, minima.points)
+        return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+
+    @property
+    def freedom(self) -> int:
+        """How many more equations there are than unknowns."""
+        count = self.classifier.num_images
+        unknowns = count * self._free.shape[1] + self.classifier.factors
+        return max(1, self.classes * count - unknowns)
+
+    def variances(self, point: Tensor, labels: Tensor) -> Tensor:
+        """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+
+        A fit amplifies it by its Jacobian's inverse inside the row space, and by the error signals'
+        outside, where all of the gradient's columns have it.
+        """
+        targets = F.one_hot(labels, self.classes).double()
+        variances = torch.zeros_like(point)
+        if len(point):
+            jacobian = jacfwd(self.residual)(point, targets)
+            _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
+            amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
+            variances = amplified.square().sum(0)
+        variances = variances[: len(variances) - self.classifier.factors]
+        count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
+        inside = variances.reshape(count, -1).sum(1)
+        errors = self.errors(point, labels) / count
+        total: Tensor = inside + columns * torch.linalg.pinv(errors.T).square().sum(1)
+        return total
+
+    def _slopes(self, points: Tensor, targets: Tensor) -> Tensor:
+        """Jacobians (S, e, n) of `residual` at points (S, n), of a single step."""
+        count, factors = self.classifier.num_images, self.classifier.factors
+        coordinates = self._coordinates(points)
+        scale = points[:, -factors:].exp()[..., None] if factors else points.new_ones(1, 1, 1)
+        shares = (coordinates @ self._weights.T).softmax(-1)
+        errors = scale * (shares - targets) / count
+        weights = self._weights @ self._free
+        mean = shares @ weights
+        moved = scale[..., None] / count * shares[..., None] * (weights - mean[:, :, None])
+        whole = torch.einsum("snkl,snj->skjnl", moved, coordinates)
+        whole += torch.einsum("snk,jl->skjnl", errors, self._free)
+        slopes = whole.flatten(3).flatten(1, 2)
+        if not factors:
+            return slopes
+        each = torch.einsum("snk,snj->skjn", errors, coordinates).flatten(1, 2)
+        return torch.cat([slopes, each if factors > 1 else each.sum(2, keepdim=True)], 2)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
         """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""

@@ -20,10 +20,11 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.classifier_features._certainty import explained, relative_errors
+from fedsim_attacks.classifier_features._certainty import allowed, explained, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.labels.label_inference import infer_labels
 
@@ -33,6 +34,10 @@ _TRIAL = 30
 """Iterations after which labels are told apart."""
 _TRIED_TOGETHER = 12
 """Labelings that are compared before the search goes on from the best."""
+_SHRUNK = 2
+"""Times that the features' spread is estimated, and the fit repeated with it."""
+_MANY = 1200
+"""Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
 _DETERMINED = 0.03
 """Relative error of features (a cosine of 0.9995) up to which they are determined."""
 
@@ -41,7 +46,7 @@ _DETERMINED = 0.03
 class ClassifierSolver(FeatureSolver):
     """Searches labels and features together; the best ones are descended to the end."""
 
-    problem: Consistency
+    problem: Consistency | Profile
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
@@ -71,9 +76,11 @@ class ClassifierSolver(FeatureSolver):
             self._end()
             return
         count = len(self.waiting)
-        labels = torch.stack(self.waiting).repeat_interleave(self.starts, 0)
-        fits = self.problem.descend(self._drawn(len(labels)), labels, _TRIAL)
-        self.iteration += _TRIAL
+        many, trial = (self.starts, _TRIAL) if self.tried else (4 * self.starts, 2 * _TRIAL)
+        labels = torch.stack(self.waiting).repeat_interleave(many, 0)
+        enough = allowed(self.problem)
+        fits = self.problem.descend(self._drawn(len(labels)), labels, trial, enough)
+        self.iteration += trial
         self.tried |= {tuple(each.tolist()) for each in self.waiting}
         self.waiting = self.waiting[count:]
         before = self.best
@@ -98,12 +105,25 @@ class ClassifierSolver(FeatureSolver):
 
     def _end(self) -> None:
         assert self.best is not None
-        labels = self.best.labels.expand(8 * self.starts, -1)
-        drawn = self._drawn(len(labels))
-        drawn[0] = self.best.points[0]
-        self._keep(self.problem.descend(drawn, labels, self.iterations))
+        starts = self.best.points
+        if not explained(self.problem, float(self.loss)):
+            starts = torch.cat([starts, self._drawn(8 * self.starts - 1)])
+        labels = self.best.labels.expand(len(starts), -1)
+        self._keep(self.problem.descend(starts, labels, self.iterations))
         self.iteration += self.iterations
+        if isinstance(self.problem, Profile) and self.problem.classifier.noise:
+            self._shrink(self.problem)
         self.over = True
+
+    def _shrink(self, problem: Profile) -> None:
+        """Goes on with what is known of features beforehand: that they differ only so much."""
+        for _ in range(_SHRUNK):
+            assert self.best is not None
+            point, labels = self.best.points, self.best.labels
+            narrow = Profile(problem.classifier, problem.spread(point[0], labels[0]))
+            found = narrow.descend(point, labels, self.iterations)
+            self.best = found
+            self.iteration += self.iterations
 
     def _keep(self, fits: Fits) -> None:
         index = int(fits.losses.nan_to_num(torch.inf).argmin())
@@ -172,9 +192,11 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             observation.training,
         )
         labels = infer_labels(observation).sort()[0]
+        small = classifier.num_images * len(classifier.weights) <= _MANY
+        whole = small and not classifier.rates
         return ClassifierSolver(
             loss=torch.full((), torch.inf),
-            problem=Consistency(classifier),
+            problem=Profile(classifier) if whole else Consistency(classifier),
             pool=pool,
             rng=rng,
             starts=self.starts,
