@@ -57,6 +57,8 @@ class ClassifierGradient:
     momentum: float
     bias_weight: float = 1.0
     """How much more precise the bias's gradient is than an entry of the weights'."""
+    removed_below: float = math.inf
+    """Magnitude that an entry which is set to zero had at most, if that is known."""
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
 
@@ -72,6 +74,7 @@ class ClassifierGradient:
         layer, name = linear_classifier(rebuild(observation))
         effect, training = observation.effect, observation.training
         factor = mean_gradient_factor(training)
+        below = _smallest(observation, f"{name}.weight") * abs(factor)
         parts = [(layer.weight, f"{name}.weight")]
         if layer.bias is not None:
             parts.append((layer.bias, f"{name}.bias"))
@@ -95,21 +98,22 @@ class ClassifierGradient:
             if training.batches == "same"
             else (),
             momentum=training.momentum,
+            bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
+            removed_below=below,
         )
 
     def check(self) -> None:
         """Refuses a gradient that does not determine the features.
 
         Raises:
-            AttackFailed: a defense removes or mixes entries, there is dropout, or there are too
-                many images or nothing left.
+            AttackFailed: a defense mixes entries, there is dropout, or there are too many images
+                or nothing left.
         """
         classes, images = len(self.weights), self.num_images
-        if self.removed or self.mixed:
-            how = "sets entries to zero" if self.removed else "mixes entries"
+        if self.mixed:
             raise AttackFailed(
-                f"a defense {how}, and what is left of the classifier's gradient has not the "
-                "features' row space"
+                "a defense mixes entries, and what is left of the classifier's gradient has not "
+                "the features' row space"
             )
         if self.dropout:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
@@ -138,12 +142,42 @@ class ClassifierGradient:
         return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
 
     @property
+    def kept(self) -> Tensor:
+        """Which entries (K, d + 1) were not set to zero."""
+        return self.gradient != 0
+
+    @property
     def noise(self) -> float:
         """Variance of noise or rounding in an entry; 0 where neither is declared.
 
         Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
         """
         return 0.0 if self.exact or self.removed else self.deviation**2
+
+
+def _smallest(observation: Observation, name: str) -> float:
+    """Returns the magnitude in the update that entries of `name` set to zero had at most.
+
+    Infinite where magnitude is not what they were chosen by.
+    """
+    removed = observation.effect.removed
+    if removed not in ("smallest", "smallest_of_tensor") or observation.effect.noisy:
+        return math.inf
+    names = [name] if removed == "smallest_of_tensor" else list(observation.update)
+    kept = [t[t != 0].abs().min() for t in map(observation.update.get, names) if bool(t.any())]
+    return float(torch.stack(kept).min()) if kept else math.inf
+
+
+def _bias_weight(observation: Observation, name: str) -> float:
+    """Returns how much finer the grid of the bias's gradient is than that of the weights'."""
+    effect = observation.effect
+    if not effect.rounded or effect.noisy or effect.removed:
+        return 1.0
+    parts = [observation.update[f"{name}.{part}"] for part in ("weight", "bias")]
+    if not all(bool(part.any()) for part in parts):
+        return 1.0
+    weights, bias = (float(part[part != 0].abs().min()) for part in parts)
+    return weights / bias
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:

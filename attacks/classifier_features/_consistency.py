@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize
+from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize, normals_of
 
-_CHUNK = 1 << 26
-"""Entries of the Jacobians that are held at once (512 MiB)."""
+_CHUNK = 1 << 24
+"""Entries of the Jacobians that are held at once (128 MiB)."""
 
 
 class Fits(NamedTuple):
@@ -84,12 +84,17 @@ class Consistency:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
-        slopes = self._slopes if not self.classifier.rates else vmap(jacfwd(self.residual))
-        found = [
-            minimize(vmap(self.residual), slopes, *part, iterations, enough * float(self._energy))
-            for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
-        ]
+        found: list[Minima] = []
+        normals = self._normals
+        if self.classifier.rates or self.classifier.factors:
+            normals = normals_of(vmap(jacfwd(self.residual)))
+        share = enough * float(self._energy)
+        for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
+            found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
+            if bool((found[-1].losses <= share).any()):
+                break
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        labels = labels[: len(minima.losses)]
         losses = minima.losses / self._energy
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
@@ -120,23 +125,35 @@ class Consistency:
         total: Tensor = inside + columns * torch.linalg.pinv(errors.T).square().sum(1)
         return total
 
-    def _slopes(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Jacobians (S, e, n) of `residual` at points (S, n), of a single step."""
-        count, factors = self.classifier.num_images, self.classifier.factors
+    def _normals(
+        self, points: Tensor, targets: Tensor, left: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """J'J and J'r at points (S, n) whose residuals are `left`, of one step without factors.
+
+        With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
+        small matrices, so that J itself, of N K N by N² entries, is never needed.
+        """
+        count, free = self.classifier.num_images, self._free
         coordinates = self._coordinates(points)
-        scale = points[:, -factors:].exp()[..., None] if factors else points.new_ones(1, 1, 1)
         shares = (coordinates @ self._weights.T).softmax(-1)
-        errors = scale * (shares - targets) / count
-        weights = self._weights @ self._free
+        errors = (shares - targets) / count
+        weights = self._weights @ free
         mean = shares @ weights
-        moved = scale[..., None] / count * shares[..., None] * (weights - mean[:, :, None])
-        whole = torch.einsum("snkl,snj->skjnl", moved, coordinates)
-        whole += torch.einsum("snk,jl->skjnl", errors, self._free)
-        slopes = whole.flatten(3).flatten(1, 2)
-        if not factors:
-            return slopes
-        each = torch.einsum("snk,snj->skjn", errors, coordinates).flatten(1, 2)
-        return torch.cat([slopes, each if factors > 1 else each.sum(2, keepdim=True)], 2)
+        moved = shares[..., None] / count * (weights - mean[:, :, None])  # (S, N, K, l)
+        flat = moved.transpose(2, 3).flatten(1, 2)  # (S, N l, K)
+        own = free.shape[1]
+        grams = coordinates @ coordinates.transpose(1, 2)
+        shape = (len(points), count, own, count, own)
+        normal = (flat @ flat.transpose(1, 2)).view(shape) * grams[:, :, None, :, None]
+        crossed = (flat @ errors.transpose(1, 2)).view(shape[:4])
+        mixed = crossed[..., None] * (coordinates @ free)[:, :, None, None]
+        normal = normal + mixed + mixed.permute(0, 3, 4, 1, 2)
+        energies = errors @ errors.transpose(1, 2)
+        normal.diagonal(dim1=2, dim2=4).add_(energies[..., None])
+        rest = left.view(len(points), self.classes, count)
+        downhill = torch.einsum("snkl,skn->snl", moved, rest @ coordinates.transpose(1, 2))
+        downhill = downhill + errors @ (rest @ free)
+        return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
         """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""

@@ -18,6 +18,19 @@ _FLAT = 1e-12
 
 Batched = Callable[[Tensor, Tensor], Tensor]
 """From points (S, n) and what belongs to their starts, to residuals (S, e) or Jacobians (S, e, n)."""
+Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From points (S, n), what belongs to their starts, and residuals r (S, e), to J'J (S, n, n) and
+J'r (S, n)."""
+
+
+def normals_of(jacobians: Batched) -> Normals:
+    """Returns J'J and J'r by the Jacobians J themselves."""
+
+    def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        slopes = jacobians(points, given).transpose(1, 2)
+        return slopes @ slopes.transpose(1, 2), (slopes @ left[..., None])[..., 0]
+
+    return normals
 
 
 class Minima(NamedTuple):
@@ -31,7 +44,7 @@ class Minima(NamedTuple):
 
 def minimize(
     residuals: Batched,
-    jacobians: Batched,
+    normals: Normals,
     starts: Tensor,
     given: Tensor,
     iterations: int,
@@ -41,7 +54,7 @@ def minimize(
 
     Args:
         residuals: of points and their entries of `given`.
-        jacobians: of the same.
+        normals: of the same.
         starts: (S, n) float64.
         given: (S, ...), constant.
         iterations: steps that are tried at most; fewer where none lowers any start's.
@@ -56,12 +69,10 @@ def minimize(
     for _ in range(iterations):
         if bool((losses <= enough).any()) or bool((damping >= _DAMPING[1]).all()):
             break
-        jacobian = jacobians(points, given)
-        normal = jacobian.transpose(1, 2) @ jacobian
+        normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
-        downhill = (jacobian.transpose(1, 2) @ there[..., None])[..., 0]
         step, broken = torch.linalg.solve_ex(damped, downhill)
         tried = points - step
         left = residuals(tried, given)

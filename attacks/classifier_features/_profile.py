@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Fits
-from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize
+from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize, normals_of
 
 _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
@@ -163,6 +163,15 @@ class Profile:
         inside: Tensor = parts.inputs[..., : self.rank] @ self._span.T
         return inside + rest
 
+    def implied(self, points: Tensor, labels: Tensor) -> Tensor:
+        """Computes the gradient (S, K, d + 1) that points (S, n) with labels (S, N) make."""
+        errors = self._parts(points, F.one_hot(labels, self.classes).double()).errors
+        features = self.features(points, labels)
+        if self.classifier.biased:
+            features = F.pad(features, (0, 1), value=1.0)
+        gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
+        return gradient
+
     def descend(
         self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0
     ) -> Fits:
@@ -173,8 +182,9 @@ class Profile:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // jacobian)
+        normals = normals_of(self.jacobians)
         found = [
-            minimize(self.residuals, self.jacobians, *part, iterations, enough * float(self._energy))
+            minimize(self.residuals, normals, *part, iterations, enough * float(self._energy))
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -215,7 +225,7 @@ class Profile:
         inside = points[:, : points.shape[1] - factors].reshape(len(points), count, self.rank)
         scale = points[:, -factors:].exp()[..., None] if factors else points.new_ones(1, 1, 1)
         shares = (inside @ self._weights.T + self._bias).softmax(-1)
-        errors = scale * (shares - targets)
+        errors = (scale * (shares - targets)).nan_to_num(0.0, 0.0, 0.0)
         mean = shares @ self._weights
         slopes = scale[..., None] * shares[..., None] * (self._weights - mean[:, :, None])
         known = errors

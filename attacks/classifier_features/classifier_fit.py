@@ -16,12 +16,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
+from fedsim.words import number_of
 from fedsim_attacks.classifier_features._certainty import allowed, explained, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._completion import complete
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 from fedsim_attacks.classifier_features._label_search import neighbours
 from fedsim_attacks.classifier_features._profile import Profile
@@ -36,6 +39,8 @@ _TRIED_TOGETHER = 12
 """Labelings that are compared before the search goes on from the best."""
 _SHRUNK = 2
 """Times that the features' spread is estimated, and the fit repeated with it."""
+_WIDER = 3.0
+"""Times the estimated spread that is taken: what one gains by less, others lose."""
 _MANY = 1200
 """Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
 _DETERMINED = 0.03
@@ -77,6 +82,7 @@ class ClassifierSolver(FeatureSolver):
             return
         count = len(self.waiting)
         many, trial = (self.starts, _TRIAL) if self.tried else (4 * self.starts, 2 * _TRIAL)
+        # Starts of a large problem follow each other, and the first that explains all is the last.
         labels = torch.stack(self.waiting).repeat_interleave(many, 0)
         enough = allowed(self.problem)
         fits = self.problem.descend(self._drawn(len(labels)), labels, trial, enough)
@@ -111,8 +117,12 @@ class ClassifierSolver(FeatureSolver):
         labels = self.best.labels.expand(len(starts), -1)
         self._keep(self.problem.descend(starts, labels, self.iterations))
         self.iteration += self.iterations
-        if isinstance(self.problem, Profile) and self.problem.classifier.noise:
-            self._shrink(self.problem)
+        if isinstance(self.problem, Profile):
+            if self.problem.classifier.removed:
+                self.problem, self.best = complete(self.problem, self.best)
+                self.loss = self.best.losses[0]
+            elif self.problem.classifier.noise:
+                self._shrink(self.problem)
         self.over = True
 
     def _shrink(self, problem: Profile) -> None:
@@ -120,7 +130,8 @@ class ClassifierSolver(FeatureSolver):
         for _ in range(_SHRUNK):
             assert self.best is not None
             point, labels = self.best.points, self.best.labels
-            narrow = Profile(problem.classifier, problem.spread(point[0], labels[0]))
+            spread = _WIDER * problem.spread(point[0], labels[0])
+            narrow = Profile(problem.classifier, spread)
             found = narrow.descend(point, labels, self.iterations)
             self.best = found
             self.iteration += self.iterations
@@ -141,6 +152,8 @@ class ClassifierSolver(FeatureSolver):
         assert self.best is not None
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
+        if self.problem.classifier.removed:  # entries that were filled in tell nothing new
+            certain = torch.zeros_like(certain)
         return Reconstruction(
             features=self.best.features[0].float(),
             labels=self.best.labels[0],
@@ -193,7 +206,12 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         )
         labels = infer_labels(observation).sort()[0]
         small = classifier.num_images * len(classifier.weights) <= _MANY
-        whole = small and not classifier.rates
+        whole = small and not classifier.rates and classifier.factors <= 1
+        if classifier.removed and not whole:
+            raise AttackFailed(
+                "a defense sets entries to zero, which is made up for after one local step without clipped examples "
+                f"and for {number_of(_MANY, 'error signal')} at most (images times classes)"
+            )
         return ClassifierSolver(
             loss=torch.full((), torch.inf),
             problem=Profile(classifier) if whole else Consistency(classifier),
