@@ -128,13 +128,13 @@ def train(out: Path, path: str) -> None:
 def cells() -> dict[str, tuple[str, int, int, str]]:
     """All cells: name to (victim, epochs, images, what stands in the way)."""
     found = []
-    for name in MODELS:
-        batches = (32, 64) if name.endswith("-100") else (4, 8, 9)
-        found += [(name, epoch, count, "none") for epoch in EPOCHS for count in batches]
-    for name, epoch in (("resnet18-group", 1), ("resnet18-group", 5), ("convnet", 1)):
-        for way in WAYS:
-            for count in (4, 8):
-                found.append((name, epoch, count, way))
+    for epoch in EPOCHS:
+        for name in MODELS:
+            batches = (32, 64) if name.endswith("-100") else (8, 9)
+            found += [(name, epoch, count, "none") for count in batches]
+    found += [("resnet18-group", 1, 8, way) for way in WAYS]
+    found += [("convnet", 1, 8, way) for way in ("pruning 0.9", "8 bits", "noise 0.01", "3 steps")]
+    found += [(name, 1, 4, "pruning 0.9") for name in ("resnet18-group", "convnet")]
     return {"/".join(map(str, cell)): cell for cell in found}
 
 
@@ -168,9 +168,9 @@ def observed(
         entries = torch.cat([tensor.flatten() for tensor in update.update.values()])
         std = noise * float(entries.square().mean().sqrt())
         bound = 0.1 * float(entries.norm())
-        defense = [{"name": "gaussian_noise", "std": std}] if noise else [
-            {"name": "clip", "norm": bound}
-        ]
+        defense = (
+            [{"name": "gaussian_noise", "std": std}] if noise else [{"name": "clip", "norm": bound}]
+        )
     return made(defense=defense)
 
 

@@ -57,8 +57,9 @@ class ClassifierGradient:
     momentum: float
     bias_weight: float = 1.0
     """How much more precise the bias's gradient is than an entry of the weights'."""
-    removed_below: float = math.inf
-    """Magnitude that an entry which is set to zero had at most, if that is known."""
+    removed_below: Tensor | None = None
+    """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
+    where that is not known."""
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
 
@@ -74,11 +75,16 @@ class ClassifierGradient:
         layer, name = linear_classifier(rebuild(observation))
         effect, training = observation.effect, observation.training
         factor = mean_gradient_factor(training)
-        below = _smallest(observation, f"{name}.weight") * abs(factor)
         parts = [(layer.weight, f"{name}.weight")]
         if layer.bias is not None:
             parts.append((layer.bias, f"{name}.bias"))
         weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
+        below = [
+            _smallest(observation, f"{name}.{kind}") * abs(factor)
+            for kind, part in (("weight", layer.weight), ("bias", layer.bias))
+            if part is not None
+            for _ in range(part[0].numel())
+        ]
         gradient = [
             observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor
             for _, key in parts
@@ -99,7 +105,7 @@ class ClassifierGradient:
             else (),
             momentum=training.momentum,
             bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
-            removed_below=below,
+            removed_below=weights[0].new_tensor(below),
         )
 
     def check(self) -> None:

@@ -32,11 +32,13 @@ def complete(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
     """
     classifier = problem.classifier
     missing, bound = ~classifier.kept, classifier.removed_below
+    if bound is None:
+        bound = torch.full_like(classifier.gradient[0], torch.inf)
     size = float(classifier.gradient.norm())
     for _ in range(_TURNS):
         implied = problem.implied(fits.points, fits.labels)[0]
         before = problem.classifier.gradient
-        moved = (before + _STRIDE * (implied - before)).clamp(-bound, bound)
+        moved = (before + _STRIDE * (implied - before)).clamp(min=-bound, max=bound)
         gradient = torch.where(missing, moved, before)
         problem = Profile(replace(classifier, gradient=gradient))
         fits = problem.descend(fits.points, fits.labels, _STEPS)

@@ -74,9 +74,7 @@ class Consistency:
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
-    def descend(
-        self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0
-    ) -> Fits:
+    def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
         """Descends from `points` (S, n), each with its `labels` (S, N).
 
         The first start to leave no more than a share `enough` of the gradient ends it.
@@ -91,7 +89,7 @@ class Consistency:
         share = enough * float(self._energy)
         for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
             found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
-            if bool((found[-1].losses <= share).any()):
+            if bool((found[-1].losses < share).any()):
                 break
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         labels = labels[: len(minima.losses)]
@@ -125,9 +123,7 @@ class Consistency:
         total: Tensor = inside + columns * torch.linalg.pinv(errors.T).square().sum(1)
         return total
 
-    def _normals(
-        self, points: Tensor, targets: Tensor, left: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
         """J'J and J'r at points (S, n) whose residuals are `left`, of one step without factors.
 
         With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of

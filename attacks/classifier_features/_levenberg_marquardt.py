@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
 _FIRST_DAMPING = 1e-2
 """Of the diagonal of J'J, at the start."""
 _EASED, _RAISED = 0.2, 3.0
@@ -58,7 +59,7 @@ def minimize(
         starts: (S, n) float64.
         given: (S, ...), constant.
         iterations: steps that are tried at most; fewer where none lowers any start's.
-        enough: sum of squares at which the first start to reach it ends the descent of all.
+        enough: sum of squares below which the first start to come ends the descent of all.
     """
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
@@ -67,7 +68,7 @@ def minimize(
     if not starts.shape[1]:
         return Minima(points, losses)
     for _ in range(iterations):
-        if bool((losses <= enough).any()) or bool((damping >= _DAMPING[1]).all()):
+        if bool((losses < enough).any()) or bool((damping >= _DAMPING[1]).all()):
             break
         normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)

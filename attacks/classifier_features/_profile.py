@@ -30,6 +30,8 @@ _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
 
 
+_VANISHED = 1e-13
+"""Of the same: what is less is rounding, and explains nothing."""
 _EXPECTATIONS = 30
 """Rounds of the estimate of how far a batch's features are from what they share."""
 
@@ -172,9 +174,7 @@ class Profile:
         gradient: Tensor = errors.transpose(1, 2) @ features / self.classifier.num_images
         return gradient
 
-    def descend(
-        self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0
-    ) -> Fits:
+    def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
         """Descends from `points` (S, n), each with its `labels` (S, N).
 
         The first start to leave no more than a share `enough` of the gradient ends it.
@@ -202,9 +202,7 @@ class Profile:
         fixed = self._observed.shape[1] - len(self._turn)
         slopes = parts.slopes / count
         known = torch.einsum("snkl,snj->skjnl", slopes, parts.inputs[..., :fixed])
-        known[:, :, range(rank), :, range(rank)] += (
-            parts.errors.transpose(1, 2) / count
-        )
+        known[:, :, range(rank), :, range(rank)] += parts.errors.transpose(1, 2) / count
         turned = torch.einsum("sqk,snkl->snql", parts.outside, slopes)
         free = torch.einsum("snkl,snj->skjnl", turned, parts.inputs[..., fixed:])
         whole = torch.cat([known, free], 2).flatten(3).flatten(1, 2)
@@ -233,7 +231,7 @@ class Profile:
             known = errors + _SHARED * errors.sum(1, keepdim=True)
         energies, axes = torch.linalg.eigh(errors.transpose(1, 2) @ known)
         ridge = _RIDGE * energies[:, -1:].clamp_min(torch.finfo(energies.dtype).tiny) + self._ridge
-        energies = energies.clamp_min(0)
+        energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
         part = (ridge / (energies + ridge)).sqrt()
         outside = (axes * part[:, None]) @ axes.transpose(1, 2)
         rest = self._observed[:, self._observed.shape[1] - len(self._turn) :]
@@ -243,7 +241,5 @@ class Profile:
         if self.classifier.biased:
             fixed = F.pad(inside, (0, 1), value=self.classifier.bias_weight)
         explained = errors.transpose(1, 2) @ fixed / count
-        left = torch.cat(
-            [explained - self._observed[:, : fixed.shape[2]], -(outside @ rest)], 2
-        )
+        left = torch.cat([explained - self._observed[:, : fixed.shape[2]], -(outside @ rest)], 2)
         return _Parts(errors, slopes, torch.cat([fixed, free], 2), left, outside)
