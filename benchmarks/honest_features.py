@@ -203,7 +203,7 @@ def measured(observation: Observation, truth: GroundTruth, trial: int) -> dict[s
 
 
 def attack(out: Path, path: str, trials: int, only: list[str]) -> None:
-    """Attacks every cell's batches, the first batch of all cells first."""
+    """Attacks every cell's batches, the first of all cells before the second of any."""
     kept, file = data(out, path), out / "batches.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
     done = {(row["cell"], row["trial"]) for row in map(json.loads, lines)}
@@ -240,9 +240,10 @@ def table(out: Path) -> None:
         shares = [row["share"] if "failed" not in row else 0.0 for row in own]
         found = summarize(shares)
         assert found is not None
-        figures: list[Any] = [round(found.mean, 4), *map(_rounded, (found.low, found.high))]
-        for key in means:
-            figures.append(_rounded(statistics.fmean(r[key] for r in good)) if good else "")
+        figures = [_rounded(value) for value in (found.mean, found.low, found.high)]
+        figures += [
+            _rounded(statistics.fmean(r[key] for r in good) if good else None) for key in means
+        ]
         false = sum(row["false"] for row in good)
         writer.writerow([*cell, len(own), len(own) - len(good), *figures, false])
 

@@ -27,6 +27,10 @@ from fedsim.words import number_of
 _LARGEST_BATCH = 128
 """Images up to which all their features are sought at once: unknowns are their square."""
 
+_FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
+"""How many levels the least entry of a grid may be from 0, how many values tell the grid's spacing,
+and how far from a level, in spacings, float32 leaves them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierGradient:
@@ -182,8 +186,18 @@ def _bias_weight(observation: Observation, name: str) -> float:
     parts = [observation.update[f"{name}.{part}"] for part in ("weight", "bias")]
     if not all(bool(part.any()) for part in parts):
         return 1.0
-    weights, bias = (float(part[part != 0].abs().min()) for part in parts)
+    weights, bias = map(_spacing, parts)
     return weights / bias
+
+
+def _spacing(tensor: Tensor) -> float:
+    """Returns the largest spacing of a grid on which all entries are, of which not all are 0."""
+    values = tensor.double().abs().flatten().unique()
+    values = values[values > 0]
+    spacings = values[0] / torch.arange(1, _FINEST, dtype=values.dtype, device=values.device)
+    levels = values[:_COMPARED, None] / spacings
+    fits = ((levels - levels.round()).abs() < _OFF).all(0)
+    return float(spacings[fits.double().argmax()])
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:

@@ -21,6 +21,8 @@ from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, mini
 
 _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
+_NOTHING = 1e-100
+"""Least singular value, so that squares of its inverse are finite."""
 
 
 class Fits(NamedTuple):
@@ -34,6 +36,16 @@ class Fits(NamedTuple):
     """(S,): squared residual over the squared gradient."""
     points: Tensor
     """(S, n): the unknowns."""
+
+
+def whole_inverse(matrix: Tensor) -> Tensor:
+    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), in which nothing counts as zero.
+
+    What an image without error signal may be is then huge, and not left out.
+    """
+    left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
+    inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
+    return inverse
 
 
 @final
@@ -120,7 +132,7 @@ class Consistency:
         count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
         inside = variances.reshape(count, -1).sum(1)
         errors = self.errors(point, labels) / count
-        total: Tensor = inside + columns * torch.linalg.pinv(errors.T).square().sum(1)
+        total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
         return total
 
     def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,8 @@ _FLAT = 1e-12
 """Least entry of the diagonal, over the largest: directions that the residual does not see."""
 
 Batched = Callable[[Tensor, Tensor], Tensor]
-"""From points (S, n) and what belongs to their starts, to residuals (S, e) or Jacobians (S, e, n)."""
+"""From points (S, n) and what belongs to their starts, to residuals (S, e), or Jacobians
+(S, e, n)."""
 Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """From points (S, n), what belongs to their starts, and residuals r (S, e), to J'J (S, n, n) and
 J'r (S, n)."""

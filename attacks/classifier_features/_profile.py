@@ -17,21 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._consistency import Fits
+from fedsim_attacks.classifier_features._consistency import Fits, whole_inverse
 from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize, normals_of
 
 _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
-_RIDGE = 1e-14
-"""Of D'D over its largest eigenvalue: what keeps an image without error signal finite."""
-
-
 _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
-
-
 _VANISHED = 1e-13
-"""Of the same: what is less is rounding, and explains nothing."""
+"""Of an eigenvalue of D'D, over the largest: what is less is rounding, and explains nothing."""
 _EXPECTATIONS = 30
 """Rounds of the estimate of how far a batch's features are from what they share."""
 
@@ -114,7 +108,7 @@ class Profile:
         spread = axes.T / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)
         inside = spread[: len(spread) - factors].square().reshape(count, -1).sum(1)
         errors = parts.errors[0]
-        inverse = count * torch.linalg.pinv(errors.T)
+        inverse = count * whole_inverse(errors.T)
         rest = parts.inputs[0, :, parts.inputs.shape[2] - len(self._turn) :]
         moved = torch.einsum("mk,nkl->mnl", inverse, parts.slopes[0] / count)
         # Y of image m moves by Σ_n moved[m, n] · da_n Y_n: its square norm by Y's Gram matrix.
@@ -230,12 +224,13 @@ class Profile:
         if self._ridge:
             known = errors + _SHARED * errors.sum(1, keepdim=True)
         energies, axes = torch.linalg.eigh(errors.transpose(1, 2) @ known)
-        ridge = _RIDGE * energies[:, -1:].clamp_min(torch.finfo(energies.dtype).tiny) + self._ridge
         energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
-        part = (ridge / (energies + ridge)).sqrt()
+        ridged = energies + self._ridge
+        inverse = torch.where(ridged > 0, 1 / ridged, 0)
+        part = (1 - energies * inverse).clamp_min(0).sqrt()
         outside = (axes * part[:, None]) @ axes.transpose(1, 2)
         rest = self._observed[:, self._observed.shape[1] - len(self._turn) :]
-        solved = (axes / (energies + ridge)[:, None]) @ (axes.transpose(1, 2) @ rest)
+        solved = (axes * inverse[:, None]) @ (axes.transpose(1, 2) @ rest)
         free = count * (known @ solved)
         fixed = inside
         if self.classifier.biased:

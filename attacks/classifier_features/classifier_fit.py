@@ -2,9 +2,10 @@
 
 Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
 that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
-features', and there are more equations in it than unknowns (`consistency`). Labels are part of what
-is fitted (`label_search`). How far rounding and noise leave the features open is computed for each
-image (`certainty`).
+features', and there are more equations than unknowns. All of the gradient is fitted (`profile`) or,
+of large problems and several local steps, what its row space holds (`consistency`). Labels are part
+of what is fitted (`label_search`); entries that pruning removed are filled in (`completion`). How
+far rounding and noise leave the features open is computed for each image (`certainty`).
 """
 
 from __future__ import annotations
@@ -168,12 +169,13 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     """Fits features and labels to a linear classifier's gradient, by their own consistency.
 
     It needs fewer images than classes, and plants nothing. Clipping leaves one factor unknown,
-    which is fitted; noise leaves the features as uncertain as it is large.
+    which is fitted; noise leaves the features as uncertain as it is large, and those are drawn to
+    what the batch shares. Where entries are removed no image is called determined.
     """
 
     paper: ClassVar[str] = (
-        "fedsim: Levenberg-Marquardt on the softmax consistency of ∂L/∂W in its row space, labels "
-        "by search"
+        "fedsim: Levenberg-Marquardt and variable projection (Golub and Pereyra, 1973; Kaufman, "
+        "1975) on the softmax consistency of ∂L/∂W, labels by search"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 120
@@ -209,8 +211,9 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         whole = small and not classifier.rates and classifier.factors <= 1
         if classifier.removed and not whole:
             raise AttackFailed(
-                "a defense sets entries to zero, which is made up for after one local step without clipped examples "
-                f"and for {number_of(_MANY, 'error signal')} at most (images times classes)"
+                "a defense sets entries to zero, which is made up for after one local step without "
+                "clipped examples, and where images times classes are "
+                f"{number_of(_MANY, 'error signal')} at most"
             )
         return ClassifierSolver(
             loss=torch.full((), torch.inf),

@@ -344,7 +344,7 @@ def test_the_grid_of_the_bias_is_finer() -> None:
     parts = [observation.update[f"{name}.{kind}"] for kind in ("weight", "bias")]
     spacings = [float(part.abs().max()) / 127 for part in parts]
     weight = ClassifierGradient.of(observation).bias_weight
-    assert weight == pytest.approx(spacings[0] / spacings[1], rel=0.5)
+    assert weight == pytest.approx(spacings[0] / spacings[1], rel=1e-4)
     assert weight != 1
 
 
