@@ -139,7 +139,7 @@ def test_an_image_without_error_signal_is_told_apart() -> None:
     observation, truth = observe(4, **LINEAR)
     assert truth.features is not None
     far = torch.zeros(36)
-    far[7] = 300.0
+    far[7] = 3000.0
     features = torch.cat([truth.features[:3], far[None]])
     model = rebuild(observation)
     labels = truth.labels.clone()
