@@ -174,7 +174,7 @@ def _smallest(observation: Observation, name: str) -> float:
     if removed not in ("smallest", "smallest_of_tensor") or observation.effect.noisy:
         return math.inf
     names = [name] if removed == "smallest_of_tensor" else list(observation.update)
-    kept = [t[t != 0].abs().min() for t in map(observation.update.get, names) if bool(t.any())]
+    kept = [t[t != 0].abs().min() for t in (observation.update[n] for n in names) if bool(t.any())]
     return float(torch.stack(kept).min()) if kept else math.inf
 
 
@@ -192,10 +192,11 @@ def _bias_weight(observation: Observation, name: str) -> float:
 
 def _spacing(tensor: Tensor) -> float:
     """Returns the largest spacing of a grid on which all entries are, of which not all are 0."""
-    values = tensor.double().abs().flatten().unique()
+    values = tensor.double().abs().flatten().sort()[0]
     values = values[values > 0]
     spacings = values[0] / torch.arange(1, _FINEST, dtype=values.dtype, device=values.device)
-    levels = values[:_COMPARED, None] / spacings
+    chosen = torch.linspace(0, len(values) - 1, _COMPARED).long()
+    levels = values[chosen][:, None] / spacings
     fits = ((levels - levels.round()).abs() < _OFF).all(0)
     return float(spacings[fits.double().argmax()])
 

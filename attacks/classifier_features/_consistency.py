@@ -17,7 +17,12 @@ from torch import Tensor
 from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize, normals_of
+from fedsim_attacks.classifier_features._levenberg_marquardt import (
+    Minima,
+    Normals,
+    minimize,
+    normals_of,
+)
 
 _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
@@ -95,7 +100,7 @@ class Consistency:
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
         found: list[Minima] = []
-        normals = self._normals
+        normals: Normals = self._normals
         if self.classifier.rates or self.classifier.factors:
             normals = normals_of(vmap(jacfwd(self.residual)))
         share = enough * float(self._energy)

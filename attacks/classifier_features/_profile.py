@@ -85,7 +85,7 @@ class Profile:
     @property
     def rank(self) -> int:
         """r, the dimensions of the classifier's rows."""
-        return self._span.shape[1]
+        return int(self._span.shape[1])
 
     @property
     def freedom(self) -> int:
@@ -145,12 +145,13 @@ class Profile:
             open_ = variance * (shared - gain.T @ errors.T @ shared)
             second = found @ found.T + columns * open_
             variance = float((inverse * second).sum()) / (count * columns)
-        return variance**0.5
+        return float(variance**0.5)
 
     def unknowns(self, features: Tensor) -> Tensor:
         """Projects `features` (S, N, d) to unknowns (S, n)."""
         inside = features.double() @ self._span
-        return F.pad(inside.flatten(1), (0, self.classifier.factors))
+        unknowns: Tensor = F.pad(inside.flatten(1), (0, self.classifier.factors))
+        return unknowns
 
     def features(self, points: Tensor, labels: Tensor) -> Tensor:
         """Turns unknowns (S, n) with labels (S, N) into features (S, N, d)."""
