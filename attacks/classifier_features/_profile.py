@@ -158,7 +158,8 @@ class Profile:
         parts = self._parts(points, F.one_hot(labels, self.classes).double())
         rest = parts.inputs[..., parts.inputs.shape[2] - self._turn.shape[0] :] @ self._turn
         inside: Tensor = parts.inputs[..., : self.rank] @ self._span.T
-        return inside + rest
+        whole: Tensor = inside + rest
+        return whole
 
     def implied(self, points: Tensor, labels: Tensor) -> Tensor:
         """Computes the gradient (S, K, d + 1) that points (S, n) with labels (S, N) make."""
