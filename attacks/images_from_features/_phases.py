@@ -253,9 +253,8 @@ class Phases:
     def _direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
         """Makes the phase that compares the direction of the whole update, classifier and all.
 
-        Squared, what far candidates make of an update is best made small; its direction leads on.
-        The classifier's share weighs features as the update itself does. A planted head's would
-        outweigh all else.
+        It asks nothing of the update's length, which far candidates meet best by making it small.
+        The classifier's share is compared as well; a planted head's would outweigh all else.
         """
         settings = self._settings
         weight = _DIRECTION_FEATURES * settings.feature_weight
