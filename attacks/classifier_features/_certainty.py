@@ -22,7 +22,8 @@ def allowed(problem: Consistency | Profile) -> float:
     classifier = problem.classifier
     energy = float(classifier.gradient.square().sum())
     mean = problem.freedom * classifier.deviation**2 / energy
-    return (1 + _SCATTER / float(problem.freedom) ** 0.5) * mean + _ROUNDED
+    share: float = (1 + _SCATTER / float(problem.freedom) ** 0.5) * mean + _ROUNDED
+    return share
 
 
 def explained(problem: Consistency | Profile, loss: float) -> bool:

@@ -71,8 +71,9 @@ def _kernels(unit: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor
     target = unit.new_zeros(number, rank)
     target[:, -1] = 1
     kernels, broken = torch.linalg.solve_ex(torch.cat([unit[chosen], extra], 1), target)
-    kernels = kernels[(broken == 0) & kernels.isfinite().all(1)]
-    return kernels / kernels.norm(dim=1, keepdim=True)
+    found = kernels[(broken == 0) & kernels.isfinite().all(1)]
+    scaled: Tensor = found / found.norm(dim=1, keepdim=True)
+    return scaled
 
 
 def _sharpened(space: RowSpace, kernels: Tensor, sparsity: float) -> Tensor:

@@ -80,8 +80,8 @@ class Guesser:
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
-        parts = [images.contiguous().numpy(), labels.contiguous().numpy()]
-        self._content = repr(images.shape), hashlib.sha256(b"".join(parts)).digest()
+        parts = b"".join(part.contiguous().numpy().tobytes() for part in (images, labels))
+        self._content = repr(images.shape), hashlib.sha256(parts).digest()
 
     def __eq__(self, other: object) -> bool:
         """Whether `other` guesses from the same images."""
