@@ -40,6 +40,8 @@ TRAIN = "train"
 _log = logging.getLogger("fedsim.tap")
 _LONGEST, _MOST = 200, 200
 """Characters of a text, and entries of a record, that are kept of what is not tensors."""
+_STALLED = 10.0
+"""Seconds without anything written after which a grid that is dropped waits no longer."""
 _PENDING = 100_000
 """Orders without an answer that are remembered."""
 
@@ -198,7 +200,6 @@ class _Broadcast:
     """What was sent to some clients of a round."""
 
     round: int
-    content: _Content
     digest: str | None = None
     """Of its file, once that is written."""
 
@@ -221,8 +222,8 @@ class _Tape:
     def __init__(self, recorder: Recorder, counted: int = 0) -> None:
         self._recorder = recorder
         self._counted = counted
-        self._last: _Broadcast | None = None
-        """What was sent last: clients share it."""
+        self._last: tuple[_Broadcast, _Content] | None = None
+        """What was sent last: clients share it. Orders hold no content: some are never answered."""
 
     def begin(self, messages: Iterable[Message]) -> None:
         """Count a round of messages to train that do not say which round it is."""
@@ -246,15 +247,17 @@ class _Tape:
         if not self._recorder.wants(round, node_id):
             return None
         key, arrays = _model(content, None)
-        last = self._last
-        content_now = _content_of(arrays)
-        if last is None or last.round != round or not _same(last.content, content_now):
-            self._last = last = _Broadcast(round=round, content=content_now)
-            self._later(partial(self._save_broadcast, last), last.content)
-        return _Sent(round=round, node_id=node_id, key=key, broadcast=last, config=_told(content))
+        now = _content_of(arrays)
+        if self._last and self._last[0].round == round and _same(self._last[1], now):
+            sent = self._last[0]
+        else:
+            sent = _Broadcast(round=round)
+            self._last = sent, now
+            self._later(partial(self._save_broadcast, sent, now), now)
+        return _Sent(round=round, node_id=node_id, key=key, broadcast=sent, config=_told(content))
 
-    def _save_broadcast(self, sent: _Broadcast) -> None:
-        sent.digest = self._recorder.save_broadcast(sent.round, wire.views(sent.content))
+    def _save_broadcast(self, sent: _Broadcast, content: _Content) -> None:
+        sent.digest = self._recorder.save_broadcast(sent.round, wire.views(content))
 
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
         """Record a node's answer."""
@@ -305,11 +308,7 @@ class _Tape:
     def _tell(self, error: Exception) -> None:
         """Counts a failure, and logs it if it is the first of its kind."""
         reason = str(error) if isinstance(error, FedsimError) else type(error).__name__
-        try:
-            new = self._recorder.leave_out(reason[:_LONGEST])
-        except OSError:
-            new = True
-        if new:
+        if self._recorder.leave_out(reason[:_LONGEST]):
             _log.warning("fedsim.tap: an exchange is not recorded: %s", error)
 
 
@@ -322,12 +321,15 @@ class _TappedGrid(Grid):
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
         """By the id of their message: orders that were pushed."""
-        # An app drops its grid when it ends, and its process may not live long after that.
-        weakref.finalize(self, behind.finish)
+        # An app drops its grid when it ends, and its process may not live long after that. The
+        # collector may drop it while this thread holds what the writing thread needs.
+        weakref.finalize(self, behind.finish, _STALLED)
 
     def __getattr__(self, name: str) -> Any:
         """What the engine's grid has beside Flower's interface."""
-        return getattr(self.__dict__["_grid"], name)
+        if "_grid" not in self.__dict__:  # in a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._grid, name)
 
     def set_run(self, run: Run) -> None:
         """See Grid."""

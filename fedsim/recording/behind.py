@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 MOST_BYTES = 512 * 2**20
 """Bytes that may wait. A caller that brings more waits until there is room."""
@@ -22,14 +24,20 @@ class Behind:
         """Starts no thread before there is work."""
         self._most = most_bytes
         self._bytes = 0
-        self._jobs = 0
+        """Of all work that is not done."""
+        self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         # Reentrant: a collected object's finalizer may come to `finish` from inside the lock.
         self._changed = threading.Condition(threading.RLock())
         self._worker: ThreadPoolExecutor | None = None
+        self._working = False
+        """Whether somebody works off what waits, or is about to."""
         self._thread = 0
+        """Who works, or hands work over: whom `finish` must not hold up."""
 
     def later(self, job: Callable[[], None], size: int = 0) -> None:
         """Runs `job` after those that came before, and returns at once if there is room.
+
+        Where no thread can be started, the caller does the work itself.
 
         Args:
             job: What it raises is lost: it has to tell of its failures itself.
@@ -40,34 +48,88 @@ class Behind:
             while self._bytes and self._bytes + size > self._most:
                 self._changed.wait()
             self._bytes += size
-            self._jobs += 1
-            if self._worker is None:
-                self._worker = ThreadPoolExecutor(1, "fedsim-recording", self._begin)
-            try:
-                self._worker.submit(self._run, job, size)
-                return
-            except RuntimeError:  # the interpreter ends, and its threads take nothing new
-                self._changed.wait_for(lambda: self._jobs == 1)
-        self._run(job, size)
+            self._waiting.append((job, size))
+            started = self._started()
+        if not started:
+            self._work()
 
-    def finish(self) -> None:
-        """Waits until all work is done; returns at once where the work itself asks."""
+    def finish(self, stalled: float | None = None) -> None:
+        """Waits until all work is done; returns at once where the work itself asks.
+
+        Args:
+            stalled: Seconds after which it gives up if nothing got done in them; default never.
+        """
         if threading.get_ident() == self._thread:
             return
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs)
+            # An interrupt may have kept a thread from being started.
+            started = self._started()
+        if not started:
+            self._work()
+        with self._changed:
+            while (self._waiting or self._working) and self._changed.wait(stalled):
+                pass
 
-    def _begin(self) -> None:
+    def _started(self) -> bool:
+        """Has a thread work, unless one does or nothing waits; returns whether that went well."""
+        if self._working or not self._waiting:
+            return True
         self._thread = threading.get_ident()
-
-    def _run(self, job: Callable[[], None], size: int) -> None:
         try:
-            job()
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(1, "fedsim-recording")
+            self._working = True
+            self._worker.submit(self._work_on)
+        except RuntimeError:  # no thread is left, or the interpreter ends and takes nothing new
+            self._working = False
+            return False
+        except BaseException:  # Ctrl-C: what waits is done by the next who comes
+            self._working = False
+            raise
+        finally:
+            self._thread = 0
+        return True
+
+    def _work(self) -> None:
+        """Works off what waits, unless somebody does."""
+        with self._changed:
+            if self._working:
+                return
+            self._working = True
+        self._work_on()
+
+    def _work_on(self) -> None:
+        """Works off what waits, on behalf of `_working`."""
+        with self._changed:
+            # A thread that could not be started once may come when others have done its work.
+            if not self._working or self._thread:
+                return
+            self._thread = threading.get_ident()
+        try:
+            while self._work_on_one():
+                pass
+        except BaseException:  # Ctrl-C: what waits is done by the next who comes
+            with self._changed:
+                self._working, self._thread = False, 0
+                self._changed.notify_all()
+            raise
+
+    def _work_on_one(self) -> bool:
+        """Does what waits longest; returns False, and works no longer, if nothing waits."""
+        with self._changed:
+            if not self._waiting:
+                self._working, self._thread = False, 0
+                self._changed.notify_all()
+                return False
+            job, size = self._waiting.popleft()
+        try:
+            with suppress(Exception):  # a job tells of its failures itself
+                job()
         finally:
             with self._changed:
                 self._bytes -= size
-                self._jobs -= 1
                 self._changed.notify_all()
+        return True
 
 
 _behind = Behind()
@@ -78,9 +140,9 @@ def later(job: Callable[[], None], size: int = 0) -> None:
     _behind.later(job, size)
 
 
-def finish() -> None:
-    """Waits until all that this process put off is done."""
-    _behind.finish()
+def finish(stalled: float | None = None) -> None:
+    """Waits until all that this process put off is done, see `Behind.finish`."""
+    _behind.finish(stalled)
 
 
 def _forget() -> None:

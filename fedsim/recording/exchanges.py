@@ -18,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,8 @@ _TAP = "tap.json"
 _WRITTEN = (".safetensors", ".json")
 _REASONS, _OTHER = 100, "other reasons"
 """So many reasons for leaving something out are told apart: senders can make up any number."""
+_DAMAGED = (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What reading a file of JSON, and numbers in it, raises where somebody has altered it."""
 
 
 class _Sidecar(BaseModel):
@@ -210,11 +213,15 @@ class Recorder:
             self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
-        """Counts what is not recorded; returns whether that reason is new."""
+        """Counts what is not recorded; returns whether that reason is new.
+
+        Where the count cannot be written, as on a full disk, it is with the next one that can.
+        """
         if reason not in self._left_out and len(self._left_out) >= _REASONS:
             reason = _OTHER
         self._left_out[reason] = self._left_out.get(reason, 0) + 1
-        self._describe()
+        with suppress(OSError):
+            self._describe()
         return self._left_out[reason] == 1
 
     def _round(self, round: int) -> Path:
@@ -264,6 +271,9 @@ def read_exchanges(folder: Path) -> list[Exchange]:
             sidecar = _Sidecar.model_validate_json(paths.text(path, paths.TEXT))
         except (OSError, UnicodeDecodeError, ValidationError) as error:
             raise FedsimError(f"{path}: not what a tap records: {error}") from error
+        place = f"round-{sidecar.round:04d}/node-{sidecar.node_id}.json"
+        if path.parts[-2:] != tuple(place.split("/")):
+            raise FedsimError(f"{path}: says that it is {place}; restore what the tap recorded")
         found.append(
             Exchange(
                 path=path,
@@ -312,7 +322,7 @@ def left_out(folder: Path) -> list[str]:
     try:
         reasons = json.loads(paths.text(path, paths.TEXT)).get("left_out", {})
         return [f"{reason}: {number_of(int(n), 'message')}" for reason, n in reasons.items()]
-    except (OSError, ValueError, AttributeError) as error:
+    except _DAMAGED as error:
         raise FedsimError(f"{path}: not what a tap writes: {error}") from error
 
 
@@ -321,7 +331,7 @@ def _counts(path: Path) -> dict[str, int]:
     try:
         reasons = json.loads(paths.text(path, paths.TEXT))["left_out"]
         return {str(reason): int(n) for reason, n in reasons.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, FedsimError):
+    except (*_DAMAGED, LookupError, FedsimError):
         return {}
 
 

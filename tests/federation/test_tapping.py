@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import errno
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,6 +20,7 @@ from flwr.serverapp.strategy import FedAvg
 
 import fedsim
 from fedsim.federation.local import LocalGrid, identity
+from fedsim.recording import behind
 from fedsim.recording.exchanges import left_out, read_exchanges, run_folder
 from fedsim.types import FedsimError
 
@@ -359,3 +364,99 @@ def test_texts_and_pushed_orders_are_bounded(
     found = read_exchanges(run_folder(tmp_path))
     assert [each.node_id for each in found] == [4, 5]  # the last two that were pushed
     assert [each.metrics["c"]["text"] for each in found] == ["t" * 200] * 2
+
+
+def test_an_order_without_an_answer_holds_no_model(tmp_path: Path) -> None:
+    """Nodes drop out in every round: what was sent to them is not kept for good."""
+    grid = LocalGrid(client(), 1, 60)
+    tapped = fedsim.tap(grid, tmp_path)
+    for round in range(1, 6):
+        (message,) = messages(grid, order(round, a=torch.full((100_000,), float(round))))
+        tapped.push_messages([message])
+    behind.finish()
+    sizes = {
+        id(each): len(each)
+        for sent in tapped._pending.values()  # type: ignore[attr-defined]
+        for each in _bytes_below(sent)
+    }
+    assert len(tapped._pending) == 5  # type: ignore[attr-defined]
+    assert sum(sizes.values()) < 10_000
+
+
+def _bytes_below(root: object) -> Iterator[bytes]:
+    """All bytes that are held by `root` itself, by what it holds, and so on."""
+    seen, waiting = set[int](), [root]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen or isinstance(each, type | ModuleType | FunctionType):
+            continue
+        seen.add(id(each))
+        if isinstance(each, bytes):
+            yield each
+        waiting += gc.get_referents(each)
+
+
+def test_a_tapped_grid_can_be_copied(tmp_path: Path) -> None:
+    tapped = copy.copy(fedsim.tap(LocalGrid(client(), 2, 60), tmp_path))
+    assert len(list(tapped.get_node_ids())) == 2
+
+
+def test_an_answer_that_lies_where_another_nodes_belongs_is_refused(tmp_path: Path) -> None:
+    grid = LocalGrid(client(), 1, 60)
+    list(fedsim.tap(grid, tmp_path).send_and_receive(messages(grid, order())))
+    (exchange,) = read_exchanges(run_folder(tmp_path))
+    for suffix in (".json", ".safetensors"):
+        source = exchange.path.with_suffix(suffix)
+        source.with_name(f"node-7{suffix}").write_bytes(source.read_bytes())
+    with pytest.raises(FedsimError, match=r"node-7\.json: "):
+        read_exchanges(run_folder(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"left_out": {"a": 1e999}}',
+        '{"left_out": {"a": null}}',
+        '{"left_out": ' + "[" * 100_000,
+    ],
+    ids=["infinite", "none", "deep"],
+)
+def test_a_note_of_what_was_left_out_that_is_damaged_is_refused(text: str, tmp_path: Path) -> None:
+    grid = LocalGrid(client(), 1, 60)
+    list(fedsim.tap(grid, tmp_path).send_and_receive(messages(grid, order())))
+    folder = run_folder(tmp_path)
+    (folder / "tap.json").write_text(text)
+    with pytest.raises(FedsimError, match=r"tap\.json: not what a tap writes"):
+        left_out(folder)
+    # The app goes on: its next run counts anew.
+    again = list(fedsim.tap(grid, tmp_path).send_and_receive(messages(grid, order(2))))
+    assert len(again) == 1
+    assert len(read_exchanges(folder)) == 2
+
+
+def test_a_full_disk_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where not even the note of what was left out can be written."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fedsim.recording.streaming.write_pieces", full)
+    monkeypatch.setattr("fedsim.recording.exchanges.write_bytes", full)
+    grid = LocalGrid(client(), 1, 60)
+    tapped = fedsim.tap(grid, tmp_path)
+    for round in range(1, 6):
+        assert len(list(tapped.send_and_receive(messages(grid, order(round))))) == 1
+    behind.finish()
+    assert len([each for each in caplog.records if each.name == "fedsim.tap"]) <= 2
+
+
+@pytest.mark.parametrize("values", [0, 1, 16, 16384, 262144, 262145])
+def test_odd_sizes_are_recorded_as_they_were(values: int, tmp_path: Path) -> None:
+    grid = LocalGrid(client(), 1, 60)
+    sent = torch.rand(values)
+    list(fedsim.tap(grid, tmp_path).send_and_receive(messages(grid, order(a=sent))))
+    (exchange,) = read_exchanges(run_folder(tmp_path))
+    assert torch.equal(exchange.sent()["a"], sent)
+    assert torch.equal(exchange.reply()["a"], sent + 1)

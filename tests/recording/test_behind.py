@@ -5,7 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +79,7 @@ def test_the_interpreter_ends_once_all_is_done(tmp_path: Path) -> None:
     program = f"""
 import threading, time
 from pathlib import Path
+from typing import Any
 from fedsim.recording import behind
 def late():
     time.sleep(0.5)
@@ -84,3 +89,85 @@ behind.later(lambda: (time.sleep(0.3), Path({str(tmp_path)!r}, "one").touch()))
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
     assert {path.name for path in tmp_path.iterdir()} == {"one", "late"}
+
+
+def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The collector runs where it likes: also between work's arrival and its thread's start."""
+    done, behind = list[int](), Behind()
+    submit = ThreadPoolExecutor.submit
+
+    def collected(self: Any, *arguments: Any, **named: Any) -> Any:
+        behind.finish()
+        return submit(self, *arguments, **named)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", collected)
+    _within(lambda: (behind.later(lambda: done.append(1)), behind.finish()))
+    assert done == [1]
+
+
+def test_work_is_done_once_and_in_order_where_no_thread_can_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done, behind = list[int](), Behind()
+
+    def refused(self: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refused)
+        for number in range(3):
+            behind.later(lambda number=number: done.append(number))  # type: ignore[misc]
+        assert done == [0, 1, 2]
+    behind.later(lambda: done.append(3))
+    _within(behind.finish)
+    assert done == [0, 1, 2, 3]
+
+
+def test_threads_that_can_start_no_other_do_not_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done, behind = list[int](), Behind()
+    begun, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        go.wait(20)
+
+    behind.later(first)
+    assert begun.wait(20)
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", refused)
+    threads = [
+        threading.Thread(target=behind.later, args=(lambda: done.append(1),), daemon=True)
+        for _ in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.1)
+    go.set()
+    for thread in threads:
+        thread.join(2)
+    assert not any(thread.is_alive() for thread in threads)
+    _within(behind.finish)
+    assert done == [1, 1]
+
+
+def test_a_wait_with_a_limit_ends_where_nothing_gets_done() -> None:
+    behind, go = Behind(), threading.Event()
+    behind.later(lambda: go.wait(20) and None)
+    _within(lambda: behind.finish(stalled=0.1))
+    go.set()
+    behind.finish()
+
+
+def _within(work: Callable[[], object], seconds: float = 2) -> None:
+    """Does `work` in a thread; fails, and hangs not, where it does not end."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive()
