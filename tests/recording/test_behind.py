@@ -103,7 +103,8 @@ def test_a_finalizer_may_come_in_the_middle_of_handing_work_over(
         return submit(self, *arguments, **named)
 
     monkeypatch.setattr(ThreadPoolExecutor, "submit", collected)
-    _within(lambda: (behind.later(lambda: done.append(1)), behind.finish()))
+    _within(lambda: behind.later(lambda: done.append(1)))
+    _within(behind.finish)
     assert done == [1]
 
 
@@ -159,7 +160,11 @@ def test_threads_that_can_start_no_other_do_not_wait_for_each_other(
 
 def test_a_wait_with_a_limit_ends_where_nothing_gets_done() -> None:
     behind, go = Behind(), threading.Event()
-    behind.later(lambda: go.wait(20) and None)
+
+    def hang() -> None:
+        go.wait(20)
+
+    behind.later(hang)
     _within(lambda: behind.finish(stalled=0.1))
     go.set()
     behind.finish()
