@@ -57,6 +57,8 @@ class ClassifierGradient:
     momentum: float
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
+    rounding: float = 2.0**-24
+    """Relative rounding error of an entry, in the type that the update was sent in."""
 
     @staticmethod
     def of(observation: Observation) -> ClassifierGradient:
@@ -93,6 +95,7 @@ class ClassifierGradient:
             if training.batches == "same"
             else (),
             momentum=training.momentum,
+            rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),
         )
 
     def check(self) -> None:

@@ -47,6 +47,9 @@ class Consistency:
         self._basis = directions
         self._observed = classifier.gradient @ directions.T
         self._energy = classifier.gradient.square().sum()
+        missed = classifier.gradient - self._observed @ directions
+        self.outside = float(missed.square().sum() / self._energy)
+        """Share of the gradient outside the row space."""
         self._weights = classifier.weights @ directions.T
         self._origin = directions.new_zeros(count)
         self._free = torch.eye(count, dtype=directions.dtype)
@@ -78,8 +81,9 @@ class Consistency:
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
+        slopes = None if self.classifier.rates else self.slopes
         found = [
-            minimize(self.residual, *part, iterations)
+            minimize(self.residual, *part, iterations, slopes)
             for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
         ]
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
@@ -101,6 +105,26 @@ class Consistency:
         left: Tensor = (mean - self._observed).flatten()
         return left
 
+    def slopes(self, points: Tensor, targets: Tensor) -> Tensor:
+        """Computes the Jacobians (S, K N, n) of the residuals of one step at `points` (S, n).
+
+        With coordinates c_i of N images, the residual is (1/N) Σ_i s_i (p_i - y_i) c_i'.
+        """
+        starts, images = len(points), self.classifier.num_images
+        coordinates, scale = self._coordinates(points), self.scale(points)
+        probabilities = (coordinates @ self._weights.T).softmax(-1)
+        errors = scale * (probabilities - targets) / images
+        along = self._weights @ self._free
+        turned = along - (probabilities @ along)[..., None, :]
+        turned = (scale / images * probabilities)[..., None] * turned
+        found = torch.einsum("sikf,sia->skaif", turned, coordinates)
+        found += torch.einsum("sik,af->skaif", errors, self._free)
+        whole = found.reshape(starts, -1, images * self._free.shape[1])
+        if self.classifier.factors:
+            own = torch.einsum("sik,sia->skai", errors, coordinates).flatten(1, 2)
+            whole = torch.cat([whole, own.sum(2, True) if scale.shape[1] == 1 else own], 2)
+        return whole
+
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
         logits = self._coordinates(point) @ self._weights.T
@@ -108,9 +132,9 @@ class Consistency:
         return errors
 
     def scale(self, point: Tensor) -> Tensor:
-        """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
+        """Returns the factors of images' error signals (..., N, 1) or, if they have one, (..., 1, 1)."""
         factors = self.classifier.factors
-        return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
+        return point[..., -factors:].exp()[..., None] if factors else point.new_ones(1, 1)
 
     def _coordinates(self, points: Tensor) -> Tensor:
         count = self.classifier.num_images

@@ -21,6 +21,9 @@ _FLAT = 1e-12
 Residual = Callable[[Tensor, Tensor], Tensor]
 """From one point (n,) and what belongs to its start, to the residual (e,)."""
 
+Slopes = Callable[[Tensor, Tensor], Tensor]
+"""From points (S, n) and what belongs to their starts, to the Jacobians (S, e, n)."""
+
 
 class Minima(NamedTuple):
     """Where descents from several starts have come to."""
@@ -31,7 +34,13 @@ class Minima(NamedTuple):
     """(S,): the sums of squares there."""
 
 
-def minimize(residual: Residual, starts: Tensor, given: Tensor, iterations: int) -> Minima:
+def minimize(
+    residual: Residual,
+    starts: Tensor,
+    given: Tensor,
+    iterations: int,
+    slopes: Slopes | None = None,
+) -> Minima:
     """Descends the squared norm of `residual` from each of `starts`.
 
     Args:
@@ -39,8 +48,9 @@ def minimize(residual: Residual, starts: Tensor, given: Tensor, iterations: int)
         starts: (S, n) float64.
         given: (S, ...), handed to `residual`, and constant.
         iterations: steps that are tried, the same for all starts.
+        slopes: of `residual` at all starts; None: they are differentiated.
     """
-    values, slopes = vmap(residual), vmap(jacfwd(residual))
+    values, slopes = vmap(residual), slopes or vmap(jacfwd(residual))
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
     residuals = values(points, given)

@@ -21,6 +21,7 @@ from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.classifier_features._certainty import explained, relative_errors
+from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 from fedsim_attacks.classifier_features._label_search import neighbours
@@ -58,6 +59,8 @@ class ClassifierSolver(FeatureSolver):
     tried: set[tuple[int, ...]] = field(default_factory=set)
     best: Fits | None = None
     """Of one start."""
+    others: Fits | None = None
+    """Where the last descent's other starts have led to."""
     over: bool = False
 
     @property
@@ -101,7 +104,8 @@ class ClassifierSolver(FeatureSolver):
         labels = self.best.labels.expand(8 * self.starts, -1)
         drawn = self._drawn(len(labels))
         drawn[0] = self.best.points[0]
-        self._keep(self.problem.descend(drawn, labels, self.iterations))
+        self.others = self.problem.descend(drawn, labels, self.iterations)
+        self._keep(self.others)
         self.iteration += self.iterations
         self.over = True
 
@@ -117,14 +121,15 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(self.pool[chosen])
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features, their labels, and which of them are determined."""
-        assert self.best is not None
+        """Returns the best features, their labels, and which are determined and certified."""
+        assert self.best is not None and self.others is not None
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
         return Reconstruction(
             features=self.best.features[0].float(),
             labels=self.best.labels[0],
             determined=certain,
+            certified=certified(self.problem, self.best, self.others) & certain,
             loss=float(self.loss),
             iterations=self.iteration,
         )
