@@ -10,7 +10,7 @@ cosine of 0.999 and a length within 5 % of it.
 The body is computed once for all images; what is attacked is the last layer's gradient.
 
     python benchmarks/certificates.py features OUT --images cifar10-images.zip
-    python benchmarks/certificates.py attack OUT [--only WORD] [--share 0.1]
+    python benchmarks/certificates.py attack OUT [--only WORD] [--but WORD]
     python benchmarks/certificates.py table OUT > docs/results/certificates.csv
 
 `features` keeps features in OUT, `attack` a line for each batch, and both go on where they ended.
@@ -55,7 +55,7 @@ NETWORKS: dict[str, tuple[str, dict[str, Any]]] = {
 STEPS = (0, 100)
 """Of training before the attacked gradient, of 32 images each."""
 IMAGES = 10_000
-PER_CASE, PER_PLAIN = 64, 1000
+PER_CASE, PER_PLAIN = 32, 1000
 """Images that each network and state meets of a case, and undefended."""
 COSINE, LENGTH = 0.999, 0.05
 CONFIDENCE = 0.95
@@ -404,18 +404,15 @@ def observe(seen: Seen) -> Observation:
     batch = seen.batch
     assert batch.bias is not None
     base = template(batch.features.shape[1], len(batch.weights))
-    body = next(name for name in base.parameters if "head" not in name and "weight" in name)
-    parameters = {
-        **{name: torch.zeros_like(value) for name, value in base.parameters.items()},
-        body: batch.features.square().mean().sqrt() * torch.eye(batch.features.shape[1]),
-        "head.weight": batch.weights,
-        "head.bias": batch.bias,
-    }
-    update = {name: torch.zeros_like(value) for name, value in parameters.items()}
+    body = batch.features.square().mean().sqrt() * torch.eye(batch.features.shape[1])
+    values = (body, torch.zeros(len(body)), batch.weights, batch.bias)
+    parameters = dict(zip(base.parameters, values, strict=True))
+    still = (torch.zeros_like(body), torch.zeros(len(body)))
+    update = dict(zip(base.parameters, (*still, *seen.gradient.values()), strict=True))
     return replace(
         base,
         parameters=parameters,
-        update={**update, **seen.gradient},
+        update=update,
         effect=seen.effect,
         training=replace(base.training, batch_size=seen.count or len(batch.labels)),
     )
@@ -526,17 +523,20 @@ def _write(path: Path, model: Any, pixels: Tensor, labels: Tensor, spec: ModelSp
     write_tensors(path, {**tensors, "weights": layer.weight.clone(), "bias": layer.bias.clone()})
 
 
-def batches(case: Case, share: float, start: int) -> Iterator[tuple[int, list[int]]]:
-    """Yields numbers of batches and the images of each, from `start` on in the images' circle."""
-    number, left = 0, max(1, round(case.images * share))
+def batches(case: Case, start: int) -> Iterator[tuple[int, list[int]]]:
+    """Yields numbers of batches and the images of each, from `start` on in the images' circle.
+
+    Sizes follow each other from where `start` says, so that no case has the small ones alone.
+    """
+    number, left, first = 0, case.images, start
     while left > 0:
-        size = case.sizes[number % len(case.sizes)]
+        size = case.sizes[(first + number) % len(case.sizes)]
         yield number, [(start + i) % IMAGES for i in range(size)]
         number, left, start = number + 1, left - size, start + size
 
 
-def attack(out: Path, only: str, share: float) -> None:
-    """Attacks what OUT has no line of."""
+def attack(out: Path, only: str, but: str | None) -> None:
+    """Attacks what OUT has no line of, of cases with the word `only` and without `but`."""
     path = out / "batches.jsonl"
     lines = path.read_text().splitlines() if path.is_file() else []
     done = {tuple(json.loads(line)["key"]) for line in lines}
@@ -546,10 +546,10 @@ def attack(out: Path, only: str, share: float) -> None:
             for network in NETWORKS:
                 for step in STEPS:
                     known = read_tensors(out / f"{network}-{step}.safetensors")
-                    for number, indices in batches(case, share, start):
+                    for number, indices in batches(case, start):
                         start = (indices[-1] + 1) % IMAGES
                         key = (name, network, step, number)
-                        if key in done or only not in name:
+                        if key in done or only not in name or (but and but in name):
                             continue
                         line = {"key": key, "images": indices, **_line(case, known, indices, key)}
                         print(json.dumps(line), file=file, flush=True)
@@ -613,13 +613,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--images", type=Path, help="CIFAR-10 as a zip of folders")
     parser.add_argument("--only", default="", help="cases with this word")
-    parser.add_argument("--share", type=float, default=1.0, help="of each case's images")
+    parser.add_argument("--but", help="cases without this word")
     given = parser.parse_args()
     torch.set_num_threads(1)
     if given.what == "features":
         compute_features(given.out, given.images)
     elif given.what == "attack":
-        attack(given.out, given.only, given.share)
+        attack(given.out, given.only, given.but)
     else:
         table(given.out)
 

@@ -98,7 +98,8 @@ def _sought(problem: Consistency, fit: Fits) -> Fits:
     starts = torch.cat([point.expand(len(changed), -1), problem.unknowns(features)])
     answers = torch.cat([changed, labels.expand(len(_LENGTHS), -1)])
     rivals = problem.descend(starts, answers, _ITERATIONS)
-    promising = rivals.losses <= _PROMISING * tolerance(problem.classifier)
+    enough, near = (times * tolerance(problem.classifier) for times in (_AS_GOOD, _PROMISING))
+    promising = (rivals.losses > enough) & (rivals.losses <= near)
     if bool(promising.any()):
         further = problem.descend(rivals.points[promising], answers[promising], _FURTHER)
         for kept, more in zip(rivals, further, strict=True):

@@ -119,7 +119,7 @@ class Consistency:
         turned = (scale / images * probabilities)[..., None] * turned
         found = torch.einsum("sikf,sia->skaif", turned, coordinates)
         found += torch.einsum("sik,af->skaif", errors, self._free)
-        whole = found.reshape(starts, -1, images * self._free.shape[1])
+        whole = found.reshape(starts, self._observed.numel(), images * self._free.shape[1])
         if self.classifier.factors:
             own = torch.einsum("sik,sia->skai", errors, coordinates).flatten(1, 2)
             whole = torch.cat([whole, own.sum(2, True) if scale.shape[1] == 1 else own], 2)

@@ -16,7 +16,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient
-from fedsim_attacks.images_from_features._heads import features_if_told
+from fedsim_attacks.images_from_features._heads import recovered_if_told
 from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
@@ -63,7 +63,7 @@ def test_images_are_as_near_as_behind_a_planted_head() -> None:
 
 def test_where_no_feature_is_told_the_whole_update_is_compared() -> None:
     observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
-    assert features_if_told(observation, Knowledge(), 0) is None
+    assert recovered_if_told(observation, Knowledge(), 0) is None
     answer = solve(FactoredInversion(iterations=20), observation, Knowledge(), 1).reconstruction
     assert answer.features is None and answer.images is not None
     assert answer.images.shape == truth.images.shape
