@@ -41,6 +41,8 @@ def relative_errors(problem: Consistency, fits: Fits, index: int) -> Tensor:
     """
     classifier = problem.classifier
     point, labels = fits.points[index], fits.labels[index]
+    if not bool(fits.features[index].isfinite().all()):
+        return point.new_full((classifier.num_images,), torch.inf)
     targets = torch.nn.functional.one_hot(labels, problem.classes).double()
     variances = torch.zeros_like(point)
     if len(point):
