@@ -47,17 +47,28 @@ def relative_errors(problem: Consistency, fits: Fits, index: int) -> Tensor:
     variances = torch.zeros_like(point)
     if len(point):
         jacobian = jacfwd(problem.residual)(point, targets)
-        _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
-        amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
-        variances = amplified.square().sum(0)
+        variances = _inverse_squares(jacobian.T)
     variances = variances[: len(variances) - classifier.factors]
     inside = variances.reshape(classifier.num_images, -1).sum(1)
     errors = problem.errors(point, labels) / classifier.num_images
     columns = classifier.gradient.shape[1]
-    outside = columns * torch.linalg.pinv(errors.T).square().sum(1)
+    outside = columns * _inverse_squares(errors)
     left = float(fits.losses[index]) * float(classifier.gradient.square().sum())
     spare = max(1, len(classifier.weights) * classifier.num_images - len(point))
     deviation = max(classifier.deviation, (left / spare) ** 0.5)
     uncertain: Tensor = (inside + outside).sqrt() / fits.features[index].norm(dim=1)
     bounds: Tensor = _SAFETY * deviation * uncertain
     return bounds
+
+
+def _inverse_squares(vectors: Tensor) -> Tensor:
+    """Sums the squares of each row of the pseudo-inverse of `vectors` (n, e) transposed: (n,).
+
+    Nothing is cut off: of vectors that depend on each other it is as large as it comes out, and not
+    as small as if the direction in which they do not differ had been seen.
+    """
+    directions, lengths, _ = torch.linalg.svd(vectors, full_matrices=False)
+    least = torch.finfo(lengths.dtype).eps * lengths.amax()
+    floor = least.clamp_min(torch.finfo(lengths.dtype).tiny)
+    found: Tensor = (directions / lengths.clamp_min(floor)).square().sum(1)
+    return found
