@@ -206,9 +206,7 @@ def stepped(rate: float, *, fresh: bool) -> Callable[[Batch], Seen]:
                 bias=None if now.bias is None else now.bias - rate * found["head.bias"],
             )
         names = gradient_of(batch)
-        return Seen(
-            batch=batch, gradient={n: t / 3 for n, t in zip(names, total, strict=True)}
-        )
+        return Seen(batch=batch, gradient={n: t / 3 for n, t in zip(names, total, strict=True)})
 
     return make
 

@@ -17,6 +17,9 @@ from torch import Tensor
 Tensors = Mapping[str, Tensor]
 """Named tensors: a model's parameters, or an update of the same names and shapes."""
 
+LARGEST = 1e100
+"""Figures that others bring are no larger in size: sums and squares of them stay finite."""
+
 Algorithm = Literal["fedsgd", "fedavg"]
 Mode = Literal["train", "eval"]
 Batches = Literal["same", "different"]

@@ -27,6 +27,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _no_waiting_for_the_disk() -> Iterator[None]:
+    """No test cuts the power, and waiting for the disk takes a run longer than its training.
+
+    Processes that tests start do wait, and a test that breaks `os.fsync` finds it called.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        yield
+
+
 @pytest.fixture(scope="module")
 def attacks_here() -> Iterator[None]:
     """Runs of the module attack and score in this process, and start no workers."""

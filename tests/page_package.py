@@ -17,14 +17,18 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def write_package(page: str, package: str, folder: Path) -> Path:
+def write_package(page: str, package: str, folder: Path, suffix: str = "") -> Path:
     """Writes each Python block of `page` to the file that its first line names, and an `__init__`
-    of `package`; returns `folder`."""
+    of `package`; returns `folder`. With a `suffix` to its name and those of its tests, the package
+    stands beside others of the page."""
     for block in blocks(page, "python"):
-        path = folder / block.partition("\n")[0].removeprefix("# ")
+        name = block.partition("\n")[0].removeprefix("# ")
+        path = folder / name.replace(package, package + suffix)
+        if path.parent.name == "tests":
+            path = path.with_stem(path.stem + suffix)
         path.parent.mkdir(exist_ok=True)
-        path.write_text(block, encoding="utf-8")
-    (folder / package / "__init__.py").touch()
+        path.write_text(block.replace(package, package + suffix), encoding="utf-8")
+    (folder / (package + suffix) / "__init__.py").touch()
     return folder
 
 

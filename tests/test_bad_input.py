@@ -287,8 +287,9 @@ def script(folder: Path, text: str, *, closed: bool = False) -> subprocess.Compl
 
 
 def test_a_script_needs_no_guard(scenario: Path) -> None:
-    """Worker processes do not run it again."""
-    call = 'fedsim.run("s.yaml", out="out", workers=2)'  # that attack, and that score
+    """Worker processes do not run it again: one that attacks, and one that scores."""
+    once = ["observe.clients=[0]", "observe.trials=1"]
+    call = f'fedsim.run("s.yaml", out="out", workers=2, overrides={once})'
     done = script(scenario.parent, f"import fedsim\n\n{call}\nprint('once')")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "once\n"

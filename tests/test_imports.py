@@ -321,6 +321,18 @@ def test_the_attack_stage_imports_without_flower_and_data() -> None:
     )
 
 
+def test_a_model_is_counted_without_torchs_compiler() -> None:
+    """Which every process would import for a second."""
+    run_stripped(
+        "from fedsim.models.base import size_of\n"
+        "from fedsim.types import ModelSpec\n"
+        "shape = dict(input_shape=(3, 32, 32), num_classes=10, mean=(0.5,) * 3, std=(0.5,) * 3)\n"
+        "for name in ('mlp', 'convnet'):\n"
+        "    assert size_of(ModelSpec(name=name, parameters={}, **shape))\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+
+
 def test_stripping_works() -> None:
     with pytest.raises(AssertionError, match="is absent here"):
         run_stripped("import fedsim.data.bundled")

@@ -32,7 +32,9 @@ _NATS = 10.0
 """By how much the equations left over must speak against coincidence, beyond the labels' own
 number: a chance of 5e-5."""
 _CHANGES = 36
-"""Labels that are changed, one at a time, the likeliest first."""
+"""Labels that are changed at most, one at a time, the likeliest first."""
+_WORK = 3e8
+"""Cubes of the unknowns' number that changed labels are tried for: fewer of large problems."""
 _LENGTHS = (0.1, 0.3, 3.0, 10.0)
 """Times the features, that rivals start at."""
 _ITERATIONS = 20
@@ -44,22 +46,31 @@ _AS_GOOD = 100.0
 """Times the tolerance, up to which a rival explains the gradient too."""
 
 
-def certified(problem: Consistency, fit: Fits, others: Fits) -> Tensor:
-    """Returns of which images (N,) `fit`, a single one, is known to be right.
+def certified(
+    classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
+) -> Tensor:
+    """Returns of which images (N,) an answer is known to be right.
 
     Args:
-        problem: that was fitted; it holds what was observed, and no truth.
-        fit: the solution.
-        others: where further starts have led to.
+        classifier: what was observed; it holds no truth.
+        features: (N, d) of the answer.
+        labels: (N,) of the answer.
+        others: (S, N, d), features from which rivals are sought.
     """
-    classifier = problem.classifier
-    none = torch.zeros(classifier.num_images, dtype=torch.bool)
-    if not (declared(classifier) and reproduced(problem, fit) and overdetermined(problem, fit)):
+    none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
+    if not declared(classifier) or not bool(features.isfinite().all()):
         return none
+    problem = Consistency(classifier)
+    fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
+    if not (bool(fit.features.isfinite().all()) and reproduced(problem, fit)):
+        return none
+    if not overdetermined(problem, fit):
+        return none
+    moved = (fit.features[0] - features).norm(dim=1)
     sure = relative_errors(problem, fit, 0) < _RIGHT
+    sure &= (moved <= _RIGHT * features.norm(dim=1)) & _apart(fit)
     if bool(sure.any()):
-        for rivals in (others, _sought(problem, fit)):
-            sure &= _held_by_all(problem, fit, rivals)
+        sure &= _held_by_all(problem, fit, _sought(problem, fit, others))
     return sure
 
 
@@ -90,13 +101,22 @@ def overdetermined(problem: Consistency, fit: Fits) -> bool:
     return spare * math.log(_WRONG / left) >= images * math.log(classes) + _NATS
 
 
-def _sought(problem: Consistency, fit: Fits) -> Fits:
+def _apart(fit: Fits) -> Tensor:
+    """Returns of which images (N,) none of the same label is so near that both may be one."""
+    features, labels = fit.features[0], fit.labels[0]
+    near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
+    twins = near & (labels[:, None] == labels)
+    return twins.sum(1) == 1
+
+
+def _sought(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
     """Descends from what is not the solution, to find others that explain as much."""
     point, labels = fit.points[0], fit.labels[0]
     changed = _changed(problem, fit)
-    features = torch.stack([length * fit.features[0] for length in _LENGTHS])
-    starts = torch.cat([point.expand(len(changed), -1), problem.unknowns(features)])
-    answers = torch.cat([changed, labels.expand(len(_LENGTHS), -1)])
+    scaled = torch.stack([length * fit.features[0] for length in _LENGTHS])
+    elsewhere = problem.unknowns(torch.cat([scaled, others.to(scaled.dtype)]))
+    starts = torch.cat([point.expand(len(changed), -1), elsewhere])
+    answers = torch.cat([changed, labels.expand(len(elsewhere), -1)])
     rivals = problem.descend(starts, answers, _ITERATIONS)
     enough, near = (times * tolerance(problem.classifier) for times in (_AS_GOOD, _PROMISING))
     promising = (rivals.losses > enough) & (rivals.losses <= near)
@@ -113,7 +133,8 @@ def _changed(problem: Consistency, fit: Fits) -> Tensor:
     held = F.one_hot(labels, problem.classes)
     scale = problem.scale(fit.points[0])
     likely = problem.errors(fit.points[0], labels) / scale - held
-    count = min(_CHANGES, held.numel() - len(labels))
+    affordable = int(_WORK / max(1, fit.points.shape[1]) ** 3)
+    count = min(max(1, affordable), _CHANGES, held.numel() - len(labels))
     places = likely.flatten().topk(count).indices
     changed = labels.repeat(count, 1)
     changed[torch.arange(count), places // problem.classes] = places % problem.classes

@@ -27,6 +27,10 @@ from fedsim.words import number_of
 _LARGEST_BATCH = 128
 """Images up to which all their features are sought at once: unknowns are their square."""
 
+_FINEST, _COMPARED, _OFF = 1 << 12, 64, 0.01
+"""How many levels the least entry of a grid may be from 0, how many values tell the grid's spacing,
+and how far from a level, in spacings, float32 leaves them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierGradient:
@@ -55,6 +59,11 @@ class ClassifierGradient:
     rates: tuple[float, ...]
     """Learning rate after each local step on the same batch but the last; none if there is one."""
     momentum: float
+    bias_weight: float = 1.0
+    """How much more precise the bias's gradient is than an entry of the weights'."""
+    removed_below: Tensor | None = None
+    """(d + 1,): magnitude that an entry of each column which is set to zero had at most; infinite
+    where that is not known."""
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
     rounding: float = 2.0**-24
@@ -76,6 +85,12 @@ class ClassifierGradient:
         if layer.bias is not None:
             parts.append((layer.bias, f"{name}.bias"))
         weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
+        below = [
+            _smallest(observation, f"{name}.{kind}") * abs(factor)
+            for kind, part in (("weight", layer.weight), ("bias", layer.bias))
+            if part is not None
+            for _ in range(part[0].numel())
+        ]
         gradient = [
             observation.update[key].detach().double().reshape(len(layer.weight), -1) * factor
             for _, key in parts
@@ -95,6 +110,8 @@ class ClassifierGradient:
             if training.batches == "same"
             else (),
             momentum=training.momentum,
+            bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
+            removed_below=weights[0].new_tensor(below),
             rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),
         )
 
@@ -102,15 +119,14 @@ class ClassifierGradient:
         """Refuses a gradient that does not determine the features.
 
         Raises:
-            AttackFailed: a defense removes or mixes entries, there is dropout, or there are too
-                many images or nothing left.
+            AttackFailed: a defense mixes entries, there is dropout, or there are too many images
+                or nothing left.
         """
         classes, images = len(self.weights), self.num_images
-        if self.removed or self.mixed:
-            how = "sets entries to zero" if self.removed else "mixes entries"
+        if self.mixed:
             raise AttackFailed(
-                f"a defense {how}, and what is left of the classifier's gradient has not the "
-                "features' row space"
+                "a defense mixes entries, and what is left of the classifier's gradient has not "
+                "the features' row space"
             )
         if self.dropout:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
@@ -139,12 +155,53 @@ class ClassifierGradient:
         return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
 
     @property
+    def kept(self) -> Tensor:
+        """Which entries (K, d + 1) were not set to zero."""
+        return self.gradient != 0
+
+    @property
     def noise(self) -> float:
         """Variance of noise or rounding in an entry; 0 where neither is declared.
 
         Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
         """
         return 0.0 if self.exact or self.removed else self.deviation**2
+
+
+def _smallest(observation: Observation, name: str) -> float:
+    """Returns the magnitude in the update that entries of `name` set to zero had at most.
+
+    Infinite where magnitude is not what they were chosen by.
+    """
+    removed = observation.effect.removed
+    if removed not in ("smallest", "smallest_of_tensor") or observation.effect.noisy:
+        return math.inf
+    names = [name] if removed == "smallest_of_tensor" else list(observation.update)
+    kept = [t[t != 0].abs().min() for t in (observation.update[n] for n in names) if bool(t.any())]
+    return float(torch.stack(kept).min()) if kept else math.inf
+
+
+def _bias_weight(observation: Observation, name: str) -> float:
+    """Returns how much finer the grid of the bias's gradient is than that of the weights'."""
+    effect = observation.effect
+    if not effect.rounded or effect.noisy or effect.removed:
+        return 1.0
+    parts = [observation.update[f"{name}.{part}"] for part in ("weight", "bias")]
+    if not all(bool(part.any()) for part in parts):
+        return 1.0
+    weights, bias = map(_spacing, parts)
+    return weights / bias
+
+
+def _spacing(tensor: Tensor) -> float:
+    """Returns the largest spacing of a grid on which all entries are, of which not all are 0."""
+    values = tensor.double().abs().flatten().sort()[0]
+    values = values[values > 0]
+    spacings = values[0] / torch.arange(1, _FINEST, dtype=values.dtype, device=values.device)
+    chosen = torch.linspace(0, len(values) - 1, _COMPARED).long()
+    levels = values[chosen][:, None] / spacings
+    fits = ((levels - levels.round()).abs() < _OFF).all(0)
+    return float(spacings[fits.double().argmax()])
 
 
 def linear_classifier(model: Classifier) -> tuple[nn.Linear, str]:

@@ -14,12 +14,20 @@ from typing import NamedTuple, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize
+from fedsim_attacks.classifier_features._levenberg_marquardt import (
+    Minima,
+    Normals,
+    minimize,
+    normals_of,
+)
 
-_CHUNK = 1 << 26
-"""Entries of the Jacobians that are held at once (512 MiB)."""
+_CHUNK = 1 << 24
+"""Entries of the Jacobians that are held at once (128 MiB)."""
+_NOTHING = 1e-100
+"""Least singular value, so that squares of its inverse are finite."""
 
 
 class Fits(NamedTuple):
@@ -33,6 +41,16 @@ class Fits(NamedTuple):
     """(S,): squared residual over the squared gradient."""
     points: Tensor
     """(S, n): the unknowns."""
+
+
+def whole_inverse(matrix: Tensor) -> Tensor:
+    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), in which nothing counts as zero.
+
+    What an image without error signal may be is then huge, and not left out.
+    """
+    left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
+    inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
+    return inverse
 
 
 @final
@@ -71,24 +89,87 @@ class Consistency:
         inside = (features @ self._basis.T - self._origin) @ self._free
         return F.pad(inside.flatten(1), (0, self.classifier.factors))
 
-    def features(self, points: Tensor) -> Tensor:
-        """Turns unknowns (S, n) into features (S, N, d)."""
+    def features(self, points: Tensor, labels: Tensor) -> Tensor:
+        """Turns unknowns (S, n) into features (S, N, d), whatever the labels (S, N)."""
         whole: Tensor = self._coordinates(points) @ self._basis
         return whole[..., :-1] if self.classifier.biased else whole
 
-    def descend(self, points: Tensor, labels: Tensor, iterations: int) -> Fits:
-        """Descends from `points` (S, n), each with its `labels` (S, N)."""
+    def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
+        """Descends from `points` (S, n), each with its `labels` (S, N).
+
+        The first start to leave no more than a share `enough` of the gradient ends it.
+        """
         targets = F.one_hot(labels, self.classes).double()
         jacobian = self._observed.numel() * max(1, points.shape[1])
         size = max(1, _CHUNK // (3 * jacobian))
-        slopes = None if self.classifier.rates else self.slopes
-        found = [
-            minimize(self.residual, *part, iterations, slopes)
-            for part in zip(torch.split(points, size), torch.split(targets, size), strict=True)
-        ]
+        found: list[Minima] = []
+        normals: Normals = self._normals
+        if self.classifier.rates or self.classifier.factors:
+            normals = normals_of(vmap(jacfwd(self.residual)))
+        share = enough * float(self._energy)
+        for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
+            found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
+            if bool((found[-1].losses < share).any()):
+                break
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        labels = labels[: len(minima.losses)]
         losses = minima.losses / self._energy
-        return Fits(self.features(minima.points), labels, losses, minima.points)
+        return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+
+    @property
+    def freedom(self) -> int:
+        """How many more equations there are than unknowns."""
+        count = self.classifier.num_images
+        unknowns = count * self._free.shape[1] + self.classifier.factors
+        return max(1, self.classes * count - unknowns)
+
+    def variances(self, point: Tensor, labels: Tensor) -> Tensor:
+        """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+
+        A fit amplifies it by its Jacobian's inverse inside the row space, and by the error signals'
+        outside, where all of the gradient's columns have it.
+        """
+        targets = F.one_hot(labels, self.classes).double()
+        variances = torch.zeros_like(point)
+        if len(point):
+            jacobian = jacfwd(self.residual)(point, targets)
+            _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
+            amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
+            variances = amplified.square().sum(0)
+        variances = variances[: len(variances) - self.classifier.factors]
+        count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
+        inside = variances.reshape(count, -1).sum(1)
+        errors = self.errors(point, labels) / count
+        total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
+        return total
+
+    def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """J'J and J'r at points (S, n) whose residuals are `left`, of one step without factors.
+
+        With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
+        small matrices, so that J itself, of N K N by N² entries, is never needed.
+        """
+        count, free = self.classifier.num_images, self._free
+        coordinates = self._coordinates(points)
+        shares = (coordinates @ self._weights.T).softmax(-1)
+        errors = (shares - targets) / count
+        weights = self._weights @ free
+        mean = shares @ weights
+        moved = shares[..., None] / count * (weights - mean[:, :, None])  # (S, N, K, l)
+        flat = moved.transpose(2, 3).flatten(1, 2)  # (S, N l, K)
+        own = free.shape[1]
+        grams = coordinates @ coordinates.transpose(1, 2)
+        shape = (len(points), count, own, count, own)
+        normal = (flat @ flat.transpose(1, 2)).view(shape) * grams[:, :, None, :, None]
+        crossed = (flat @ errors.transpose(1, 2)).view(shape[:4])
+        mixed = crossed[..., None] * (coordinates @ free)[:, :, None, None]
+        normal = normal + mixed + mixed.permute(0, 3, 4, 1, 2)
+        energies = errors @ errors.transpose(1, 2)
+        normal.diagonal(dim1=2, dim2=4).add_(energies[..., None])
+        rest = left.view(len(points), self.classes, count)
+        downhill = torch.einsum("snkl,skn->snl", moved, rest @ coordinates.transpose(1, 2))
+        downhill = downhill + errors @ (rest @ free)
+        return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
 
     def residual(self, point: Tensor, targets: Tensor) -> Tensor:
         """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""
@@ -105,26 +186,6 @@ class Consistency:
         left: Tensor = (mean - self._observed).flatten()
         return left
 
-    def slopes(self, points: Tensor, targets: Tensor) -> Tensor:
-        """Computes the Jacobians (S, K N, n) of the residuals of one step at `points` (S, n).
-
-        With coordinates c_i of N images, the residual is (1/N) Σ_i s_i (p_i - y_i) c_i'.
-        """
-        starts, images = len(points), self.classifier.num_images
-        coordinates, scale = self._coordinates(points), self.scale(points)
-        probabilities = (coordinates @ self._weights.T).softmax(-1)
-        errors = scale * (probabilities - targets) / images
-        along = self._weights @ self._free
-        turned = along - (probabilities @ along)[..., None, :]
-        turned = (scale / images * probabilities)[..., None] * turned
-        found = torch.einsum("sikf,sia->skaif", turned, coordinates)
-        found += torch.einsum("sik,af->skaif", errors, self._free)
-        whole = found.reshape(starts, self._observed.numel(), images * self._free.shape[1])
-        if self.classifier.factors:
-            own = torch.einsum("sik,sia->skai", errors, coordinates).flatten(1, 2)
-            whole = torch.cat([whole, own.sum(2, True) if scale.shape[1] == 1 else own], 2)
-        return whole
-
     def errors(self, point: Tensor, labels: Tensor) -> Tensor:
         """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
         logits = self._coordinates(point) @ self._weights.T
@@ -132,9 +193,9 @@ class Consistency:
         return errors
 
     def scale(self, point: Tensor) -> Tensor:
-        """Returns the factors of images' error signals (..., N, 1) or, if they have one, (..., 1, 1)."""
+        """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
         factors = self.classifier.factors
-        return point[..., -factors:].exp()[..., None] if factors else point.new_ones(1, 1)
+        return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
 
     def _coordinates(self, points: Tensor) -> Tensor:
         count = self.classifier.num_images

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.func import jacfwd, vmap
 
 _FIRST_DAMPING = 1e-2
 """Of the diagonal of J'J, at the start."""
@@ -18,11 +17,22 @@ _DAMPING = (1e-12, 1e8)
 _FLAT = 1e-12
 """Least entry of the diagonal, over the largest: directions that the residual does not see."""
 
-Residual = Callable[[Tensor, Tensor], Tensor]
-"""From one point (n,) and what belongs to its start, to the residual (e,)."""
+Batched = Callable[[Tensor, Tensor], Tensor]
+"""From points (S, n) and what belongs to their starts, to residuals (S, e), or Jacobians
+(S, e, n)."""
+Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From points (S, n), what belongs to their starts, and residuals r (S, e), to J'J (S, n, n) and
+J'r (S, n)."""
 
-Slopes = Callable[[Tensor, Tensor], Tensor]
-"""From points (S, n) and what belongs to their starts, to the Jacobians (S, e, n)."""
+
+def normals_of(jacobians: Batched) -> Normals:
+    """Returns J'J and J'r by the Jacobians J themselves."""
+
+    def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        slopes = jacobians(points, given).transpose(1, 2)
+        return slopes @ slopes.transpose(1, 2), (slopes @ left[..., None])[..., 0]
+
+    return normals
 
 
 class Minima(NamedTuple):
@@ -35,42 +45,43 @@ class Minima(NamedTuple):
 
 
 def minimize(
-    residual: Residual,
+    residuals: Batched,
+    normals: Normals,
     starts: Tensor,
     given: Tensor,
     iterations: int,
-    slopes: Slopes | None = None,
+    enough: float = 0.0,
 ) -> Minima:
-    """Descends the squared norm of `residual` from each of `starts`.
+    """Descends the squared norm of `residuals` from each of `starts`.
 
     Args:
-        residual: of one point and its entry of `given`.
+        residuals: of points and their entries of `given`.
+        normals: of the same.
         starts: (S, n) float64.
-        given: (S, ...), handed to `residual`, and constant.
-        iterations: steps that are tried, the same for all starts.
-        slopes: of `residual` at all starts; None: they are differentiated.
+        given: (S, ...), constant.
+        iterations: steps that are tried at most; fewer where none lowers any start's.
+        enough: sum of squares below which the first start to come ends the descent of all.
     """
-    values, slopes = vmap(residual), slopes or vmap(jacfwd(residual))
     points = starts
     damping = starts.new_full((len(starts),), _FIRST_DAMPING)
-    residuals = values(points, given)
-    losses = residuals.square().sum(1)
+    there = residuals(points, given)
+    losses = there.square().sum(1)
     if not starts.shape[1]:
         return Minima(points, losses)
     for _ in range(iterations):
-        jacobian = slopes(points, given)
-        normal = jacobian.transpose(1, 2) @ jacobian
+        if bool((losses < enough).any()) or bool((damping >= _DAMPING[1]).all()):
+            break
+        normal, downhill = normals(points, given, there)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
         damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
-        downhill = (jacobian.transpose(1, 2) @ residuals[..., None])[..., 0]
         step, broken = torch.linalg.solve_ex(damped, downhill)
         tried = points - step
-        there = values(tried, given)
-        reached = there.square().sum(1)
+        left = residuals(tried, given)
+        reached = left.square().sum(1)
         better = (reached < losses) & (broken == 0)
         points = torch.where(better[:, None], tried, points)
-        residuals = torch.where(better[:, None], there, residuals)
+        there = torch.where(better[:, None], left, there)
         losses = torch.where(better, reached, losses)
         damping = torch.where(better, _EASED * damping, _RAISED * damping).clamp(*_DAMPING)
     return Minima(points, losses)

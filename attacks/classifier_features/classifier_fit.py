@@ -2,9 +2,10 @@
 
 Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
 that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
-features', and there are more equations in it than unknowns (`consistency`). Labels are part of what
-is fitted (`label_search`). How far rounding and noise leave the features open is computed for each
-image (`certainty`).
+features', and there are more equations than unknowns. All of the gradient is fitted (`profile`) or,
+of large problems and several local steps, what its row space holds (`consistency`). Labels are part
+of what is fitted (`label_search`); entries that pruning removed are filled in (`completion`). How
+far rounding and noise leave the features open is computed for each image (`certainty`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,19 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.classifier_features._certainty import explained, relative_errors
+from fedsim.words import number_of
+from fedsim_attacks.classifier_features._certainty import allowed, explained, relative_errors
 from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._completion import complete
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.labels.label_inference import infer_labels
 
@@ -34,6 +39,14 @@ _TRIAL = 30
 """Iterations after which labels are told apart."""
 _TRIED_TOGETHER = 12
 """Labelings that are compared before the search goes on from the best."""
+_SHRUNK = 2
+"""Times that the features' spread is estimated, and the fit repeated with it."""
+_WIDER = 3.0
+"""Times the estimated spread that is taken: what one gains by less, others lose."""
+_MANY = 1200
+"""Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
+_RIVALS = 4
+"""Features of noise from which a rival of a certificate is sought."""
 _DETERMINED = 0.03
 """Relative error of features (a cosine of 0.9995) up to which they are determined."""
 
@@ -42,7 +55,7 @@ _DETERMINED = 0.03
 class ClassifierSolver(FeatureSolver):
     """Searches labels and features together; the best ones are descended to the end."""
 
-    problem: Consistency
+    problem: Consistency | Profile
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
@@ -59,8 +72,6 @@ class ClassifierSolver(FeatureSolver):
     tried: set[tuple[int, ...]] = field(default_factory=set)
     best: Fits | None = None
     """Of one start."""
-    others: Fits | None = None
-    """Where the last descent's other starts have led to."""
     over: bool = False
 
     @property
@@ -74,9 +85,12 @@ class ClassifierSolver(FeatureSolver):
             self._end()
             return
         count = len(self.waiting)
-        labels = torch.stack(self.waiting).repeat_interleave(self.starts, 0)
-        fits = self.problem.descend(self._drawn(len(labels)), labels, _TRIAL)
-        self.iteration += _TRIAL
+        many, trial = (self.starts, _TRIAL) if self.tried else (4 * self.starts, 2 * _TRIAL)
+        # Starts of a large problem follow each other, and the first that explains all is the last.
+        labels = torch.stack(self.waiting).repeat_interleave(many, 0)
+        enough = allowed(self.problem)
+        fits = self.problem.descend(self._drawn(len(labels)), labels, trial, enough)
+        self.iteration += trial
         self.tried |= {tuple(each.tolist()) for each in self.waiting}
         self.waiting = self.waiting[count:]
         before = self.best
@@ -101,13 +115,30 @@ class ClassifierSolver(FeatureSolver):
 
     def _end(self) -> None:
         assert self.best is not None
-        labels = self.best.labels.expand(8 * self.starts, -1)
-        drawn = self._drawn(len(labels))
-        drawn[0] = self.best.points[0]
-        self.others = self.problem.descend(drawn, labels, self.iterations)
-        self._keep(self.others)
+        starts = self.best.points
+        if not explained(self.problem, float(self.loss)):
+            starts = torch.cat([starts, self._drawn(8 * self.starts - 1)])
+        labels = self.best.labels.expand(len(starts), -1)
+        self._keep(self.problem.descend(starts, labels, self.iterations))
         self.iteration += self.iterations
+        if isinstance(self.problem, Profile):
+            if self.problem.classifier.removed:
+                self.problem, self.best = complete(self.problem, self.best)
+                self.loss = self.best.losses[0]
+            elif self.problem.classifier.noise:
+                self._shrink(self.problem)
         self.over = True
+
+    def _shrink(self, problem: Profile) -> None:
+        """Goes on with what is known of features beforehand: that they differ only so much."""
+        for _ in range(_SHRUNK):
+            assert self.best is not None
+            point, labels = self.best.points, self.best.labels
+            spread = _WIDER * problem.spread(point[0], labels[0])
+            narrow = Profile(problem.classifier, spread)
+            found = narrow.descend(point, labels, self.iterations)
+            self.best = found
+            self.iteration += self.iterations
 
     def _keep(self, fits: Fits) -> None:
         index = int(fits.losses.nan_to_num(torch.inf).argmin())
@@ -122,14 +153,22 @@ class ClassifierSolver(FeatureSolver):
 
     def reconstruction(self) -> Reconstruction:
         """Returns the best features, their labels, and which are determined and certified."""
-        assert self.best is not None and self.others is not None
+        assert self.best is not None
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
+        if self.problem.classifier.removed:  # entries that were filled in tell nothing new
+            certain = torch.zeros_like(certain)
+        drawn = torch.randint(
+            len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng
+        )
+        sure = certified(
+            self.problem.classifier, self.best.features[0], self.best.labels[0], self.pool[drawn]
+        )
         return Reconstruction(
             features=self.best.features[0].float(),
             labels=self.best.labels[0],
             determined=certain,
-            certified=certified(self.problem, self.best, self.others) & certain,
+            certified=sure & certain,
             loss=float(self.loss),
             iterations=self.iteration,
         )
@@ -140,12 +179,13 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     """Fits features and labels to a linear classifier's gradient, by their own consistency.
 
     It needs fewer images than classes, and plants nothing. Clipping leaves one factor unknown,
-    which is fitted; noise leaves the features as uncertain as it is large.
+    which is fitted; noise leaves the features as uncertain as it is large, and those are drawn to
+    what the batch shares. Where entries are removed no image is called determined.
     """
 
     paper: ClassVar[str] = (
-        "fedsim: Levenberg-Marquardt on the softmax consistency of ∂L/∂W in its row space, labels "
-        "by search"
+        "fedsim: Levenberg-Marquardt and variable projection (Golub and Pereyra, 1973; Kaufman, "
+        "1975) on the softmax consistency of ∂L/∂W, labels by search"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 120
@@ -177,9 +217,17 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             observation.training,
         )
         labels = infer_labels(observation).sort()[0]
+        small = classifier.num_images * len(classifier.weights) <= _MANY
+        whole = small and not classifier.rates and classifier.factors <= 1
+        if classifier.removed and not whole:
+            raise AttackFailed(
+                "a defense sets entries to zero, which is made up for after one local step without "
+                "clipped examples, and where images times classes are "
+                f"{number_of(_MANY, 'error signal')} at most"
+            )
         return ClassifierSolver(
             loss=torch.full((), torch.inf),
-            problem=Consistency(classifier),
+            problem=Profile(classifier) if whole else Consistency(classifier),
             pool=pool,
             rng=rng,
             starts=self.starts,

@@ -104,25 +104,28 @@ class _Largest(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, windows: Tensor, width: float | Tensor) -> Tensor:
-        ctx.save_for_backward(windows)
+        largest, indices = windows.max(1, keepdim=True)
+        # Searched for once: both differentiations of a gradient ask for them.
+        ctx.save_for_backward(windows, indices)
         ctx.width = width
-        return windows.amax(1)
+        return largest.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
-        (windows,) = ctx.saved_tensors
-        return gy[:, None] * _OneHot.apply(windows, ctx.width), None
+        windows, indices = ctx.saved_tensors
+        return gy[:, None] * _OneHot.apply(windows, indices, ctx.width), None
 
 
 class _OneHot(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, windows: Tensor, width: float | Tensor) -> Tensor:
+    def forward(ctx: Any, windows: Tensor, indices: Tensor, width: float | Tensor) -> Tensor:
         ctx.save_for_backward(windows)
         ctx.width = width
-        return torch.zeros_like(windows).scatter_(1, windows.argmax(1, keepdim=True), 1.0)
+        return torch.zeros_like(windows).scatter_(1, indices, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, gy: Tensor) -> tuple[Tensor, None, None]:
         (windows,) = ctx.saved_tensors
         share = (windows / ctx.width).softmax(1)
-        return share * (gy - (gy * share).sum(1, keepdim=True)) / ctx.width, None
+        slope = share * (gy - (gy * share).sum(1, keepdim=True)) / ctx.width
+        return slope, None, None

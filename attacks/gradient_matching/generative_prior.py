@@ -105,11 +105,13 @@ class GenerativePrior(IterativeAttack[Search]):
         if (self.weights is None) != (self.public is None):
             raise ValueError("give both weights and public, or neither")
         if self._searching_codes() > self.iterations:
-            raise ValueError(
-                f"latent_iterations ({self.latent_iterations}) exceed the iterations "
-                f"({self.iterations})"
-            )
+            codes, both = self.latent_iterations, self.iterations
+            raise ValueError(f"latent_iterations ({codes}) exceed the iterations ({both})")
         return self
+
+    def brings(self) -> tuple[str, ...]:
+        """Returns the public data of the generator, if it is a trained one."""
+        return () if self.public is None else (f"public={self.public}",)
 
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Search:
         """Draws random codes; reads the generator from its file, or draws its weights.

@@ -1,11 +1,12 @@
 """The phases of factored_inversion: what images are compared with, for how long, and what follows.
 
 Which phases there are depends on what a client's update tells. Of exact features and one gradient
-of a shallow body, one. A deep body is peeled first (`peeling`), its images are then descended
-through the first stage alone, and in the end together with all that was peeled (`relaxation`);
-behind much noise that is done from the beginning. Where features may be wrong, images lead to
-them first (`image_features`), in two goes if need be. Several local steps are taken for one
-gradient, and in the end, if the body is not deep, unrolled.
+of a shallow body, one: behind a planted head the body's share of the update is compared, behind an
+ordinary classifier the direction of all of it. A deep body is peeled first (`peeling`), its images
+are then descended through the first stage alone, and in the end together with all that was peeled
+(`relaxation`); behind much noise that is done from the beginning. Where features may be wrong,
+images lead to them first (`image_features`), in two goes if need be. Several local steps are taken
+for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.gradient_matching._contrast import trusted
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
@@ -71,6 +73,11 @@ _COARSE_VARIATION, _FINE_VARIATION = 15.0, 0.05
 A first stage alone is descended through smooth images well, and held back by none in the end."""
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
+_DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
+"""Step size, and weight of features, times the usual, where the direction of the whole update is
+compared."""
+_DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
+"""And the total variation at first; and its end over its beginning."""
 _LEAST_DISTRIBUTION_WEIGHT = 1e-3
 """Least weight of how unlikely images are by the distribution of public ones."""
 _PRIOR = 0.7
@@ -231,6 +238,9 @@ class Phases:
         """Makes the first phase with `features` (N, d) known; it plans those that follow."""
         known = signals(self._observation, features)
         if not self._is_deep:
+            ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
+            if ordinary and not self._several:
+                return self._direction(features, known, iterations)
             return self._whole(features, known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL
         steps = 0 if self._several or noisy else int(_PEELED * iterations)
@@ -239,6 +249,33 @@ class Phases:
         )
         self._plans.insert(0, partial(self._from_maps, known, iterations))
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
+
+    def _direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
+        """Makes the phase that compares the direction of the whole update, classifier and all.
+
+        It asks nothing of the update's length, which far candidates meet best by making it small.
+        The classifier's share is compared as well; a planted head's would outweigh all else.
+        """
+        settings = self._settings
+        weight = _DIRECTION_FEATURES * settings.feature_weight
+        misfit = WholeGradient(
+            self._as_one,
+            known.labels,
+            width=settings.jump_width,
+            calls=iterations,
+            features=features,
+            weight=weight,
+        )
+        return Phase(
+            misfit,
+            iterations,
+            _DIRECTION_STEP * settings.step_size,
+            _DIRECTION_VARIATION * settings.total_variation,
+            known.labels,
+            weight,
+            features,
+            final_variation=_DIRECTION_FINAL,
+        )
 
     def _whole(self, features: Tensor, known: Signals, iterations: int) -> Phase:
         """Makes the phase that compares the whole body's share of the update."""

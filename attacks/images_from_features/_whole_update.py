@@ -85,14 +85,33 @@ class WholeGradient:
     """1 - the cosine of the observed update and its recomputation from candidate images."""
 
     def __init__(
-        self, observation: Observation, labels: Tensor, *, width: float, calls: int
+        self,
+        observation: Observation,
+        labels: Tensor,
+        *,
+        width: float,
+        calls: int,
+        features: Tensor | None = None,
+        weight: float = 0.0,
     ) -> None:
-        """Prepares the comparison for `labels` (N,); `width` and `calls` as for `BodyGradient`."""
+        """Prepares the comparison for images of `labels` (N,).
+
+        Args:
+            observation: what the server saw, as one gradient.
+            labels: of the images.
+            width: of the jumps of slopes (`smooth_slopes`); 0 leaves them as they are.
+            calls: how often it is to be evaluated.
+            features: (N, d), that the images are to have; None if nothing is known of them.
+            weight: of the misfit of features.
+        """
         self._matching = Matching(observation, calls=calls, width=width)
-        self._labels = labels
+        self._labels, self._weight = labels, weight
+        wanted = None if features is None else Features(features, "relative")
+        self._prior = ForwardPrior(observation, Knowledge(), wanted)
 
     def __call__(self, images: Tensor) -> Misfit:
-        """Evaluates the misfit at normalized `images` (N, C, H, W), without features."""
+        """Evaluates the misfit at normalized `images` (N, C, H, W)."""
         candidate = self._matching.candidate(images, self._labels, None)
         loss, (slope,) = self._matching.differentiate(candidate, cosine_distance)
-        return Misfit(loss, loss.new_zeros(()), slope)
+        distance_of_features, pull = self._prior(images)
+        return Misfit(loss, distance_of_features, slope + self._weight * pull)

@@ -52,6 +52,7 @@ class Context:
                 "label": job.label,
                 "restarts": job.restarts,
                 "parameters": dict(job.parameters),
+                "brought": job.brought,
             },
             "vantage": observation.vantage,
             "server": observation.server,

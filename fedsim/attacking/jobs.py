@@ -99,6 +99,11 @@ class Job:
         return f"{self.label} on {self.observation.parent.parent.name}/{self.observation.stem}"
 
     @property
+    def brought(self) -> list[str]:
+        """What the attack has that no grant names."""
+        return list(create(self.attack, self.parameters).brings())
+
+    @property
     def key(self) -> tuple[str, str, str]:
         """(stack, attack label, observation id): what identifies the job's row in a run."""
         round, stack = self.observation.parent, self.observation.parent.parent.name

@@ -118,6 +118,7 @@ def attack(
             "name": name,
             "restarts": restarts,
             "parameters": chosen.model_dump(mode="json"),
+            "brought": list(chosen.brings()),
         },
         "server": observation.server,
         "knowledge": grant.model_dump(),

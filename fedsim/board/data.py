@@ -21,12 +21,6 @@ from fedsim.report.threat import VANTAGES
 from fedsim.results.reading import Run, load_runs, measurements
 from fedsim.scoring import METRICS
 
-_SERVERS = {
-    "honest": "honest server",
-    "planted": "malicious server: planted weights",
-    "modified": "malicious server: module put into the model",
-}
-
 METRIC_FIELDS = ("mean", "low", "high", "guess", "excess", "excess_low", "excess_high", "worst")
 """What the list of a row's metric holds, in this order; `excess` is what it leaks above the
 guess."""
@@ -103,13 +97,13 @@ def _view(
     texts: Texts,
     shown: Sequence[str],
 ) -> dict[str, Any]:
-    comparison, granted, sight, batch_size, round = view
+    comparison, sight, batch_size, round = view
     own = [rows[position] for position in members]
     return {
         "setting": settings.number(own[0]),
         "comparison": settings.comparison(comparison),
-        "threat": texts.number(_threat(own[0])),
-        "granted": texts.number(_granted(own[0], dict(granted))),
+        "threat": texts.number(own[0].threat.title),
+        "granted": texts.number(_granted(own[0])),
         "vantage": sight,
         "sees": texts.number(VANTAGES.get(sight, sight)),
         "batch": batch_size,
@@ -132,18 +126,10 @@ def _view(
     }
 
 
-def _threat(row: LeaderboardRow) -> str:
-    """Names an attacker: what the server has done, and what is granted beyond the least."""
-    least = {name: values[0] for name, values in Grant.values().items()}
-    granted = [f"{name} {value}" for name, value in row.knowledge if value != least[name]]
-    server = _SERVERS.get(row.server, row.server)
-    return f"{server}; {', '.join(granted) or 'nothing granted'}"
-
-
-def _granted(row: LeaderboardRow, granted: dict[str, str]) -> str:
+def _granted(row: LeaderboardRow) -> str:
     """Words what is granted, as the report does."""
     values, meanings = Grant.values(), Grant.meanings(row.subject)
-    words = [m.words[values[name].index(granted[name])] for name, m in meanings.items()]
+    words = [m.words[values[n].index(getattr(row.knowledge, n))] for n, m in meanings.items()]
     return "; ".join(word for word in words if word)
 
 

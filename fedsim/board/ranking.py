@@ -13,8 +13,8 @@ from fedsim.report.level import Level, level_of
 from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.scoring import METRICS, Summary
 
-View = tuple[Comparison, tuple[tuple[str, str], ...], str, int, int]
-"""(comparison, what is granted, what is seen, batch size, round)."""
+View = tuple[Comparison, str, int, int]
+"""(comparison, what is seen, batch size, round)."""
 
 State = Literal["ranked", "blind", "failed"]
 """`blind`: the attack does no better than on another update. `failed`: no trial ended."""
@@ -40,8 +40,7 @@ class Worst:
 def view_of(row: LeaderboardRow) -> View:
     """Returns the view that `row` is part of."""
     sight = "masked" if row.masked else row.vantage
-    granted = tuple(row.knowledge.model_dump().items())
-    return (row.comparison, granted, sight, row.batch_size, row.round)
+    return (row.comparison, sight, row.batch_size, row.round)
 
 
 def views(rows: Sequence[LeaderboardRow]) -> dict[View, list[int]]:

@@ -87,7 +87,10 @@ class Settings:
             "warnings": [shortened(line, SENTENCE) for line in warnings(rows)],
             "answers": {
                 shortened(answer.defense): {
-                    "sentence": shortened(answer.sentence, SENTENCE),
+                    "brief": shortened(answer.brief, SENTENCE),
+                    "grounds": [
+                        [name, shortened(words, SENTENCE)] for name, words in answer.grounds
+                    ],
                     "verdict": answer.verdict,
                 }
                 for answer in answers(rows, control, runs_of(rows, self._runs))

@@ -22,6 +22,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
+from fedsim.system.paths import from_home
 from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
 
@@ -56,6 +57,17 @@ class Attack(Plugin, Generic[S]):
         """What it needs with these parameters: `needs`, unless one of them asks for more."""
         return self.needs
 
+    def brings(self) -> tuple[str, ...]:
+        """What it has that no grant names, as `public=photos`; rows say it, and rank it apart.
+
+        Unless an attack says otherwise, each file that one of its parameters names.
+        """
+        return tuple(
+            f"{name}={from_home(value).name}"
+            for name, value in self
+            if isinstance(value, str) and _is_file(value)
+        )
+
     @abstractmethod
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> S:
         """The state before the first step. Tensors live on the observation's device.
@@ -79,6 +91,13 @@ class Attack(Plugin, Generic[S]):
     def total(self) -> int | None:
         """Iterations until `terminate`, for progress; None if unknown."""
         return None
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return from_home(text).is_file()
+    except (OSError, ValueError, FedsimError):  # too long for a name, say: then it names none
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,11 @@ class Meaning:
     """What a field of `Grant` is about, and what each of its values means."""
 
     def __init__(
-        self, of: Literal["images", "rows"], *words: str, from_truth: str | None = None
+        self,
+        of: Literal["images", "rows"],
+        *words: str,
+        from_truth: str | None = None,
+        honest: str | None = None,
     ) -> None:
         """A meaning that says itself.
 
@@ -28,8 +32,9 @@ class Meaning:
             words: What the attacker is granted by each value, in their order; empty if that needs
                 no saying.
             from_truth: The least value that holds what only the victim knows; None if none does.
+            honest: The most that an honest server has by itself; None if that is the least value.
         """
-        self.of, self.words, self.from_truth = of, words, from_truth
+        self.of, self.words, self.from_truth, self.honest = of, words, from_truth, honest
 
 
 class Grant(BaseModel):
@@ -48,6 +53,7 @@ class Grant(BaseModel):
             "no labels, but may infer them from the update",
             "the true labels of the attacked batch, which few real attackers have",
             from_truth="known",
+            honest="inferred",
         ),
     ] = "inferred"
     bn: Annotated[
@@ -60,6 +66,7 @@ class Grant(BaseModel):
             "the exact batch-norm statistics of the victim’s batch, which no real attacker "
             "has: read these figures as an upper bound",
             from_truth="exact",
+            honest="running",
         ),
     ] = "none"
     features: Annotated[
@@ -133,13 +140,29 @@ class Grant(BaseModel):
 
     def from_truth(self) -> list[str]:
         """What of it only the victim knows, as `labels=known`; empty if nothing."""
-        values, meanings = self.values(), self.meanings()
         return [
-            f"{name}={value}"
-            for name, value in self
-            if (secret := meanings[name].from_truth)
-            and values[name].index(value) >= values[name].index(secret)
+            f"{name}={getattr(self, name)}"
+            for name, meaning in self.meanings().items()
+            if meaning.from_truth and self._reaches(name, meaning.from_truth)
         ]
+
+    def beyond_honest(self) -> list[str]:
+        """What of it no honest server has by itself, as `public=test`; empty if nothing.
+
+        A field that does not say otherwise is beyond from its second value on.
+        """
+        values = self.values()
+        return [
+            f"{name}={getattr(self, name)}"
+            for name, meaning in self.meanings().items()
+            if getattr(self, name) != (most := meaning.honest or values[name][0])
+            and self._reaches(name, most)
+        ]
+
+    def _reaches(self, name: str, value: str) -> bool:
+        """Whether field `name` grants at least `value`."""
+        values = self.values()[name]
+        return values.index(getattr(self, name)) >= values.index(value)
 
 
 @dataclass(frozen=True, kw_only=True)

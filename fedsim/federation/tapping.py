@@ -4,25 +4,30 @@
     fedsim.tap(strategy, out="tapped")      or on the strategy, which then taps the grid it is given
     ClientApp(mods=[fedsim.client_tap(out="tapped")])    on a client, where the server is another's
 
-Every call goes through unchanged. A recording that fails is told in the log and counted; the app
-goes on.
+Every call goes through unchanged. Exchanges are written by a thread beside the round, see `behind`:
+a round waits only if more than its bound is to be written. All is written once the grid is gone,
+the strategy's `start` or the client's function has returned, or the interpreter ends. A recording
+that fails is told in the log and counted; the app goes on.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Strategy
 from flwr.supercore.run import Run
 
 from fedsim.federation import wire
+from fedsim.recording import behind
 from fedsim.recording.exchanges import MOST_ROUNDS, Recorder, Side, Told
 from fedsim.system import paths
 from fedsim.types import FedsimError
@@ -89,7 +94,10 @@ def tap(
         start = target.start
 
         def tapped_start(grid: Grid, *arguments: Any, **named: Any) -> Any:
-            return start(_TappedGrid(grid, plan), *arguments, **named)
+            try:
+                return start(_TappedGrid(grid, plan), *arguments, **named)
+            finally:
+                behind.finish()
 
         target.start = tapped_start  # type: ignore[method-assign]
         return target
@@ -128,6 +136,8 @@ def client_tap(
         reply = call_next(message, context)
         if tape and sent:
             tape.record(sent, message.metadata.message_id, reply)
+            # A client's process may be killed once it has answered.
+            behind.finish()
         return reply
 
     return mod
@@ -183,6 +193,16 @@ class _Plan:
         )
 
 
+@dataclass(kw_only=True)
+class _Broadcast:
+    """What was sent to some clients of a round."""
+
+    round: int
+    content: _Content
+    digest: str | None = None
+    """Of its file, once that is written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Sent:
     """An order that is to be recorded with its answer."""
@@ -191,18 +211,18 @@ class _Sent:
     node_id: int
     key: str
     """Name of the record that held the model."""
-    broadcast: str
+    broadcast: _Broadcast
     config: Told
 
 
 class _Tape:
-    """One run's recorder, as messages use it. It raises nothing."""
+    """One run's recorder, as messages use it. It raises nothing, and writes behind its caller."""
 
     def __init__(self, recorder: Recorder, counted: int = 0) -> None:
         self._recorder = recorder
         self._counted = counted
-        self._last: tuple[int, _Content, str] | None = None
-        """The round, the content and the digest of what was sent last: clients share it."""
+        self._last: _Broadcast | None = None
+        """What was sent last: clients share it."""
 
     def begin(self, messages: Iterable[Message]) -> None:
         """Count a round of messages to train that do not say which round it is."""
@@ -228,38 +248,62 @@ class _Tape:
         key, arrays = _model(content, None)
         last = self._last
         content_now = _content_of(arrays)
-        if last is None or last[0] != round or not _same(last[1], content_now):
-            digest = self._recorder.save_broadcast(round, wire.decode(arrays))
-            if digest is None:
-                return None
-            self._last = last = round, content_now, digest
-        return _Sent(
-            round=round, node_id=node_id, key=key, broadcast=last[2], config=_told(content)
-        )
+        if last is None or last.round != round or not _same(last.content, content_now):
+            self._last = last = _Broadcast(round=round, content=content_now)
+            self._later(partial(self._save_broadcast, last), last.content)
+        return _Sent(round=round, node_id=node_id, key=key, broadcast=last, config=_told(content))
+
+    def _save_broadcast(self, sent: _Broadcast) -> None:
+        sent.digest = self._recorder.save_broadcast(sent.round, wire.views(sent.content))
 
     def record(self, sent: _Sent, message_id: str, reply: Message) -> None:
         """Record a node's answer."""
         try:
             if not reply.has_content():
-                self._recorder.leave_out("a client answered with an error")
+                self._leave_out("a client answered with an error")
                 return
             if reply.metadata.src_node_id != sent.node_id:
-                self._recorder.leave_out("another node answered than was asked")
+                self._leave_out("another node answered than was asked")
                 return
-            _, arrays = _model(reply.content, sent.key)
-            self._recorder.save_reply(
-                wire.decode(arrays),
-                round=sent.round,
-                node_id=sent.node_id,
-                message_id=message_id,
-                broadcast=sent.broadcast,
-                config=sent.config,
-                metrics=_told(reply.content),
-            )
+            content = _content_of(_model(reply.content, sent.key)[1])
+            metrics = _told(reply.content)
+            self._later(partial(self._save_reply, sent, message_id, content, metrics), content)
         except Exception as error:  # an app goes on, whatever its clients answer
             self._failed(error)
 
+    def _save_reply(self, sent: _Sent, message_id: str, content: _Content, metrics: Told) -> None:
+        if sent.broadcast.digest is None:
+            self._recorder.leave_out("what was sent could not be recorded")
+            return
+        self._recorder.save_reply(
+            wire.views(content),
+            round=sent.round,
+            node_id=sent.node_id,
+            message_id=message_id,
+            broadcast=sent.broadcast.digest,
+            config=sent.config,
+            metrics=metrics,
+        )
+
+    def _later(self, job: Callable[[], object], content: _Content) -> None:
+        """Runs `job`, which writes `content`, behind the caller; its failure is told."""
+
+        def guarded() -> None:
+            try:
+                job()
+            except Exception as error:  # there is nobody to raise it to
+                self._tell(error)
+
+        behind.later(guarded, sum(len(array.data) for array in content.values()))
+
+    def _leave_out(self, reason: str) -> None:
+        self._later(lambda: self._recorder.leave_out(reason), {})
+
     def _failed(self, error: Exception) -> None:
+        behind.later(lambda: self._tell(error))
+
+    def _tell(self, error: Exception) -> None:
+        """Counts a failure, and logs it if it is the first of its kind."""
         reason = str(error) if isinstance(error, FedsimError) else type(error).__name__
         try:
             new = self._recorder.leave_out(reason[:_LONGEST])
@@ -278,6 +322,8 @@ class _TappedGrid(Grid):
         self._tapes: dict[int, _Tape] = {}
         self._pending: dict[str, _Sent] = {}
         """By the id of their message: orders that were pushed."""
+        # An app drops its grid when it ends, and its process may not live long after that.
+        weakref.finalize(self, behind.finish)
 
     def __getattr__(self, name: str) -> Any:
         """What the engine's grid has beside Flower's interface."""
@@ -401,12 +447,15 @@ def _model(content: RecordDict, key: str | None) -> tuple[str, ArrayRecord]:
     raise FedsimError(f"a message holds {len(records)} records of arrays, expected one")
 
 
-_Content = list[tuple[str, str, tuple[int, ...], bytes]]
-"""Name, type, shape and bytes of each array of a record."""
+_Content = dict[str, Array]
+"""The arrays of a record as they were: the app may fill the record anew before they are written."""
 
 
 def _content_of(arrays: ArrayRecord) -> _Content:
-    return [(name, array.dtype, tuple(array.shape), array.data) for name, array in arrays.items()]
+    return {
+        name: Array(array.dtype, tuple(array.shape), array.stype, array.data)
+        for name, array in arrays.items()
+    }
 
 
 def _same(first: _Content, second: _Content) -> bool:
@@ -414,9 +463,10 @@ def _same(first: _Content, second: _Content) -> bool:
 
     Bytes cannot change: that they are one object says it without a look at them.
     """
-    return len(first) == len(second) and all(
-        one[:3] == other[:3] and one[3] is other[3]
-        for one, other in zip(first, second, strict=True)
+    return list(first) == list(second) and all(
+        (one.dtype, one.shape, one.stype) == (other.dtype, other.shape, other.stype)
+        and one.data is other.data
+        for one, other in zip(first.values(), second.values(), strict=True)
     )
 
 

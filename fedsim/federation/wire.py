@@ -102,6 +102,15 @@ def decode(record: ArrayRecord) -> dict[str, Tensor]:
     return {name: _tensor(name, array) for name, array in record.items()}
 
 
+def views(record: Mapping[str, Array]) -> dict[str, np.ndarray[Any, Any]]:
+    """Flower arrays -> contiguous NumPy arrays, which share the bytes of the message if they can.
+
+    Raises:
+        MalformedError: one of them is no array.
+    """
+    return {name: np.asarray(_values(name, array), order="C") for name, array in record.items()}
+
+
 def order(
     round: int, parameters: ArrayRecord, buffers: ArrayRecord, probe: Probe | None
 ) -> RecordDict:
@@ -250,7 +259,23 @@ def fitted(record: ArrayRecord, like: Tensors) -> dict[str, Tensor]:
 
 
 def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
-    """Decode one array. The header is checked before any memory is taken for what it promises."""
+    """Decode one array."""
+    values = _values(name, array)
+    try:
+        tensor = torch.from_numpy(values.copy(order="C"))
+    except (TypeError, ValueError) as error:
+        told = f"{values.dtype} of shape {values.shape} is no tensor: {error}"
+        raise MalformedError(f"{name}: {told}") from error
+    if like is not None and (tensor.dtype != like.dtype or tensor.shape != like.shape):
+        raise MalformedError(
+            f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, "
+            f"expected {like.dtype} of shape {tuple(like.shape)}"
+        )
+    return tensor
+
+
+def _values(name: str, array: Array) -> np.ndarray[Any, Any]:
+    """View the numbers of one array, read-only, after its header was held against their bytes."""
     if array.stype != "numpy.ndarray":
         raise MalformedError(f"{name}: serialized as {array.stype[:40]!r}, expected numpy.ndarray")
     shape, fortran, dtype, start = _header(name, array.data)
@@ -259,16 +284,9 @@ def _tensor(name: str, array: Array, like: Tensor | None = None) -> Tensor:
         raise MalformedError(f"{name}: {payload} bytes do not make an array of shape {shape}")
     flat = np.frombuffer(array.data, dtype, offset=start)
     try:
-        values = flat.reshape(shape, order="F" if fortran else "C").copy(order="C")
-        tensor = torch.from_numpy(values)
+        return flat.reshape(shape, order="F" if fortran else "C")
     except (TypeError, ValueError) as error:
         raise MalformedError(f"{name}: {dtype} of shape {shape} is no tensor: {error}") from error
-    if like is not None and (tensor.dtype != like.dtype or tensor.shape != like.shape):
-        raise MalformedError(
-            f"{name}: {tensor.dtype} of shape {tuple(tensor.shape)}, "
-            f"expected {like.dtype} of shape {tuple(like.shape)}"
-        )
-    return tensor
 
 
 def _header(name: str, data: bytes) -> tuple[tuple[int, ...], bool, np.dtype[Any], int]:

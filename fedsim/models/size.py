@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fedsim.system import memory
 from fedsim.types import FedsimError
@@ -27,6 +30,29 @@ class Size:
     """Bytes that the layers compute of one image, which its gradient needs."""
 
 
+_SHAPED_AS_THEIR_INPUT = {
+    *(F.batch_norm, F.group_norm, F.dropout),
+    *(F.relu, F.leaky_relu, F.elu, F.gelu, F.silu, F.softplus, torch.sigmoid, torch.tanh),
+}
+
+
+class _ShapesAlone(TorchFunctionMode):
+    """Answers for layers whose outputs' shapes follow from their inputs.
+
+    On the meta device, torch computes these by rules that import its compiler, which takes a
+    process longer than all else that it counts.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function in _SHAPED_AS_THEIR_INPUT:
+            return torch.empty_like(args[0])
+        if function is F.linear and args[0].shape[-1] == args[1].shape[1]:
+            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[0])
+        return function(*args, **(kwargs or {}))
+
+
 def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -> Size | None:
     """Counts the size of what `build` makes; returns None if torch's meta device cannot make it.
 
@@ -34,7 +60,7 @@ def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -
         FedsimError: as `build`.
     """
     try:
-        with torch.device("meta"), torch.no_grad():
+        with torch.device("meta"), torch.no_grad(), _ShapesAlone():
             model = build()
             state = sum(_bytes(t) for t in (*model.parameters(), *model.buffers()))
             return Size(state=state, image=_activation_bytes(model, input_shape))

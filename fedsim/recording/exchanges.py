@@ -7,13 +7,15 @@
 
 It holds no model and no hyper-parameter: `fedsim assess` is told these, and makes observations of
 it. Every name of a file is a number or a digest; no text of a message is part of a path.
+
+Files are written whole or not at all, the JSON after what it has checksums of, and nobody waits for
+the disk. A kill leaves complete exchanges alone. A crash of the machine may tear what was written
+in its last seconds; reading then refuses the file that does not match its checksum, by its name.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,10 +24,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedsim.recording import streaming
-from fedsim.recording.files import read_tensors, write_bytes, write_json
+from fedsim.recording import behind, streaming
+from fedsim.recording.files import read_tensors, write_bytes
+from fedsim.recording.streaming import Arrays
 from fedsim.system import paths
-from fedsim.types import FedsimError, Tensors
+from fedsim.types import LARGEST, FedsimError, Tensors
 from fedsim.words import number_of
 
 Side = Literal["server", "client"]
@@ -45,14 +48,14 @@ class _Sidecar(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    format: Literal[1] = 1
+    format: Literal[2] = 2
     run_id: int
     round: int = Field(ge=1, le=MOST_ROUNDS)
     node_id: int = Field(ge=0)
     message_id: str
-    broadcast: str = Field(pattern=r"^[0-9a-f]{64}$")
-    reply: str = Field(pattern=r"^[0-9a-f]{64}$")
-    """SHA-256 of the two files."""
+    broadcast: str = Field(pattern=r"^[0-9a-f]{32}$")
+    reply: str = Field(pattern=r"^[0-9a-f]{32}$")
+    """Digests of the two files, see `streaming`."""
     config: dict[str, dict[str, Any]]
     metrics: dict[str, dict[str, Any]]
 
@@ -88,7 +91,10 @@ class Exchange:
         return _verified(self.path.with_suffix(".safetensors"), self._reply)
 
     def number(self, key: str) -> float | None:
-        """Returns the finite metric of that name, of whichever record; None if there is none."""
+        """Returns the metric of that name, of whichever record; None if there is none.
+
+        None, too, if it is beyond `LARGEST`: a client may say anything.
+        """
         for record in self.metrics.values():
             value = record.get(key)
             if isinstance(value, int | float) and not isinstance(value, bool):
@@ -96,13 +102,16 @@ class Exchange:
                     number = float(value)
                 except OverflowError:
                     continue
-                if math.isfinite(number):
+                if abs(number) <= LARGEST:
                     return number
         return None
 
 
 class Recorder:
-    """Writes the exchanges of one run as they come. It keeps none of them in memory."""
+    """Writes the exchanges of one run as they come. It keeps none of them in memory.
+
+    What writes, or counts what is left out, is called by one thread at a time.
+    """
 
     def __init__(
         self,
@@ -148,17 +157,17 @@ class Recorder:
         """Returns how many answers of that node are recorded."""
         return len(list(self.folder.glob(f"round-*/node-{node_id}.json")))
 
-    def save_broadcast(self, round: int, tensors: Tensors) -> str | None:
+    def save_broadcast(self, round: int, arrays: Arrays) -> str | None:
         """Writes what is sent, unless it lies there; returns its digest, None if it has no room."""
-        digest = streaming.digest_of(tensors)
+        digest = streaming.digest_of(arrays)
         path = self._round(round) / _broadcast_name(digest)
-        if not path.exists() and not self._write(path, tensors):
+        if not path.exists() and not self._write(path, arrays, digest):
             return None
         return digest
 
     def save_reply(
         self,
-        reply: Tensors,
+        reply: Arrays,
         *,
         round: int,
         node_id: int,
@@ -170,7 +179,7 @@ class Recorder:
         """Writes one answer.
 
         Args:
-            reply: The tensors that the client sent.
+            reply: The arrays that the client sent.
             round: Counted from 1.
             node_id: Who answered.
             message_id: Of the order that it answers, by which a client's truth is found.
@@ -215,19 +224,20 @@ class Recorder:
 
     def _describe(self) -> None:
         about = {
-            "format": 1,
+            "format": 2,
             "run_id": self._run_id,
             "side": self._side,
             "left_out": dict(self._left_out),
         }
-        write_json(self.folder / _TAP, about)
+        text = json.dumps(about, indent=2, allow_nan=False) + "\n"
+        write_bytes(self.folder / _TAP, text.encode(), durable=False)
 
-    def _write(self, path: Path, tensors: Tensors) -> str | None:
-        """Writes `tensors`; returns the file's digest, None if it has no room."""
-        size = streaming.size_of(tensors)
+    def _write(self, path: Path, arrays: Arrays, digest: str | None = None) -> str | None:
+        """Writes `arrays`; returns the file's digest, None if it has no room."""
+        size = streaming.size_of(arrays)
         if not self._has_room(size):
             return None
-        digest = streaming.write(path, tensors)
+        digest = streaming.write(path, arrays, digest)
         self._used += size
         return digest
 
@@ -245,6 +255,7 @@ def read_exchanges(folder: Path) -> list[Exchange]:
     Raises:
         FedsimError: there is nothing, or a file is damaged.
     """
+    behind.finish()  # a tap of this very process may still be writing
     found = []
     for path in sorted(folder.glob("round-*/node-*.json")):
         if not _ROUND.fullmatch(path.parent.name):
@@ -280,6 +291,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
     Raises:
         FedsimError: there is none.
     """
+    behind.finish()
     if _RUN.fullmatch(out.name) and run is None and out.is_dir():
         return out
     runs = [path for path in out.glob("run-*") if path.is_dir() and _RUN.fullmatch(path.name)]
@@ -295,6 +307,7 @@ def run_folder(out: Path, run: int | None = None) -> Path:
 
 def left_out(folder: Path) -> list[str]:
     """Returns a line for each reason for which the tap left something out."""
+    behind.finish()
     path = folder / _TAP
     try:
         reasons = json.loads(paths.text(path, paths.TEXT)).get("left_out", {})
@@ -317,9 +330,8 @@ def _broadcast_name(digest: str) -> str:
 
 
 def _verified(path: Path, digest: str) -> Tensors:
-    with paths.opened(path, paths.ARCHIVE) as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-            raise FedsimError(f"{path}: does not match the checksum in its recording")
+    if streaming.digest_of_file(path) != digest:
+        raise FedsimError(f"{path}: does not match the checksum in its recording")
     return read_tensors(path)
 
 

@@ -31,7 +31,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from fedsim.recording.plausibility import inconsistencies
-from fedsim.system import memory, paths
+from fedsim.system import direct, memory, paths
 from fedsim.types import (
     UNKNOWN,
     Effect,
@@ -288,6 +288,7 @@ def write_pieces(
     *,
     private: bool = False,
     durable: bool = True,
+    cached: bool = True,
 ) -> None:
     """Write `pieces`, one after the other, whole or not at all.
 
@@ -297,6 +298,7 @@ def write_pieces(
         private: Whether its owner alone can read it.
         durable: Whether it is on the disk when this returns. If not, a crash of the machine may
             leave a torn file, which only a checksum tells.
+        cached: Whether it is read again soon. If not, it is kept out of the page cache.
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -304,9 +306,12 @@ def write_pieces(
         temporary = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
+                if cached:
+                    for piece in pieces:
+                        file.write(piece)
+                    file.flush()
+                else:
+                    direct.write(file.fileno(), pieces)
                 if durable:
                     os.fsync(file.fileno())
             temporary.chmod(0o600 if private else 0o644)

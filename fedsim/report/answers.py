@@ -93,6 +93,16 @@ class Answer:
         return f"{self.lead}; {self.reliance}."
 
     @property
+    def grounds(self) -> tuple[tuple[str, str], ...]:
+        """What stands under `brief` on a page: each with its name."""
+        if self.finding == "no answer":
+            return (("Shown by", self.labels),) if self.labels else ()
+        certificates = self.judgement.certificates
+        shown = (("Shown by", self.evidence),) if self.evidence else ()
+        shown += (("It knows", certificates),) if certificates else ()
+        return (*shown, ("It costs", self.costs), ("It promises", self.guarantee))
+
+    @property
     def reliance(self) -> str:
         """The verdict with its reason, as a clause."""
         if self.verdict == "rely":
@@ -238,7 +248,9 @@ def _attacker(row: LeaderboardRow) -> str:
         return "another participant"
     if row.vantage == "eavesdropper":
         return "an eavesdropper on the wire"
-    name = conduct.get(row.server, "the server")
+    name = conduct.get(row.server, "the server") + (
+        f"{row.threat.differs}," if row.threat.differs else ""
+    )
     if row.masked:
         return f"{name}, which sees masked updates,"
     return f"{name}, which sees sums alone," if row.vantage == "aggregate" else name

@@ -91,12 +91,13 @@ def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
 
 
 def describe_comparison(comparison: Comparison) -> str:
-    """Words a comparison, what a malicious server has done to its model, and who else looks.
+    """Words a comparison, its threat model unless that is the honest server, and who else looks.
 
     For instance `quickstart (training.mode=eval), faces, convnet`.
     """
-    scenario, variant, dataset, model, server, watcher = comparison
-    done = "" if server == "honest" else f", {server} by a malicious server"
+    scenario, variant, dataset, model, threat, watcher = comparison
+    done = f", {threat.server} by a malicious server" if threat.malicious else ""
+    done += threat.differs
     done += "" if watcher == "server" else f", seen by {_WATCHERS.get(watcher, watcher)}"
     return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"
 

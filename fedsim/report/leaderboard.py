@@ -25,6 +25,7 @@ from fedsim.report.row import (
 from fedsim.report.victims import images, units
 from fedsim.results.lines import PrivacyOf, ResultRow, RoundRow, UtilityOf
 from fedsim.results.reading import load_runs, measurements
+from fedsim.results.threat_model import threat_model_of
 from fedsim.scoring import (
     COMPARABLE,
     METRICS,
@@ -64,11 +65,11 @@ def aggregate(rows: Sequence[ResultRow], *, confidence: float = 0.95) -> list[Le
 def _sorted(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Sorts undefended rows first, then the leakiest defense first, and its strongest attack first.
 
-    Comparisons with an honest server come first, of these what the server sees, and else they keep
-    the order in which they were read.
+    Comparisons come in the order of their threat models, the honest server first, of these what the
+    server sees, and else they keep the order in which they were read.
     """
     read = dict.fromkeys(line.comparison for line in lines)
-    usual = sorted(read, key=lambda key: (key[-2] != "honest", key[-1] != "server"))
+    usual = sorted(read, key=lambda key: (key[-2], key[-1] != "server"))
     order = {key: i for i, key in enumerate(usual)}
     leak: dict[tuple[object, ...], tuple[float, ...]] = {}  # standing of the strongest attack
     for line in lines:
@@ -104,7 +105,7 @@ def _mark_masked(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
     """Marks the first line of each defense, if its attack works and is not blind."""
-    ranked: set[tuple[str, ...]] = set()
+    ranked: set[tuple[object, ...]] = set()
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
@@ -158,7 +159,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         undefended=not first.defense.stack,
         attack=first.attack.label,
         vantage=first.vantage,
-        server=first.server,
+        threat=threat_model_of(first),
         knowledge=first.knowledge,
         batch_size=first.batch_size,
         round=first.round,

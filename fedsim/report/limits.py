@@ -10,16 +10,16 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-from fedsim.contracts.grant import Grant
 from fedsim.report.control import describe_comparison, invalid_reasons
 from fedsim.report.facts import awaited, unfinished
 from fedsim.report.leaderboard import leaderboard_rows
 from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs
+from fedsim.results.threat_model import ThreatModel
 
-Cell = tuple[str, str, str, str, str, Grant, int, int]
-"""(member of a sweep, defense, attack, vantage, server, what is granted, batch size, round)."""
+Cell = tuple[str, str, str, str, ThreatModel, int, int]
+"""(member of a sweep, defense, attack, vantage, threat model, batch size, round)."""
 
 
 def broken_limits(
@@ -116,7 +116,7 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
 
 def _cell(row: LeaderboardRow, swept: bool) -> Cell:
     member = f"{row.scenario} {row.variant}" if swept else ""
-    where = row.vantage, row.server, row.knowledge, row.batch_size, row.round
+    where = row.vantage, row.threat, row.batch_size, row.round
     return member, row.defense, row.attack, *where
 
 
@@ -133,6 +133,7 @@ def _claims(runs: Sequence[Run], swept: bool) -> dict[tuple[str, str], float]:
 def _named(row: LeaderboardRow) -> str:
     seen = "" if row.vantage == "server" else f", {row.vantage}"
     seen += f", {row.variant}" if row.variant else ""
+    seen += "" if row.threat.is_default else f", {row.threat.title}"
     return f"{row.defense}, {row.attack}, batch size {row.batch_size}, round {row.round}{seen}"
 
 

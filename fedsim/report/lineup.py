@@ -15,6 +15,7 @@ from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
+from fedsim.results.threat_model import threat_model_of
 from fedsim.scoring import psnr, summarize
 from fedsim.types import watcher_of
 
@@ -77,8 +78,9 @@ def lineup(runs: Sequence[Run], cells: Collection[str] | None = None) -> Lineup 
     Images are of the smallest batch size, in the first and the last attacked round. All images of a
     round are chosen or, of more than `MOST`, the worst, the median and the best by PSNR of the
     strongest attack on the first stack. An attack is the strongest with the highest mean PSNR, of
-    those that do better than on another update. Rows are of what the server saw or, if it saw
-    nothing, of one other watcher. `cells` are the only ones that rows are of, if they are named.
+    those that do better than on another update. Rows are of one threat model, the first in order,
+    and of what the server saw or, if it saw nothing, of one other watcher. `cells` are the only
+    ones that rows are of, if they are named.
 
     Returns:
         None if no attack recovered an image.
@@ -94,7 +96,9 @@ def lineup(runs: Sequence[Run], cells: Collection[str] | None = None) -> Lineup 
     ]
     if not rows:
         return None
-    # No stack is compared with another as somebody else sees it.
+    # No stack is compared with another under another threat model, or as somebody else sees it.
+    least = min(threat_model_of(row) for _, row in rows)
+    rows = [(run, row) for run, row in rows if threat_model_of(row) == least]
     watchers = {watcher_of(row.vantage) for _, row in rows}
     watcher = "server" if "server" in watchers else min(watchers)
     rows = [(run, row) for run, row in rows if watcher_of(row.vantage) == watcher]
@@ -129,14 +133,14 @@ def has_image(run: Run, row: ResultRow) -> bool:
 def strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
     """Returns the rows of the attack with the highest mean PSNR behind `stack`.
 
-    They are of one vantage and of the same grants. Attacks that do better than on another update
+    They are of one vantage and one threat model. Attacks that do better than on another update
     come first: the others draw what they knew.
     """
     by_attack: dict[tuple[str, ...], list[ResultRow]] = {}
     for row in rows:
         if row.defense.name == stack:
             # Of a secure sum the server sees masked parts, too, whose pictures are noise.
-            key = (row.attack.label, row.vantage, row.knowledge.model_dump_json())
+            key = (row.attack.label, row.vantage, threat_model_of(row).title)
             by_attack.setdefault(key, []).append(row)
     return max(by_attack.values(), key=lambda rows: (_is_informed(rows), _mean_psnr(rows)))
 

@@ -111,7 +111,7 @@ def _attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
     """Identifies what was tried; a sum is of more images than the updates in it."""
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     size = None if summed else row.batch_size
-    return attack, row.knowledge.model_dump_json(), row.round, size
+    return attack, row.round, size
 
 
 def _scatter(rows: Sequence[LeaderboardRow]) -> str | None:

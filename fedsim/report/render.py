@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
+from fedsim.contracts.grant import Grant
 from fedsim.report.control import (
+    Control,
     invalid_comparisons,
     invalid_reasons,
     positive_controls,
@@ -60,18 +62,40 @@ def _json(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
         "valid": not reasons,
         "invalid_reasons": reasons,
         "warnings": warnings(rows),
-        "positive_controls": [asdict(control) for control in positive_controls(rows)],
+        "positive_controls": [_control(control) for control in positive_controls(rows)],
         "rows": [{**_validity(row, invalid), **_fields(row)} for row in rows],
     }
     return json.dumps(document, indent=2, allow_nan=False, ensure_ascii=False) + "\n"
 
 
+def _control(control: Control) -> dict[str, Any]:
+    *where, threat, watcher = control.comparison
+    return {
+        "comparison": [*where, threat.title, watcher],
+        "status": control.status,
+        "reason": control.reason,
+    }
+
+
 def _fields(row: LeaderboardRow) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in asdict(row).items():
-        fields |= row.knowledge.model_dump() if name == "knowledge" else {name: value}
+        if name == "threat":
+            fields |= _threat(row)
+        else:
+            fields |= _granted(row) if name == "knowledge" else {name: value}
     del fields["cell"]  # repeats the others
     return {**fields, "epsilon": _epsilon(row.epsilon)}
+
+
+def _threat(row: LeaderboardRow) -> dict[str, Any]:
+    """Returns the threat model, in one field, and what of it the server has done."""
+    return {"threat_model": row.threat.title, "server": row.server}
+
+
+def _granted(row: LeaderboardRow) -> dict[str, Any]:
+    """Returns the grants that this version knows: what others there are, the threat model names."""
+    return {name: getattr(row.knowledge, name) for name in Grant.model_fields}
 
 
 def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]:
@@ -108,8 +132,8 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
         "strongest": row.strongest,
         "vantage": row.vantage,
         "masked": row.masked,
-        "server": row.server,
-        **row.knowledge.model_dump(),
+        **_threat(row),
+        **_granted(row),
         "batch_size": row.batch_size,
         "round": row.round,
         "n_ok": row.n_ok,

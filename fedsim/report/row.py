@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from fedsim.contracts.grant import Grant
 from fedsim.results.lines import Subject
+from fedsim.results.threat_model import ThreatModel
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.types import Server, watcher_of
 
-Comparison = tuple[str, str, str, str, Server, str]
-"""(scenario, variant, data source, model, server, who looks): rows of one may be ranked, of two
-never."""
+Comparison = tuple[str, str, str, str, ThreatModel, str]
+"""(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
+two never."""
 
 REQUIRED_GAIN = 3.0
 """A trial leaks if it gains at least so many dB over the zero-information guess and over another
@@ -71,8 +72,7 @@ class LeaderboardRow:
     undefended: bool
     attack: str
     vantage: str
-    server: Server
-    """What the server has done to the model."""
+    threat: ThreatModel
     knowledge: Grant
     batch_size: int
     round: int
@@ -158,7 +158,12 @@ class LeaderboardRow:
     def comparison(self) -> Comparison:
         """Identifies the comparison; only rows of one comparison are ranked together."""
         watcher = watcher_of(self.vantage)
-        return (self.scenario, self.variant, self.dataset, self.model, self.server, watcher)
+        return (self.scenario, self.variant, self.dataset, self.model, self.threat, watcher)
+
+    @property
+    def server(self) -> Server:
+        """What the server has done to the model."""
+        return self.threat.server
 
     @property
     def sight(self) -> str:

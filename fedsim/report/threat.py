@@ -122,8 +122,8 @@ def _conduct(rows: Sequence[ResultRow]) -> str:
         [row.model.parameters.get(part) or {} for row in rows if row.model]
         for part in ("head", "imprint")
     )
-    planted = max(int(head.get("planted") or 0) for head in heads)
-    bins = max(int(imprint.get("bins") or 0) for imprint in imprints)
+    planted = max((int(head.get("planted") or 0) for head in heads), default=0)
+    bins = max((int(imprint.get("bins") or 0) for imprint in imprints), default=0)
     changes = []
     if planted:
         changes.append(

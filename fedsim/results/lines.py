@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from fedsim.contracts.grant import Grant
 from fedsim.scoring import METRICS
-from fedsim.types import Server, server_of
+from fedsim.types import LARGEST, Server, server_of
 
 _DIVERGED = 2.0
 """Local training diverges if it multiplies the loss by more than this."""
@@ -23,6 +24,26 @@ Subject = Literal["images", "rows"]
 class RowPart(BaseModel):
     # Rows of a later version may hold more; what is read here is checked.
     model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+    @model_validator(mode="after")
+    def _summable(self) -> Self:
+        for name, value in self:
+            for number in _numbers(value):
+                if abs(number) > LARGEST:
+                    said = f"expected at most {LARGEST:g} in size, got {number:g}"
+                    raise ValueError(f"{name}: {said}")
+        return self
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """Yields the floating-point numbers in a field, but for those of a part that has its own."""
+    if isinstance(value, float):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, dict):
+        yield from _numbers(list(value.values()))
 
 
 class Metrics(RowPart):
@@ -57,6 +78,17 @@ class AttackOf(RowPart):
     label: str
     restarts: int = 1
     parameters: dict[str, Any] = {}
+    brought: tuple[str, ...] = ()
+    """What the attack had that no grant names, as `public=photos`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_brought(cls, fields: Any) -> Any:
+        """Rows that do not say what was brought name it in a parameter, if anything was."""
+        public = nested(fields, "parameters", "public")
+        if not isinstance(fields, dict) or "brought" in fields or not isinstance(public, str):
+            return fields
+        return {**fields, "brought": (f"public={public}",)}
 
 
 class ModelOf(RowPart):
@@ -69,7 +101,8 @@ class ModelOf(RowPart):
 class KnowledgeOf(Grant):
     """States what the attacker was granted; a row of a later version may hold more."""
 
-    model_config = ConfigDict(extra="ignore")
+    # What this version does not know is kept: it is something that was granted.
+    model_config = ConfigDict(extra="allow")
 
 
 class BaselineOf(Metrics):

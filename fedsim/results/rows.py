@@ -131,6 +131,7 @@ class Context:
                 "label": job.label,
                 "restarts": job.restarts,
                 "parameters": dict(job.parameters),
+                "brought": job.brought,
             },
             "vantage": seen.vantage,
             "server": seen.server,

@@ -7,6 +7,7 @@ the threat model grants of the batch: how many images it holds, and their labels
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +59,10 @@ class Guess:
 
 @final
 class Guesser:
-    """Guesses batches from public images; the same batch size and labels give the same guess."""
+    """Guesses batches from public images; the same batch size and labels give the same guess.
+
+    Two of the same images and labels are equal, so that one process learns a guess once.
+    """
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         """Learns from public `images` (P, C, H, W), uint8, with `labels` (P,) int64.
@@ -76,6 +80,16 @@ class Guesser:
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
+        parts = b"".join(part.contiguous().numpy().tobytes() for part in (images, labels))
+        self._content = repr(images.shape), hashlib.sha256(parts).digest()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `other` guesses from the same images."""
+        return isinstance(other, Guesser) and other._content == self._content
+
+    def __hash__(self) -> int:
+        """Of the images and labels."""
+        return hash(self._content)
 
     def public(self, max_images: int) -> Tensor:
         """Returns at most so many public images, evenly chosen: (P, C, H, W), uint8."""

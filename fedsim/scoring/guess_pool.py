@@ -142,7 +142,7 @@ class Pool:
         """Matches batches to the guess; returns squared errors (M,) and matches (M,)."""
         count = len(levels)
         squares = self._squares[drawn][:, None] + levels.square().sum(1)
-        errors = (squares - 2 * pixels @ levels.T).view(-1, count, count)
+        errors = (squares - pixels @ (2 * levels.T)).view(-1, count, count)
         if count == 1:
             matches = torch.zeros(len(errors), 1, dtype=torch.int64)
         else:

@@ -18,7 +18,7 @@ from fedsim.models.local import features_of
 from fedsim.recording.files import observation_id
 from fedsim.scenario.build import announced, build_stack
 from fedsim.scenario.model import PluginRef
-from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Update
+from fedsim.types import GroundTruth, LocalTraining, ModelSpec, Observation, Tensors, Update
 from fedsim.words import number_of
 
 
@@ -33,8 +33,9 @@ def make_observation(
     defense: Sequence[Mapping[str, Any]] = (),
     num_clients: int = 1,
     seed: int = 0,
+    weights: Tensors | None = None,
 ) -> tuple[Observation, GroundTruth]:
-    """Returns what a server sees of clients who train a fresh model on `images`, and the truth.
+    """Returns what a server sees of clients who train a model on `images`, and the truth.
 
     Args:
         images: (N, C, H, W) pixels in [0, 1]: those of the first client's first step, then of
@@ -48,9 +49,11 @@ def make_observation(
         defense: lists defenses as a scenario does, `name` and parameters each.
         num_clients: that train; several take an aggregation defense that combines them.
         seed: draws the weights and the defenses' noise.
+        weights: parameters and buffers to start from, in place of fresh ones.
 
     Raises:
         PluginError: the model or a defense is not installed.
+        RuntimeError: `weights` are not those of the model.
         ValueError: the number of images is not what the training needs, or several clients' updates
             are not combined.
     """
@@ -78,6 +81,8 @@ def make_observation(
         std=(0.25,) * channels,
     )
     network = build(spec, rng.derive(seed, "model"))
+    if weights is not None:
+        network.load_state_dict(dict(weights))
     parameters = {name: value.detach().clone() for name, value in network.named_parameters()}
     buffers = {name: value.clone() for name, value in network.named_buffers()}
     updates, features = [], []

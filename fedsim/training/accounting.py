@@ -96,16 +96,21 @@ def check_promise(server: Server) -> None:
     """Refuse a stack that asks for an ε of which the ledger states another, larger one.
 
     Raises:
-        FedsimError: it does, with the ledger's reason.
+        FedsimError: it does, with δ, the unit and the ledger's reason.
     """
     if not (asked := targets(server.stack)):
         return
     claimed = spent(server, server.scenario.training.rounds)
-    least = min(target.epsilon for target in asked)
-    if claimed.epsilon > least:
+    least = min(asked, key=lambda target: target.epsilon)
+    if claimed.epsilon > least.epsilon:
         said = claimed.reason or f"the ledger states {claimed.epsilon:g}"
+        delta = server.scenario.privacy.delta if least.delta is None else least.delta
+        # A claim of ε = ∞ names no unit; the mechanism that was asked for it does.
+        mechanism = server.stack.guarantees(server.declared, server.release)[-1].mechanism
+        promised = f"{least.epsilon:g} at δ = {delta:g}"
+        promised += f" per {mechanism.unit}" if mechanism else ""
         raise FedsimError(
-            f"defenses.{server.stack_name}: epsilon: {least:g} cannot be promised: {said}"
+            f"defenses.{server.stack_name}: epsilon: {promised} cannot be promised: {said}"
         )
 
 

@@ -27,6 +27,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(72, 3))
 
 
+def copied(model: nn.Module) -> State:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def arrays(state: State) -> dict[str, Any]:
+    return {name: value.numpy() for name, value in state.items()}
+
+
 def recorded(
     folder: Path,
     reply: Callable[[State], State] = dict,
@@ -39,13 +47,13 @@ def recorded(
     recorder = Recorder(
         folder / "tapped", RUN, "server", rounds=None, clients=None, max_bytes=1 << 20
     )
-    digest = recorder.save_broadcast(1, sent({k: v.clone() for k, v in model.state_dict().items()}))
+    digest = recorder.save_broadcast(1, arrays(sent(copied(model))))
     assert digest
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     F.cross_entropy(model(images), labels).backward()
     optimizer.step()
     recorder.save_reply(
-        reply(dict(model.state_dict())),
+        arrays(reply(copied(model))),
         round=1,
         node_id=NODE,
         message_id=ORDER,
@@ -149,7 +157,7 @@ def test_a_recording_that_names_a_model_is_refused(tmp_path: Path) -> None:
     """What is imported is named by who assesses, and by nothing that was recorded."""
     folder = recorded(tmp_path)
     (path,) = (folder / "tapped").rglob("node-*.json")
-    path.write_text(path.read_text().replace('"format": 1', '"format": 1, "model": "os:system"'))
+    path.write_text(path.read_text().replace('"format": 2', '"format": 2, "model": "os:system"'))
     with pytest.raises(FedsimError, match="not what a tap records"):
         assessed(folder)
 

@@ -103,3 +103,29 @@ def test_a_librarys_model_is_attacked_as_it_is(name: str) -> None:
     )
     assert found.images is not None and found.images.shape == images.shape
     assert row["metrics"]["psnr"] > 0
+
+
+@pytest.mark.parametrize("name", [name for name in BUILT if "vit" in name])
+def test_the_image_of_a_librarys_transformer_is_solved_for(name: str) -> None:
+    """Its patch embedding and its position embedding are found by running it."""
+    torch.manual_seed(1)
+    model = BUILT[name]().eval()
+    for head in (part for part in model.modules() if isinstance(part, nn.Linear)):
+        if head.out_features == CLASSES:
+            nn.init.normal_(head.weight, std=0.02)  # torchvision's are zero at first
+    images, labels = torch.rand(1, 3, 32, 32), torch.tensor([7])
+    answer = model((images - 0.5) / 0.5)
+    loss = nn.functional.cross_entropy(getattr(answer, "logits", answer), labels)
+    update = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    seen = fedsim.observe(
+        model,
+        update,
+        input_shape=(3, 32, 32),
+        classes=CLASSES,
+        batch_size=1,
+        mean=(0.5,) * 3,
+        std=(0.5,) * 3,
+    )
+    found, row = fedsim.attack(seen, "patch_inversion", truth=(images, labels))
+    assert row["metrics"]["psnr"] > 40
+    assert found.determined is not None and bool(found.determined.all())

@@ -37,6 +37,10 @@ from fedsim_attacks.images_from_features.feature_regression import FeatureRegres
 from fedsim_attacks.imprint.imprint import ImprintAttack
 from fedsim_attacks.kan.spline_inversion import SplineInversion
 from fedsim_attacks.labels.label_inference import LabelInference
+from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
+from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
+from fedsim_attacks.layer_inputs.spear import Spear
+from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
 
 
 class TestDeepLeakage(AttackContract):
@@ -104,6 +108,31 @@ class TestBestFeatures(OfATwoLayerHead):
 class TestClassifierFit(AttackContract):
     def make(self) -> ClassifierFit:
         return ClassifierFit(iterations=20, starts=2, labelings=13)
+
+
+class OfAFullyConnectedNetwork(AttackContract):
+    model = "mlp"
+    model_parameters: ClassVar[dict[str, Any]] = {"hidden": [48, 24]}
+
+
+class TestExtremeRays(OfAFullyConnectedNetwork):
+    def make(self) -> ExtremeRays:
+        return ExtremeRays()
+
+
+class TestSpear(OfAFullyConnectedNetwork):
+    def make(self) -> Spear:
+        return Spear(iterations=2)
+
+
+class TestSpearByDescent(OfAFullyConnectedNetwork):
+    def make(self) -> Spear:
+        return Spear(iterations=2, search="descent")
+
+
+class TestCocktailParty(OfAFullyConnectedNetwork):
+    def make(self) -> CocktailParty:
+        return CocktailParty(iterations=5)
 
 
 class TestFactoredInversionOfAnOrdinaryClassifier(AttackContract):
@@ -195,6 +224,23 @@ class TestUnrolledFeatures(OfATwoLayerHead):
 class TestLabelInference(AttackContract):
     def make(self) -> LabelInference:
         return LabelInference()
+
+
+class TestPatchInversion(AttackContract):
+    model = "vit"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 32}
+    batch_sizes = (1,)
+
+    def make(self) -> PatchInversion:
+        return PatchInversion()
+
+
+class TestInvertingGradientsOnATransformer(AttackContract):
+    model = "vit"
+    model_parameters: ClassVar[dict[str, Any]] = {"width": 16}
+
+    def make(self) -> InvertingGradients:
+        return InvertingGradients(iterations=3)
 
 
 class TestRowReconstruction(RowAttackContract):

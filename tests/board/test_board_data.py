@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from board_runs import read, rewrite
 from synthetic_run import STACKS, write_run
 
 from fedsim.board.data import METRIC_FIELDS, board_data
 from fedsim.board.ranking import excess, state_of, views, worst_attacks
-from fedsim.report import leaderboard_rows
+from fedsim.report import leaderboard_rows, write_report
 from fedsim.report.row import LeaderboardRow
+from fedsim.types import FedsimError
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,35 @@ def test_a_run_that_attacks_nothing_shows_its_claims(tmp_path: Path) -> None:
     [setting] = board_data([run])["settings"]
     assert not setting["attacked"]
     assert [claim["defense"] for claim in setting["claims"]] == ["dp"]
+
+
+def test_an_answer_is_short_with_its_grounds_beside_it(runs: Path) -> None:
+    """The report's own words: `brief`, and what it is shown by, costs and promises."""
+    data = board_data([runs / "main"])
+    found = [one for each in data["comparisons"] for one in each["answers"].values()]
+    named = [dict(one["grounds"]) for one in found]
+    assert any({"It costs", "It promises"} <= set(each) for each in named)
+    for one, grounds in zip(found, named, strict=True):
+        assert all(words not in one["brief"] for words in grounds.values())
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+def test_a_figure_beyond_all_sums_is_refused_in_words(value: float, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", trials=2, batch_sizes=(1,), rounds=1)
+    rows = read(run)
+    rows[0]["metrics"]["psnr"] = value
+    rewrite(run, rows)
+    with pytest.raises(FedsimError, match=r"line 1: metrics: .*expected at most 1e\+100 in size"):
+        board_data([run])
+    with pytest.raises(FedsimError, match=r"expected at most 1e\+100 in size"):
+        write_report(run)
+
+
+def test_rows_without_a_model_are_reported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", trials=2, batch_sizes=(1,), rounds=1)
+    rows = read(run)
+    for row in rows:
+        row["model"] = None
+    rewrite(run, rows)
+    assert write_report(run).exists()
+    assert board_data([run])["rows"]

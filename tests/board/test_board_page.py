@@ -101,7 +101,7 @@ def test_the_headline_is_the_worst_attack_of_each_defense(board: Browser, runs: 
     ("name", "words"),
     [
         ("setting", "weak"),
-        ("threat", "labels known"),
+        ("threat", "labels=known"),
         ("vantage", "eavesdropper"),
         ("batch", "2"),
         ("round", "1"),
@@ -201,7 +201,7 @@ def test_pages_turn(board: Browser) -> None:
 
 def test_an_address_restores_all_that_was_chosen(board: Browser) -> None:
     for name, words in [
-        ("threat", "labels known"),
+        ("threat", "labels=known"),
         ("batch", "2"),
         ("metric", "label"),
         ("theme", "dark"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -16,41 +17,45 @@ from fedsim.scenario.resolve import resolve
 PAGE = "adding-a-defense.md"
 
 
-@pytest.fixture
-def package(tmp_path: Path) -> Path:
-    return write_package(PAGE, "my_defenses", tmp_path)
+FLAWS = [
+    # A factor that keeps the mean makes updates longer than what is proven.
+    (
+        "                tensor,\n",
+        "                tensor / self.share,\n",
+        "proven_bound_holds",
+    ),
+    ('Effect(removed="others")', "Effect()", "removed_entries_are_declared"),
+    ("uniform(tensor.shape, rng)", "torch.rand(tensor.shape)", "same_stream_same_result"),
+    ("        return before\n", '        return before.unproven("x")\n', "earns_no_privacy"),
+]
 
 
-def test_the_defense_of_the_page_passes_its_suite(package: Path) -> None:
-    done = run_tests(package)
+@pytest.fixture(scope="module")
+def flawed(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
+    """The suites of packages with one flaw each, run together: most of a run is its imports."""
+    folder = tmp_path_factory.mktemp("flawed")
+    for number, (right, wrong, _) in enumerate(FLAWS):
+        write_package(PAGE, "my_defenses", folder, f"_{number}")
+        module = folder / f"my_defenses_{number}" / "random_mask.py"
+        source = module.read_text(encoding="utf-8")
+        assert source.count(right) == 1
+        module.write_text(source.replace(right, wrong), encoding="utf-8")
+    return run_tests(folder)
+
+
+def test_the_defense_of_the_page_passes_its_suite(tmp_path: Path) -> None:
+    done = run_tests(write_package(PAGE, "my_defenses", tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"\d\d passed", done.stdout)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "found"),
-    [
-        # A factor that keeps the mean makes updates longer than what is proven.
-        (
-            "                tensor,\n",
-            "                tensor / self.share,\n",
-            "proven_bound_holds",
-        ),
-        ('Effect(removed="others")', "Effect()", "removed_entries_are_declared"),
-        ("uniform(tensor.shape, rng)", "torch.rand(tensor.shape)", "same_stream_same_result"),
-        ("        return before\n", '        return before.unproven("x")\n', "earns_no_privacy"),
-    ],
-)
+@pytest.mark.parametrize("number", range(len(FLAWS)), ids=[found for _, _, found in FLAWS])
 def test_the_suite_of_the_page_finds_what_is_wrong(
-    right: str, wrong: str, found: str, package: Path
+    number: int, flawed: subprocess.CompletedProcess[str]
 ) -> None:
-    module = package / "my_defenses" / "random_mask.py"
-    source = module.read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    module.write_text(source.replace(right, wrong), encoding="utf-8")
-    done = run_tests(package)
-    assert done.returncode == 1
-    assert re.search(rf"FAILED .*{found}", done.stdout), done.stdout
+    assert flawed.returncode == 1
+    found = FLAWS[number][2]
+    assert re.search(rf"FAILED tests/\S*_{number}\.py\S*{found}", flawed.stdout), flawed.stdout
 
 
 def test_the_scenario_of_the_page_is_accepted() -> None:

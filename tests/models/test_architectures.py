@@ -19,6 +19,7 @@ SMALL = {
     "lenet": {},
     "mlp": {"hidden": [16, 8]},
     "resnet18": {"width": 4, "norm": "group"},
+    "vit": {"width": 8, "heads": 2},
 }
 VARIANTS = [
     *SMALL.items(),
@@ -28,10 +29,11 @@ VARIANTS = [
     ("mlp", {"hidden": []}),
     ("resnet18", {"width": 2}),
     ("resnet18", {"width": 2, "stem": "imagenet", "norm": "group"}),
+    ("vit", {"width": 8, "heads": 2, "norm": "post", "pool": "mean", "depth": 1, "mlp_ratio": 2}),
 ]
 HEADS = [None, {"width": 12, "planted": 8, "activation": "softplus"}]
 SHAPES = [(1, 28, 28), (1, 8, 8), (3, 32, 32), (3, 64, 64)]
-LEAST = {"convnet": 9, "kan": 1, "lenet": 8, "mlp": 1, "resnet18": 5, "imagenet": 17}
+LEAST = {"convnet": 9, "kan": 1, "lenet": 8, "mlp": 1, "resnet18": 5, "imagenet": 17, "vit": 4}
 CLASSES = 5
 
 
@@ -91,11 +93,11 @@ def test_forward_is_head_of_features_and_everything_has_a_gradient(case):
 @pytest.mark.parametrize("name", SMALL)
 def test_gradient_matching_can_be_differentiated_in_the_images(name, head):
     """Double backward agrees with finite differences, in double precision."""
-    case = spec(name, {**SMALL[name], "head": head}, (1, 9, 9), num_classes=3)
+    case = spec(name, {**SMALL[name], "head": head}, (1, 12, 12), num_classes=3)
     model = build(case, seed=3).double()
     generator = torch.Generator().manual_seed(4)
-    # A direction, so that one number is compared instead of 2 x 81 columns.
-    start, direction = torch.randn(2, 2, 1, 9, 9, dtype=torch.float64, generator=generator)
+    # A direction, so that one number is compared instead of 2 x 144 columns.
+    start, direction = torch.randn(2, 2, 1, 12, 12, dtype=torch.float64, generator=generator)
     names = [name for name, _ in model.named_parameters()]
     values = [parameter.detach().requires_grad_() for parameter in model.parameters()]
 
@@ -216,3 +218,55 @@ def test_resnet18_is_torchvisions(stem):
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     model.eval(), reference.eval()
     torch.testing.assert_close(model(images), reference(images))
+
+
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+def test_vit_is_timms(pool):
+    from timm.models.vision_transformer import VisionTransformer
+
+    classed = pool == "class_token"
+    reference = VisionTransformer(
+        img_size=32,
+        patch_size=8,
+        embed_dim=24,
+        depth=2,
+        num_heads=3,
+        num_classes=CLASSES,
+        class_token=classed,
+        global_pool="token" if classed else "avg",
+    )
+    model = build(spec("vit", {"patch": 8, "width": 24, "heads": 3, "pool": pool}), seed=0)
+    body = dict(reference.state_dict())
+    output = {f"output.{name}": body.pop(f"head.{name}") for name in ("weight", "bias")}
+    model.body.load_state_dict(body)
+    model.head.load_state_dict(output)
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    model.eval(), reference.eval()
+    torch.testing.assert_close(model(images), reference(images), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+def test_blocks_of_a_vit_are_torchs_encoder_layers(norm):
+    model = build(spec("vit", {"width": 24, "heads": 3, "depth": 1, "norm": norm}), seed=0)
+    block = model.body.blocks[0]
+    reference = nn.TransformerEncoderLayer(
+        24, 3, 96, dropout=0, activation="gelu", layer_norm_eps=1e-6, batch_first=True
+    )
+    reference.norm_first = norm == "pre"
+    names = {
+        "attn.qkv.weight": "self_attn.in_proj_weight",
+        "attn.qkv.bias": "self_attn.in_proj_bias",
+    }
+    for ours, theirs in (("attn.proj", "self_attn.out_proj"), ("mlp.fc1", "linear1")):
+        names |= {f"{ours}.{each}": f"{theirs}.{each}" for each in ("weight", "bias")}
+    names |= {f"mlp.fc2.{each}": f"linear2.{each}" for each in ("weight", "bias")}
+    reference.load_state_dict({names.get(n, n): value for n, value in block.state_dict().items()})
+    tokens = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(block(tokens), reference(tokens), rtol=1e-5, atol=1e-6)
+
+
+def test_patches_that_do_not_fill_images_are_refused_with_a_remedy():
+    with pytest.raises(FedsimError, match=r"model.patch.*5x5.*32x32.*divisor"):
+        build(spec("vit", {"patch": 5}), seed=0)
+    with pytest.raises(ValueError, match=r"heads \(3\) do not divide the width \(16\)"):
+        build(spec("vit", {"width": 16, "heads": 3}), seed=0)

@@ -229,7 +229,7 @@ def test_every_comparison_is_answered_by_itself(tmp_path: Path) -> None:
     planted = trials([13.0, 13.1, 13.2], defense="none", server="planted")
     answered(tmp_path, [*WORKS, *planted])
     (honest, first), (malicious, second) = answers_of(load_runs([tmp_path]))
-    assert (honest[-2], malicious[-2]) == ("honest", "planted")
+    assert (honest[-2].server, malicious[-2].server) == ("honest", "planted")
     assert [answer.finding for answer in (*first, *second)] == ["recognizable", "no answer"]
     assert first[0].brief == (
         "Without a defense, the server gets recognizable pictures; do not rely on it: the attack "

@@ -255,6 +255,8 @@ def row(**changes: Any) -> ResultRow:
 
 
 GENERATOR = {"name": "generative_prior", "label": "g", "parameters": {"public": "photos"}}
+FACTORED = {"name": "factored_inversion", "label": "f", "parameters": {"public": True}}
+"""It would use public images, and was granted none."""
 
 
 @pytest.mark.parametrize(
@@ -263,6 +265,7 @@ GENERATOR = {"name": "generative_prior", "label": "g", "parameters": {"public": 
         ([row()], "C", "AB"),
         ([row(knowledge={"public": "test"})], "D", "ABC"),
         ([row(attack=GENERATOR)], "D", "ABC"),
+        ([row(attack=FACTORED)], "C", "AB"),
         ([row(knowledge={"bn": "running"})], "C", "AB"),
         ([row(knowledge={"bn": "inferred"})], "E", "ABCD"),
         ([row(knowledge={"bn": "exact", "public": "test"})], "E", "ABCD"),

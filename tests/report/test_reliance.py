@@ -66,7 +66,6 @@ def test_an_attack_that_guesses_does_not_stand_for_one_that_failed(tmp_path: Pat
         ({"attack": {"name": "dlg", "label": "dlg"}}, "inverting_gradients at batch size 1"),
         ({"batch_size": 8}, "inverting_gradients at batch size 1"),
         ({"round": 40}, "inverting_gradients at batch size 1"),
-        ({"knowledge": {"labels": "known", "bn": "none"}}, "inverting_gradients at batch size 1"),
     ],
 )
 def test_what_works_without_a_defense_must_have_been_tried_behind_it(
@@ -76,6 +75,15 @@ def test_what_works_without_a_defense_must_have_been_tried_behind_it(
     answer = defended(tmp_path, lines)
     assert answer.verdict == "not shown"
     assert f"{named} in round 1 works without a defense and was not tried here" in answer.reason
+
+
+def test_what_was_tried_with_other_grants_bears_no_reliance(tmp_path: Path) -> None:
+    granted = {"knowledge": {"labels": "known", "bn": "none"}}
+    answered(tmp_path, [*WORKS, *(row | granted for row in trials(FAILS, privacy=PROVEN))])
+    (_, honest), (_, (other,)) = answers_of(load_runs([tmp_path]))
+    assert [answer.undefended for answer in honest] == [True]
+    assert other.verdict == "not shown"
+    assert other.reason == "INVALID, for nothing was attacked without a defense"
 
 
 def test_attacks_that_work_only_at_times_without_a_defense_bear_no_reliance(

@@ -141,6 +141,14 @@ def test_a_few_public_images_are_not_taken_for_the_victims() -> None:
     assert value is not None and value > 9.5, "single images of noise have 7.8 dB, their mean 10.8"
 
 
+def test_of_the_same_images_a_guess_is_learned_once() -> None:
+    images, labels = smooth(60, 3), torch.arange(60) % 3
+    again = Guesser(images.clone(), labels.clone())
+    assert Guesser(images, labels)(2) is again(2)
+    for other in (Guesser(images.flip(0), labels), Guesser(images, labels.flip(0))):
+        assert other != again and other(2) is not again(2)
+
+
 def test_it_does_not_depend_on_threads() -> None:
     pool, labels = smooth(300, 5), torch.arange(300) % 3
     before, guesses = torch.get_num_threads(), []

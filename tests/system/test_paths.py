@@ -24,6 +24,7 @@ ALLOWED = {
     "fedsim/results/record.py": "appends, and the kernel's list of processors",
     "fedsim/system/lock.py": "a lock of its own, and no link",
     "fedsim/recording/files.py": "writes to a temporary file of its own",
+    "fedsim/system/direct.py": "memory of no file",
     "fedsim/federation/simulation.py": "a log of its own",
     "fedsim/federation/spool.py": "files that the process has written in a folder of its own",
     "fedsim/data/tree.py": "bytes in memory, by Pillow",

@@ -322,7 +322,8 @@ def test_a_promise_that_cannot_be_kept_is_refused() -> None:
         "partition": {"name": "dirichlet", "alpha": 5.0},
     }
     made = scenario(data=partition)
-    with pytest.raises(FedsimError, match=r"defenses.dp: epsilon: 8 cannot be promised: .*labels"):
+    said = r"defenses.dp: epsilon: 8 at δ = 1e-05 per example cannot be promised: .*labels"
+    with pytest.raises(FedsimError, match=said):
         accounting.check_promise(Workload(made, "dp"))
 
 

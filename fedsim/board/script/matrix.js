@@ -127,7 +127,7 @@ function drawWorst(view) {
   const answers = data.comparisons[view.comparison].answers;
   byId("worst-note").textContent =
     `By ${metric.heading} above the guess, at batch size ${view.batch} and round ${view.round} alone. ` +
-    "The interval allows for the choice of the worst of several attacks. The sentence below it is " +
+    "The interval allows for the choice of the worst of several attacks. What stands below it is " +
     "the answer over all batch sizes, rounds and metrics of this comparison.";
   for (const [index, attackState, compared, excess, low, high] of view.worst[state.metric]) {
     const row = data.rows[index];
@@ -148,7 +148,9 @@ function drawWorst(view) {
             ? element("span", { class: "pill" }, STATES[attackState]) : null),
         answer ? element("p", { class: "small" },
           element("span", { class: `pill ${VERDICTS[answer.verdict]}` }, answer.verdict), " ",
-          answer.sentence) : null)));
+          answer.brief) : null,
+        answer?.grounds.length ? element("dl", { class: "grounds" }, ...answer.grounds.map(([name, words]) =>
+          element("div", {}, element("dt", {}, name), element("dd", {}, words)))) : null)));
   }
   const elsewhere = missingDefenses(view);
   if (elsewhere.length) {

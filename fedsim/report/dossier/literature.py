@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedsim.results.lines import ResultRow
+from fedsim.results.threat_model import threat_model_of
 from fedsim.words import number_of
 
 Letter = Literal["A", "B", "C", "D", "E", "F", "G", "H"]
@@ -104,7 +105,7 @@ def letter_of(row: ResultRow) -> Letter | None:
     if row.subject == "rows":
         return None
     surrogate = _has_surrogate(row)
-    if row.server != "honest":
+    if threat_model_of(row).malicious:
         return "G" if surrogate else "F"
     # Global running statistics are part of the model that everybody receives.
     if row.knowledge.bn in ("inferred", "exact"):
@@ -113,7 +114,7 @@ def letter_of(row: ResultRow) -> Letter | None:
 
 
 def _has_surrogate(row: ResultRow) -> bool:
-    return row.knowledge.public != "none" or bool(row.attack.parameters.get("public"))
+    return row.knowledge.public != "none" or bool(row.attack.brought)
 
 
 def coverage(rows: Sequence[ResultRow]) -> list[Covered]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
 from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Consistency
-from fedsim_attacks.classifier_features._levenberg_marquardt import minimize
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierSolver
 
 DIMENSION = 24
@@ -82,7 +83,7 @@ def answer(
     stream = rng.generator(1, "attack")
     solver = ClassifierSolver(
         loss=torch.full((), torch.inf),
-        problem=Consistency(classifier),
+        problem=Profile(classifier) if classifier.factors <= 1 else Consistency(classifier),
         pool=torch.randn(64, DIMENSION, generator=stream).relu(),
         rng=stream,
         starts=2,
@@ -184,8 +185,10 @@ def two_lengths(classes: int) -> tuple[Client, Client]:
         logits = length * (weights.double() @ direction.double())
         return length * float(1 - logits.softmax(0)[0])
 
-    short, low, high = 0.5, 1.5, 8.0
+    highest = max((step / 100 for step in range(1, 800)), key=pull)
+    short, low, high = 0.6 * highest, highest, 20.0
     wanted = pull(short)
+    assert pull(low) > wanted > pull(high)
     for _ in range(200):
         middle = (low + high) / 2
         low, high = (middle, high) if pull(middle) > wanted else (low, middle)
@@ -229,6 +232,16 @@ def test_equal_images_and_vanished_signals_are_told_apart() -> None:
     assert counted(answer(sure), sure)[1] == 0
 
 
+def test_an_image_that_is_not_there_is_not_certified() -> None:
+    """One image, and the same one twice, have one gradient."""
+    for seed in range(6):
+        known = client(1, seed)
+        believed = replace(
+            known, features=known.features.repeat(2, 1), labels=known.labels.repeat(2)
+        )
+        assert counted(answer(believed), known)[1] == 0
+
+
 def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     """As of an image more than the attacker believes, whose part is small."""
     known = client(4, 6)
@@ -242,43 +255,38 @@ def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
     assert counted(answer(known, changed), known)[0] == 0
 
 
-@pytest.mark.parametrize("biased", [True, False])
-@pytest.mark.parametrize("effect", [Effect(), Effect(scaled=True), Effect(scaled_examples=True)])
-def test_slopes_in_closed_form_are_those_of_the_residual(biased: bool, effect: Effect) -> None:
-    for count in (1, 4):
-        known = client(count, 7, biased=biased)
-        factors = count if effect.scaled_examples else int(effect.scaled)
-        base = ClassifierGradient(
-            weights=known.weights.double(),
-            gradient=known.gradient.double(),
-            biased=biased,
-            num_images=count,
-            factors=factors,
-            removed=False,
-            mixed=False,
-            noisy=False,
-            exact=True,
-            dropout=False,
-            rates=(),
-            momentum=0.0,
-        )
-        problem = Consistency(base)
-        points = problem.unknowns(known.features[None]).expand(3, -1)
-        points = points + 0.3 * torch.randn(points.shape, generator=rng.generator(0, "points"))
-        targets = F.one_hot(known.labels, 10).double().expand(3, -1, -1)
-        found = problem.slopes(points, targets)
-        for place in range(3):
-            one = torch.func.jacfwd(problem.residual)(points[place], targets[place])
-            torch.testing.assert_close(found[place], one.reshape(found[place].shape))
-        minimize(problem.residual, points, targets, 2, problem.slopes)
-
-
 @pytest.mark.parametrize(
-    ("rule", "loosened", "caught"),
+    ("rule", "loosened", "law"),
     [
-        ("_NATS", -1e9, test_two_images_of_one_gradient_are_not_certified),
-        ("_CHANGES", 0, None),
+        (
+            "declared",
+            lambda classifier: True,
+            test_clipping_leaves_certificates_and_what_is_not_declared_none,
+        ),
+        ("_ROUNDING", 400.0, partial(test_noise_that_nobody_declares_is_noticed, 1e-5)),
+        (
+            "_held_by_all",
+            lambda *_: True,
+            partial(test_two_images_of_one_gradient_are_not_certified, 10),
+        ),
+        ("_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
     ],
+    ids=["declared", "reproduced", "no rival", "apart"],
 )
-def test_rules_are_needed(rule: str, loosened: float, caught: object) -> None:
-    assert getattr(_certificates, rule) != loosened
+def test_each_rule_is_needed(
+    rule: str, loosened: object, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_certificates, rule, loosened)
+    with pytest.raises(AssertionError):
+        law()
+
+
+def test_equations_must_be_left_over_whatever_rivals_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_certificates, "_held_by_all", lambda *_: True)
+    test_two_images_of_one_gradient_are_not_certified(2)
+    test_two_labelings_of_one_gradient_are_not_certified()
+    monkeypatch.setattr(_certificates, "overdetermined", lambda *_: True)
+    with pytest.raises(AssertionError):
+        test_two_images_of_one_gradient_are_not_certified(2)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.func import jacfwd, vmap
 
 from fedsim import rng
 from fedsim.contracts.attack import AttackFailed, solve
@@ -18,12 +19,16 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.classifier_features import classifier_fit
+from fedsim_attacks.classifier_features import _completion, classifier_fit
 from fedsim_attacks.classifier_features._certainty import relative_errors
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._classifier_gradient import (
+    ClassifierGradient,
+    linear_classifier,
+)
 from fedsim_attacks.classifier_features._consistency import Consistency
 from fedsim_attacks.classifier_features._label_search import neighbours
-from fedsim_attacks.classifier_features._levenberg_marquardt import minimize
+from fedsim_attacks.classifier_features._levenberg_marquardt import minimize, normals_of
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 MLP: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [32]}}
@@ -134,7 +139,7 @@ def test_an_image_without_error_signal_is_told_apart() -> None:
     observation, truth = observe(4, **LINEAR)
     assert truth.features is not None
     far = torch.zeros(36)
-    far[7] = 300.0
+    far[7] = 3000.0
     features = torch.cat([truth.features[:3], far[None]])
     model = rebuild(observation)
     labels = truth.labels.clone()
@@ -185,7 +190,13 @@ def test_errors_are_as_large_as_they_are_said_to_be() -> None:
     [
         ({"count": 10}, "of 9 images at most"),
         (
-            {"count": 3, "defense": [{"name": "gradient_pruning", "ratio": 0.9}]},
+            {
+                "count": 3,
+                "defense": [{"name": "gradient_pruning", "ratio": 0.9}],
+                "training": LocalTraining(
+                    algorithm="fedavg", steps=2, batch_size=3, lr=0.1, batches="same"
+                ),
+            },
             "sets entries to zero",
         ),
         ({"count": 3, "defense": [{"name": "dropout", "rate": 0.5}]}, "dropout"),
@@ -213,10 +224,140 @@ def test_least_squares_end_where_they_should() -> None:
 
     starts = torch.tensor([[-1.2, 1.0], [3.0, 3.0], [0.0, 0.0], [-2.0, -2.0]]).double()
     goals = torch.tensor([1.0, 1.0, 2.0, -1.0]).double()
-    found = minimize(residual, starts, goals, 100)
+    normals = normals_of(vmap(jacfwd(residual)))
+    found = minimize(vmap(residual), normals, starts, goals, 100)
     expected = torch.stack([goals, goals**2], 1)
     torch.testing.assert_close(found.points, expected)
     assert float(found.losses.max()) < 1e-20
+    early = minimize(vmap(residual), normals, starts, goals, 100, enough=1.0)
+    assert 1e-20 < float(early.losses.min()) <= 1.0
+
+
+@pytest.mark.parametrize("factors", [0, 1])
+@pytest.mark.parametrize("spread", [None, 2.0])
+def test_the_profile_is_what_the_best_rest_leaves(factors: int, spread: float | None) -> None:
+    """Its features leave of the gradient what it says, and none moved in what is linear less."""
+    torch.manual_seed(4)
+    features, weights = torch.randn(4, 20).relu().double(), torch.randn(7, 20).double()
+    labels = torch.tensor([0, 2, 2, 5])
+    gradient = softmax_gradient(features, weights, labels)
+    gradient = gradient + 0.01 * torch.randn_like(gradient)
+    classifier = replace(of(weights, gradient, 4), factors=factors)
+    problem = Profile(classifier, spread)
+    points = problem.unknowns(torch.randn(1, 4, 20).relu())
+    found, targets = problem.features(points, labels[None])[0], F.one_hot(labels, 7).double()
+    errors = problem.errors(points[0], labels)
+    torch.testing.assert_close(
+        errors, (found @ weights.T).softmax(1) - F.one_hot(labels, 7), rtol=1e-9, atol=1e-9
+    )
+    centred = gradient - gradient.mean(0)
+    shared = torch.eye(4).double() + 100
+
+    def objective(rest: Tensor) -> Tensor:
+        """What `rest`, added outside the span, leaves, and how unlikely that is beforehand."""
+        whole = found + rest @ outside
+        left = (errors.T @ whole / 4 - centred).square().sum()
+        if spread is not None:
+            own = whole @ outside
+            ratio = (classifier.deviation / spread) ** 2
+            left = left + ratio * (own * torch.linalg.solve(shared, own)).sum()
+        return left
+
+    span = torch.linalg.qr(weights.T)[0]
+    outside = torch.eye(20).double() - span @ span.T
+    at = torch.zeros(4, 20).double()
+    torch.testing.assert_close(
+        problem.residuals(points, targets[None]).square().sum(), objective(at)
+    )
+    slope = torch.func.grad(objective)(at)
+    assert float(slope.norm()) < 1e-9
+
+
+def test_normal_equations_are_those_of_the_jacobian() -> None:
+    torch.manual_seed(5)
+    features, weights = torch.randn(3, 12).relu().double(), torch.randn(6, 12).double()
+    labels = torch.tensor([0, 4, 4])
+    classifier = of(weights, softmax_gradient(features, weights, labels), 3)
+    for given in (classifier, replace(classifier, biased=True)):
+        problem = Consistency(given)
+        points = problem.unknowns(torch.randn(2, 3, 11 if given.biased else 12))
+        targets = F.one_hot(labels, 6).double().expand(2, -1, -1)
+        left = vmap(problem.residual)(points, targets)
+        expected = normals_of(vmap(jacfwd(problem.residual)))(points, targets, left)
+        torch.testing.assert_close(problem._normals(points, targets, left), expected)
+
+
+def test_noise_hides_no_more_than_it_must() -> None:
+    """Errors are those of the error signals' inverse, which no fit can be better than by far."""
+    ratios = []
+    for seed in range(8):
+        noise = 1e-4
+        observation, truth = observe(5, seed, defense=[{"name": "gaussian_noise", "std": noise}])
+        assert truth.features is not None
+        found = fit(observation)
+        _, whose = compared(found, truth)
+        assert found.features is not None
+        errors = (found.features[whose] - truth.features).norm(dim=1)
+        logits = rebuild(observation).head(truth.features).detach().double()
+        signals = logits.softmax(1) - F.one_hot(truth.labels, 10)
+        least = (
+            noise * 5 * truth.features.shape[1] ** 0.5 * torch.linalg.pinv(signals.T).norm(dim=1)
+        )
+        ratios.append(errors / least)
+    typical = float(torch.cat(ratios).median())
+    assert 0.5 < typical < 4
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_removed_entries_are_filled_in(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fit of zeros in their place is several times as far off."""
+    images, labels = example_batch(3)
+    defense = [{"name": "gradient_pruning", "ratio": 0.2, "scope": scope}]
+    observation, truth = make_observation(images, labels, model="lenet", defense=defense)
+    found = fit(observation)
+    errors, whose = compared(found, truth)
+    assert float(errors.max()) < 4e-3
+    assert found.labels is not None and found.determined is not None
+    assert found.labels[whose].tolist() == truth.labels.tolist()
+    assert not bool(found.determined.any())
+    monkeypatch.setattr(_completion, "_TURNS", 0)
+    zeros, _ = compared(fit(observation), truth)
+    assert float(zeros.max()) > 4 * float(errors.max())
+
+
+def test_removed_entries_were_smaller_than_those_that_are_left() -> None:
+    defense = [{"name": "gradient_pruning", "ratio": 0.5}]
+    observation, _ = observe(3, defense=defense)
+    kept = torch.cat([tensor.flatten() for tensor in observation.update.values()])
+    below = ClassifierGradient.of(observation).removed_below
+    assert below is not None
+    assert below.tolist() == pytest.approx([float(kept[kept != 0].abs().min())] * 33)
+    noisy, _ = observe(3, defense=[*defense, {"name": "gaussian_noise", "std": 1e-3}])
+    unknown = ClassifierGradient.of(noisy).removed_below
+    assert unknown is not None and bool(unknown.isinf().all())
+
+
+def test_the_grid_of_the_bias_is_finer() -> None:
+    defense = [{"name": "quantization", "bits": 8}]
+    observation, _ = observe(3, defense=defense)
+    _, name = linear_classifier(rebuild(observation))
+    parts = [observation.update[f"{name}.{kind}"] for kind in ("weight", "bias")]
+    spacings = [float(part.abs().max()) / 127 for part in parts]
+    weight = ClassifierGradient.of(observation).bias_weight
+    assert weight == pytest.approx(spacings[0] / spacings[1], rel=1e-4)
+    assert weight != 1
+
+
+def test_the_spread_of_features_is_estimated() -> None:
+    torch.manual_seed(6)
+    weights, shared = 0.1 * torch.randn(10, 400).double(), 3 * torch.rand(400).double()
+    features = shared + 0.5 * torch.randn(6, 400).double()
+    labels = torch.tensor([0, 1, 3, 5, 7, 9])
+    gradient = softmax_gradient(features, weights, labels)
+    gradient = gradient + 1e-3 * torch.randn_like(gradient)
+    problem = Profile(of(weights, gradient, 6))
+    spread = problem.spread(problem.unknowns(features[None])[0], labels)
+    assert spread == pytest.approx(0.5, rel=0.15)
 
 
 def softmax_gradient(features: Tensor, weights: Tensor, labels: Tensor) -> Tensor:

@@ -283,7 +283,9 @@ def test_a_head_whose_update_was_removed_is_refused() -> None:
         attack("best_features", stripped, truth)
 
 
-def moving(hidden: list[int], lr: float, momentum: float) -> tuple[Observation, GroundTruth]:
+def moving(
+    hidden: list[int], lr: float, momentum: float, **head: Any
+) -> tuple[Observation, GroundTruth]:
     """Three local steps on the same batch, with the features of an MLP."""
     images = torch.rand(6, 1, 6, 6, generator=rng.generator(0, "moving"))
     training = LocalTraining(
@@ -293,7 +295,7 @@ def moving(hidden: list[int], lr: float, momentum: float) -> tuple[Observation, 
         images,
         (3 * torch.arange(6)) % 10,
         model="mlp",
-        model_parameters={"hidden": hidden, "head": {**HEAD, "planted_gain": 0.01}},
+        model_parameters={"hidden": hidden, "head": {**HEAD, "planted_gain": 0.01, **head}},
         training=training,
     )
 
@@ -307,7 +309,7 @@ def test_the_features_before_local_steps_are_found(lr: float, momentum: float) -
 
 
 def test_features_that_move_far_need_their_steps_unrolled() -> None:
-    case = moving([256, 48], 1.0, 0.0)
+    case = moving([256, 48], 1.0, 0.0, width=2112, planted=2048)
     unrolled = attack("unrolled_features", *case, iterations=300)["subspace_error"]
     as_one_step = attack("head_fit", *case)["subspace_error"]
     assert unrolled is not None and as_one_step is not None

@@ -323,7 +323,7 @@ def test_a_node_does_not_answer_behind_an_epsilon_that_is_not_kept(
     by_label = {"name": "dirichlet", "alpha": 5.0}
     scenario = promised(data={**TINY["data"], "partition": by_label})
     (app, *_) = nodes(tmp_path)
-    said = r"defenses.noise: epsilon: 4 cannot be promised: .*labels"
+    said = r"defenses.noise: epsilon: 4 at δ = 1e-05 per example cannot be promised: .*labels"
     with pytest.raises(FedsimError, match=said):
         counted(app, scenario)
     held = json.dumps([len(own) for own in Workload(scenario, "noise").parts])

@@ -1,0 +1,165 @@
+"""What inputs of a layer tell of their images: pixels, features, labels, and how sure they are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.models.base import denormalize
+from fedsim.types import Observation, Reconstruction
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.images_from_features._classifier_answers import implied
+from fedsim_attacks.layer_inputs._layers import Layer
+from fedsim_attacks.layer_inputs._row_space import RowSpace
+
+_SURE = 3.0
+"""Standard deviations that features may be off."""
+_DETERMINED = 0.03
+"""Relative error up to which an input is determined."""
+_CONSISTENT = 0.02
+"""Relative error of an image's error signal that its own features imply."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Inputs of a layer, one for each image that was found."""
+
+    layer: Layer
+    values: Tensor
+    """(k, n), at their scale."""
+    errors: Tensor
+    """(k,): standard deviation of each one's error, all entries together, over its norm."""
+
+    @property
+    def certain(self) -> Tensor:
+        """Which of them (k,) rounding or noise leave no more open than `_DETERMINED`."""
+        return _SURE * self.errors < _DETERMINED
+
+
+def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
+    """Recovers the inputs of the layer that feeds the one whose `inputs` are all known.
+
+    Where ReLU has left an input 0, that image's error signal at the layer before is 0, too: this
+    tells each image's combination of the gradient's columns, and their inverse the inputs.
+
+    None if no layer with a bias feeds it, or its gradient does not tell the images apart.
+
+    Args:
+        inputs: of all images.
+        layers: that the model has.
+        count: N.
+    """
+    before = next((layer for layer in layers if layer.name == inputs.layer.fed_by), None)
+    if before is None or before.bias is None:
+        return None
+    try:
+        space = RowSpace.of(before, count)
+    except AttackFailed:
+        return None
+    if space.rank < count:
+        return None
+    values = inputs.values
+    error = inputs.errors * values.norm(dim=1) / values.shape[1] ** 0.5
+    off = values < 10 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
+    combinations = []
+    for row in off:
+        if int(row.sum()) < count - 1:
+            return None
+        combinations.append(torch.linalg.svd(space.columns[row])[2][-1])
+    found = disaggregated(before, space, torch.stack(combinations))
+    outputs = (found.values @ before.weights.T + before.bias).clamp_min(0)
+    wrong = (outputs - values).norm(dim=1) > _CONSISTENT * values.norm(dim=1)
+    found.errors[wrong] = torch.inf
+    return found
+
+
+def disaggregated(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs:
+    """Takes a gradient apart, given what combines its columns to single images' error signals.
+
+    With ∂L/∂W = Δ' X, the columns of Δ' are those of the gradient in combinations Q, and X is
+    their inverse. The gradient in the bias, Δ' 1, has the scale of each.
+
+    Args:
+        layer: with a bias.
+        space: of its gradient, of rank r.
+        combinations: (r, r), a row for each image, of the space's columns.
+    """
+    whole = torch.linalg.pinv(combinations.T) @ (space.rows / space.lengths[:, None])
+    scale = whole[:, -1:]
+    signals = (space.columns @ combinations.T) * scale.T
+    spread = space.deviation * torch.linalg.pinv(signals).norm(dim=1)
+    values = whole[:, :-1] / scale
+    return Inputs(layer, values, spread * values.shape[1] ** 0.5 / values.norm(dim=1))
+
+
+def reconstruction(
+    observation: Observation,
+    inputs: Inputs,
+    pixels: Inputs | None,
+    features: Tensor,
+    iterations: int,
+) -> Reconstruction:
+    """Returns images, features and labels; means stand for images that were not found.
+
+    The loss is the share of the classifier's gradient that features leave unexplained.
+
+    Args:
+        observation: of N images.
+        inputs: that were found.
+        pixels: the images, if these inputs have led there.
+        features: (k, d) of the inputs.
+        iterations: that it took.
+    """
+    count, found = observation.num_images, len(features)
+    certain = inputs.certain
+    missing = features.mean(0, keepdim=True).expand(count - found, -1)
+    whole = torch.cat([features.double(), missing.double()])
+    classifier = ClassifierGradient.of(observation)
+    labels = implied(classifier, whole)[0]
+    wrong, loss = _inconsistent(classifier, whole, labels)
+    if found == count:
+        certain = certain & ~wrong
+    images = None
+    if pixels is not None:
+        shape = (-1, *observation.model.input_shape)
+        shown = denormalize(pixels.values.float().view(shape), observation.model).clamp(0, 1)
+        images = torch.cat(
+            [shown, shown.mean(0, keepdim=True).expand(count - len(shown), *shape[1:])]
+        )
+        certain = certain & pixels.certain[: len(certain)]
+    return Reconstruction(
+        images=images,
+        features=whole.float(),
+        labels=labels,
+        determined=torch.cat([certain, certain.new_zeros(count - found)]),
+        loss=loss,
+        iterations=iterations,
+    )
+
+
+def _inconsistent(
+    classifier: ClassifierGradient, features: Tensor, labels: Tensor
+) -> tuple[Tensor, float]:
+    """Says which images (N,) have other error signals in the gradient than they imply.
+
+    Also returns the share of the gradient that features leave unexplained.
+    """
+    count, classes = len(features), len(classifier.weights)
+    whole = F.pad(features, (0, 1), value=1.0) if classifier.biased else features
+    inverse = torch.linalg.pinv(whole.T)
+    read = count * inverse @ classifier.gradient.T
+    errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)
+    along = (read * errors).sum(1, keepdim=True)
+    scale = along.new_ones(1, 1)
+    if classifier.factors:
+        over = (0, 1) if classifier.factors == 1 else 1
+        scale = (read * errors).sum(over, keepdim=True) / errors.square().sum(over, keepdim=True)
+    noise = classes**0.5 * count * classifier.deviation * inverse.norm(dim=1)
+    allowed = _CONSISTENT * read.norm(dim=1) + 5 * noise
+    wrong = ((read - scale * errors).norm(dim=1) > allowed) | (noise > read.norm(dim=1))
+    left = classifier.gradient - (scale * errors).T @ whole / count
+    return wrong, float(left.square().sum() / classifier.gradient.square().sum())

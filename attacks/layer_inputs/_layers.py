@@ -1,0 +1,244 @@
+"""Layers whose gradient is a product of their inputs, as a trace of the model finds them.
+
+The gradient of a linear layer with weights W (m, n) and a batch of N inputs X (N, n) is
+
+    ∂L/∂W = Δ' X        ∂L/∂b = Δ' 1        Δ = ∂L/∂Z (N, m)
+
+so that its row space is that of the inputs, if there are at most m. A convolution whose output map
+is a single pixel is such a layer, too: of the part of its input that its kernel covers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.models.base import Classifier
+from fedsim.models.local import mean_gradient_factor
+from fedsim.models.victim import rebuild
+from fedsim.types import Observation
+
+_TRACED = 16
+"""Images of noise that the model is traced with."""
+_SPARSE = 0.05
+"""Least share of zeros of inputs that ReLU has left."""
+_SAME = 1e-4
+"""Relative difference of features up to which they are the same."""
+_RESCALED = 1.3
+"""Factor that features do not depend on where the scale of a layer's input is lost."""
+
+Features = Callable[[Tensor], Tensor]
+"""From a layer's inputs (N, n) to the features (N, d) of the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """A linear layer, or a convolution to a single pixel, and its gradient in float64."""
+
+    name: str
+    weights: Tensor
+    """(m, n)."""
+    bias: Tensor | None
+    """(m,)."""
+    gradient: Tensor
+    """(m, n), of the mean loss in `weights`; (m, n + 1) with that in the bias."""
+    pixels: bool
+    """Whether its input is the normalized image itself."""
+    nonnegative: bool
+    """Whether its input is what ReLU has left: never negative, and often 0."""
+    rectified: bool
+    """Whether ReLU alone follows it."""
+    fed_by: str | None
+    """The layer whose rectified output its input is."""
+    length: float
+    """Root mean square of its inputs' norms on images of noise."""
+    features: Features | None
+    """None where features depend on more than its input."""
+    scale_free: bool
+    """Whether features do not depend on the scale of its input."""
+
+
+def traced(observation: Observation) -> list[Layer]:
+    """Finds the body's layers, in the order in which the model calls them.
+
+    Raises:
+        AttackFailed: entries of the gradient are removed or mixed, or each image met another
+            model (dropout).
+    """
+    effect = observation.effect
+    if effect.removed is not None or effect.mixed:
+        how = "mixes entries" if effect.mixed else "sets entries to zero"
+        raise AttackFailed(
+            f"a defense {how}, and what is left of a layer's gradient has not its inputs' row space"
+        )
+    if observation.training.dropout > 0:
+        raise AttackFailed("dropout gives each image another network behind its layers")
+    model = rebuild(observation)
+    model.train(observation.training.mode == "train")
+    factor = mean_gradient_factor(observation.training)
+    stream = torch.Generator().manual_seed(0)
+    shape = (2, _TRACED, *observation.model.input_shape)
+    images, others = torch.randn(shape, generator=stream).to(next(model.parameters()).device)
+    calls, features = _run(model, images)
+    rectified = {_place(c.before): _place(c.after) for c in calls if isinstance(c.module, nn.ReLU)}
+    found: list[Layer] = []
+    feeding: dict[_Place, str] = {}
+    for call in calls:
+        module, inside = call.module, call.before.flatten(1)
+        if not isinstance(module, nn.Linear | nn.Conv2d) or not _is_linear(call):
+            continue
+        if _head_of(call.name):
+            continue
+        weights, gradient = (
+            _reached(weight.detach(), call).double()
+            for weight in (module.weight, observation.update[f"{call.name}.weight"])
+        )
+        gradient = gradient * factor
+        if module.bias is not None:
+            slopes = observation.update[f"{call.name}.bias"].double() * factor
+            gradient = torch.cat([gradient, slopes[:, None]], 1)
+        tail = _closing_tail(model, call, calls, others, features)
+        nonnegative = bool((inside >= 0).all())
+        found.append(
+            Layer(
+                name=call.name,
+                weights=weights,
+                bias=None if module.bias is None else module.bias.detach().double(),
+                gradient=gradient,
+                pixels=_place(call.before) == _place(images),
+                nonnegative=nonnegative and float((inside == 0).double().mean()) > _SPARSE,
+                rectified=_place(call.after) in rectified,
+                fed_by=feeding.get(_place(call.before)),
+                length=float(inside.double().square().sum(1).mean().sqrt()),
+                features=tail,
+                scale_free=tail is not None and _alike(tail(_RESCALED * inside), features),
+            )
+        )
+        if _place(call.after) in rectified:
+            feeding[rectified[_place(call.after)]] = call.name
+    return found
+
+
+_Place = tuple[int, int]
+"""Where a tensor's values are in memory, and how many they are: views of it are the same."""
+
+
+@dataclass
+class _Call:
+    name: str
+    module: nn.Module
+    before: Tensor
+    after: Tensor
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """What the model makes of the input of one of its modules."""
+
+    model: Classifier
+    module: nn.Module
+    images: Tensor
+    """Any images, of which nothing is left."""
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        """Computes features (N, d) from inputs (N, n)."""
+
+        def replace(_: nn.Module, before: tuple[Tensor, ...]) -> Tensor:
+            return inputs.to(before[0].dtype).reshape(len(inputs), *before[0].shape[1:])
+
+        times = -(-len(inputs) // len(self.images))
+        images = self.images.repeat(times, 1, 1, 1)[: len(inputs)]
+        hook = self.module.register_forward_pre_hook(replace)
+        try:
+            with torch.no_grad():
+                return self.model.features(images)
+        finally:
+            hook.remove()
+
+
+def _closing_tail(
+    model: Classifier, call: _Call, calls: list[_Call], images: Tensor, features: Tensor
+) -> _Tail | None:
+    """Finds the module from whose input, which is that of `call`, all features follow.
+
+    What bypasses it, as around a block, does not end there. None if there is no such module.
+
+    Args:
+        model: computes features.
+        call: of the layer.
+        calls: of all modules.
+        images: others than those that the model was traced with.
+        features: of the images that it was traced with.
+    """
+    for entry in calls:
+        once = sum(c.module is entry.module for c in calls) == 1
+        if once and entry.module is not model and _place(entry.before) == _place(call.before):
+            tail = _Tail(model, entry.module, images)
+            if _alike(tail(call.before.flatten(1)), features):
+                return tail
+    return None
+
+
+def _run(model: Classifier, images: Tensor) -> tuple[list[_Call], Tensor]:
+    """Computes features; also returns the calls of modules, outer ones before what they call."""
+    calls: list[_Call] = []
+    open_calls: list[_Call] = []
+    hooks: list[RemovableHandle] = []
+    for name, module in model.named_modules():
+
+        def begin(module: nn.Module, inputs: tuple[Tensor, ...], name: str = name) -> None:
+            calls.append(_Call(name, module, inputs[0], inputs[0]))
+            open_calls.append(calls[-1])
+
+        def end(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            open_calls.pop().after = output
+
+        hooks += [module.register_forward_pre_hook(begin), module.register_forward_hook(end)]
+    with torch.no_grad():
+        features = model.features(images)
+    for hook in hooks:
+        hook.remove()
+    return calls, features
+
+
+def _place(tensor: Tensor) -> _Place:
+    return tensor.data_ptr(), tensor.numel()
+
+
+def _head_of(name: str) -> bool:
+    return name.partition(".")[0] in ("head", "imprint")
+
+
+def _alike(first: Tensor, second: Tensor) -> bool:
+    return float((first - second).norm()) <= _SAME * float(second.norm())
+
+
+def _is_linear(call: _Call) -> bool:
+    """Says whether a layer's outputs are one linear function of all of its input."""
+    module = call.module
+    if isinstance(module, nn.Linear):
+        return call.before.ndim == 2
+    assert isinstance(module, nn.Conv2d)
+    if module.groups > 1 or module.dilation != (1, 1) or isinstance(module.padding, str):
+        return False
+    covered = all(
+        size + padding <= kernel
+        for size, padding, kernel in zip(
+            call.before.shape[2:], module.padding, module.kernel_size, strict=True
+        )
+    )
+    return covered and call.after.shape[2:] == (1, 1)
+
+
+def _reached(weight: Tensor, call: _Call) -> Tensor:
+    """Cuts from a layer's `weight` what meets its input, and not padding: (m, n)."""
+    module = call.module
+    if isinstance(module, nn.Conv2d) and not isinstance(module.padding, str):
+        (top, left), (height, width) = module.padding, call.before.shape[2:]
+        weight = weight[:, :, top : top + height, left : left + width]
+    return weight.flatten(1)

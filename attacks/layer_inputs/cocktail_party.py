@@ -1,0 +1,159 @@
+"""Inputs of a wide layer as the independent components of its gradient.
+
+Kariyappa, Guo, Maeng, Xiong, Suh, Qureshi and Lee, Cocktail Party Attack: Breaking
+Aggregation-Based Privacy in Federated Learning using Independent Component Analysis, ICML 2023.
+The rows of a layer's gradient are linear combinations of its inputs. Whitened, these are at unit
+vectors of the row space, and those whose entries are least Gaussian are taken for inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, final
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed, AttackState
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.base import denormalize
+from fedsim.types import Observation, Reconstruction
+from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.layer_inputs._layers import Layer, traced
+from fedsim_attacks.layer_inputs._row_space import RowSpace
+
+
+@dataclass(kw_only=True)
+class Unmixing(AttackState):
+    """The unmixing matrix and what it unmixes."""
+
+    observation: Observation
+    layer: Layer
+    white: Tensor
+    """(r, n): the gradient's rows, centered, uncorrelated and of variance 1."""
+    space: RowSpace
+    whitening: Tensor
+    """(r, r): `white` is that of the rows without their mean."""
+    matrix: Tensor
+    """(r, r), of which rows are taken at unit length."""
+    optimizer: torch.optim.Adam
+
+
+@final
+class CocktailParty(IterativeAttack[Unmixing]):
+    """Unmixes the inputs of a fully connected layer by independent component analysis.
+
+    The layer is the first whose inputs are the image, and else the first from which all features
+    follow, as embeddings. The scale of an input, which the
+    paper leaves open, is that of the gradient in the bias.
+    """
+
+    paper: ClassVar[str] = "Kariyappa et al., Cocktail Party Attack, ICML 2023"
+
+    iterations: Annotated[int, Field(ge=1)] = 5000
+    """Of Adam."""
+    step_size: Annotated[float, Field(gt=0)] = 0.01
+    """Of Adam."""
+    slope: Annotated[float, Field(gt=0)] = 1.0
+    """a of the negentropy's log cosh(a x)."""
+    independence: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of what keeps two components from being the same."""
+    temperature: Annotated[float, Field(gt=0)] = 5.0
+    """T of that: exp(T |cosine of two rows|)."""
+    total_variation: Annotated[float, Field(ge=0)] = 0.01
+    """Weight of the mean absolute difference of neighbouring pixels, of images."""
+    sign: Annotated[float, Field(ge=0)] = 1.0
+    """Weight of the mean negative entry, of inputs that ReLU has left."""
+
+    def init(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Unmixing:
+        """Whitens the layer's gradient, and starts at a random matrix.
+
+        Raises:
+            AttackFailed: the model has no such layer, it is smaller than the batch, or a defense
+                has left nothing of its gradient's row space.
+        """
+        layers = [layer for layer in traced(observation) if layer.features is not None]
+        layers = [layer for layer in layers if layer.bias is not None or layer.scale_free]
+        if not layers:
+            raise AttackFailed(
+                "the model has no linear layer from whose inputs all features follow"
+            )
+        layer = layers[0]
+        space = RowSpace.of(layer, observation.num_images)
+        values = space.rows[:, : layer.weights.shape[1]]
+        centered = values - values.mean(1, keepdim=True)
+        lengths, directions = torch.linalg.eigh(centered @ centered.T / centered.shape[1])
+        scaled = lengths.clamp_min(torch.finfo(lengths.dtype).tiny).rsqrt()
+        whitening = scaled[:, None] * directions.T
+        start = torch.randn(space.rank, space.rank, generator=rng, dtype=torch.float64)
+        matrix = start.to(values).requires_grad_()
+        return Unmixing(
+            loss=torch.full((), torch.inf),
+            observation=observation,
+            layer=layer,
+            white=whitening @ centered,
+            space=space,
+            whitening=whitening,
+            matrix=matrix,
+            optimizer=torch.optim.Adam([matrix], lr=self.step_size),
+        )
+
+    def step(self, state: Unmixing) -> Unmixing:
+        """Takes a step of Adam."""
+        rows = F.normalize(state.matrix, dim=1)
+        components = rows @ state.white
+        scaled = (self.slope * components).abs()
+        # log cosh without overflow
+        log_cosh = scaled + torch.log1p((-2 * scaled).exp()) - torch.log(scaled.new_tensor(2.0))
+        contrast = (log_cosh / self.slope).square().mean()
+        cosines = (rows @ rows.T).abs() - torch.eye(len(rows), dtype=rows.dtype, device=rows.device)
+        pairs = max(1, len(rows) * (len(rows) - 1))
+        together = ((self.temperature * cosines).exp().sum() - len(rows)) / pairs
+        loss = -contrast + self.independence * together
+        if state.layer.pixels:
+            images = components.view(-1, *state.observation.model.input_shape)
+            loss = loss + self.total_variation * (
+                images.diff(dim=-1).abs().mean() + images.diff(dim=-2).abs().mean()
+            )
+        elif state.layer.nonnegative:
+            values = rows @ state.whitening @ state.space.rows[:, : state.white.shape[1]]
+            values = values * values.sum(1, keepdim=True).sign()
+            loss = loss + self.sign * (-values).clamp_min(0).mean()
+        state.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        state.optimizer.step()
+        state.loss = loss.detach()
+        state.iteration += 1
+        return state
+
+    def postprocess(self, state: Unmixing) -> Reconstruction:
+        """Returns images where the layer is the first, and features; none is called determined."""
+        layer, count = state.layer, state.observation.num_images
+        with torch.no_grad():
+            rows = F.normalize(state.matrix, dim=1)
+            whole = rows @ state.whitening @ state.space.rows
+            if layer.bias is not None:
+                scale = whole[:, -1:]
+                tiny = torch.finfo(scale.dtype).tiny
+                values = whole[:, :-1] / torch.where(scale.abs() > tiny, scale, tiny)
+            else:
+                whole = whole * whole.sum(1, keepdim=True).sign()
+                values = whole * (layer.length / whole.norm(dim=1, keepdim=True))
+            values = torch.cat(
+                [values, values.mean(0, keepdim=True).expand(count - len(values), -1)]
+            )
+            if layer.pixels:
+                shape = (-1, *state.observation.model.input_shape)
+                spec = state.observation.model
+                images = denormalize(values.float().view(shape), spec).clamp(0, 1)
+            assert layer.features is not None
+            return Reconstruction(
+                images=images if layer.pixels else None,
+                features=layer.features(values).float(),
+                loss=float(state.loss),
+                iterations=state.iteration,
+            )

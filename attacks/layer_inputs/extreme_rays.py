@@ -1,0 +1,117 @@
+"""Features of a batch from the inputs of a layer that are never negative.
+
+Nothing is planted, nothing granted, and there may be more images than classes. The gradient of any
+linear layer, or of a convolution to a single pixel, has the row space of its inputs (`layers`).
+After ReLU these are the extreme rays of a cone in it (`cone`). What the network computes from them
+are features; behind fully connected layers ReLU's zeros lead back to the images (`answers`).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from fedsim.contracts.attack import AttackFailed
+from fedsim.contracts.grant import Knowledge
+from fedsim.types import ModelSpec, Observation, Reconstruction
+from fedsim_attacks._attack_kinds import DirectAttack
+from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
+from fedsim_attacks.layer_inputs._cone import extreme_rays
+from fedsim_attacks.layer_inputs._layers import Layer, traced
+from fedsim_attacks.layer_inputs._row_space import RowSpace
+
+
+@final
+class ExtremeRays(DirectAttack):
+    """Reads inputs that are never negative off a layer's gradient, by linear programs.
+
+    Layers are tried from the first to the last until one shows all images. Pixels, which are
+    between 0 and 1, are such inputs, too; they are found if many are at an end.
+    """
+
+    paper: ClassVar[str] = (
+        "fedsim: extreme rays of the non-negative cone in the row space of a layer's gradient, by "
+        "linear programs with reweighting"
+    )
+
+    def reconstruct(
+        self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
+    ) -> Reconstruction:
+        """Finds inputs, and what they tell of images.
+
+        Raises:
+            AttackFailed: no layer of the model has such inputs, a defense has changed the row
+                space of all of them, or none of the inputs stands out.
+        """
+        layers = traced(observation)
+        count = observation.num_images
+        eligible = [layer for layer in layers if _is_eligible(layer)]
+        if not eligible:
+            raise AttackFailed(
+                "the model has no linear layer, or convolution to a single pixel, whose inputs "
+                "are never negative, whose scale is known, and from which all features follow"
+            )
+        best: Inputs | None = None
+        programs, reasons = 0, []
+        for layer in sorted(eligible, key=lambda layer: layer.pixels):
+            try:
+                found, tried = _inputs(layer, count, observation.model, rng)
+            except AttackFailed as error:
+                reasons.append(str(error))
+                continue
+            programs += tried
+            if best is None or len(found.values) > len(best.values):
+                best = found
+            if len(found.values) == count:
+                break
+        if best is None or not len(best.values):
+            names = ", ".join(layer.name for layer in eligible)
+            raise AttackFailed("; ".join(reasons) or f"no input of {names} stands out")
+        assert best.layer.features is not None
+        features = best.layer.features(best.values)
+        pixels: Inputs | None = best if len(best.values) == count else None
+        while pixels is not None and not pixels.layer.pixels:
+            pixels = earlier(pixels, layers, count)
+        if best.layer.pixels:
+            pixels = best
+        return reconstruction(observation, best, pixels, features, programs)
+
+
+def _is_eligible(layer: Layer) -> bool:
+    """Says whether a layer's inputs are bounded, and give features at the scale that is known."""
+    if layer.features is None:
+        return False
+    if layer.pixels:
+        return layer.bias is not None
+    return layer.nonnegative and (layer.bias is not None or layer.scale_free)
+
+
+def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> tuple[Inputs, int]:
+    """Finds inputs of `layer` at their scale; also returns how many programs that took."""
+    space = RowSpace.of(layer, count)
+    entries = _pixel_bounds(space.rows, spec) if layer.pixels else space.rows
+    rays = extreme_rays(entries, space.rows, space.deviation, rng)
+    values = rays.combinations @ space.rows
+    errors = rays.spread / values.norm(dim=1)
+    if layer.bias is None:
+        return Inputs(layer, values * (layer.length / values.norm(dim=1, keepdim=True)), errors), (
+            rays.tried
+        )
+    scale = values[:, -1:]
+    errors = errors * (1 + values.norm(dim=1) / scale[:, 0].abs() / values.shape[1] ** 0.5)
+    return Inputs(layer, values[:, :-1] / scale, errors), rays.tried
+
+
+def _pixel_bounds(rows: Tensor, spec: ModelSpec) -> Tensor:
+    """Computes how far combinations of rows (r, n + 1) are from a pixel of 0 and of 1: (r, 2 n)."""
+    channels = len(spec.mean)
+    each = (rows.shape[1] - 1) // channels
+    mean, std = (
+        rows.new_tensor(values).repeat_interleave(each) for values in (spec.mean, spec.std)
+    )
+    constant = rows[:, -1:]
+    low = std * rows[:, :-1] + mean * constant
+    spread = (std.square() + (mean.square()).maximum((1 - mean).square())).sqrt()
+    return torch.cat([low / spread, (constant - low) / spread], 1)

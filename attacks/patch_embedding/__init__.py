@@ -1,0 +1,1 @@
+"""Images from the first layers of vision transformers."""

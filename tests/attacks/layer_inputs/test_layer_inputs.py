@@ -1,0 +1,204 @@
+"""Inputs of layers: exact where the gradient tells them, and called determined only there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import Attack, AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, Observation, Reconstruction
+from fedsim_attacks.layer_inputs._cone import extreme_rays
+from fedsim_attacks.layer_inputs._layers import traced
+from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
+from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
+from fedsim_attacks.layer_inputs.spear import Spear
+
+MLP: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [64, 32]}}
+SHALLOW: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [64]}}
+RESNET: dict[str, Any] = {
+    "model": "resnet18",
+    "model_parameters": {"stem": "imagenet", "norm": "group", "width": 16},
+}
+EXACT = [
+    pytest.param(ExtremeRays(), MLP, id="extreme_rays"),
+    pytest.param(Spear(), SHALLOW, id="spear"),
+    pytest.param(Spear(search="descent"), SHALLOW, id="spear_by_descent"),
+]
+
+
+def observe(
+    count: int, seed: int = 0, size: int = 8, **case: Any
+) -> tuple[Observation, GroundTruth]:
+    stream = rng.generator(seed, "layer inputs")
+    images = torch.rand(count, 1, size, size, generator=stream)
+    labels = torch.randint(10, (count,), generator=stream)
+    return make_observation(images, labels, seed=seed, **{**MLP, **case})
+
+
+def attacked(attack: Attack[Any], observation: Observation) -> Reconstruction:
+    return solve(attack, observation, Knowledge(), seed=1).reconstruction
+
+
+def order(found: Tensor | None, true: Tensor | None) -> Tensor:
+    """Returns which of `found` each of `true` is."""
+    assert found is not None and true is not None
+    costs = torch.cdist(true.flatten(1), found.flatten(1))
+    return torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
+
+
+@pytest.mark.parametrize(("attack", "case"), EXACT)
+def test_a_batch_of_a_fully_connected_network_is_exact(
+    attack: Attack[Any], case: dict[str, Any]
+) -> None:
+    observation, truth = observe(6, **case)
+    found = attacked(attack, observation)
+    assert found.images is not None and found.labels is not None and found.features is not None
+    whose = order(found.images, truth.images)
+    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-4, rtol=0)
+    torch.testing.assert_close(found.features[whose], truth.features, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.labels[whose], truth.labels)
+    assert found.determined is not None and bool(found.determined.all())
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_more_images_than_classes_of_a_residual_network(classes: int) -> None:
+    """The last stage's first convolution meets maps of 2x2 pixels, and makes one of them."""
+    images = torch.rand(11, 3, 32, 32, generator=rng.generator(2, "images"))
+    labels = torch.arange(11) % classes
+    observation, truth = make_observation(images, labels, num_classes=classes, **RESNET)
+    found = attacked(ExtremeRays(), observation)
+    assert found.images is None and found.features is not None and found.labels is not None
+    whose = order(found.features, truth.features)
+    torch.testing.assert_close(found.features[whose], truth.features, atol=1e-3, rtol=1e-3)
+    assert torch.equal(found.labels[whose], truth.labels)
+    assert found.determined is not None and bool(found.determined.all())
+
+
+@pytest.mark.parametrize(("attack", "case"), EXACT)
+def test_order_and_scale_of_the_batch_do_not_matter(
+    attack: Attack[Any], case: dict[str, Any]
+) -> None:
+    """A clipped update is one with a factor that only its client knows."""
+    clipped, truth = observe(5, **case, defense=[{"name": "clip", "norm": 1e-3}])
+    found = attacked(attack, clipped)
+    whose = order(found.images, truth.images)
+    assert found.images is not None and found.determined is not None
+    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-3, rtol=0)
+    assert bool(found.determined.all())
+    turned = torch.arange(5).flip(0)
+    other, _ = make_observation(truth.images[turned], truth.labels[turned], **case)
+    again = attacked(attack, other)
+    assert again.images is not None
+    torch.testing.assert_close(
+        again.images[order(again.images, found.images)], found.images, atol=1e-3, rtol=0
+    )
+
+
+@pytest.mark.parametrize(("attack", "case"), EXACT)
+def test_noise_leaves_nothing_called_determined_that_is_wrong(
+    attack: Attack[Any], case: dict[str, Any]
+) -> None:
+    if isinstance(attack, Spear):
+        attack = attack.model_copy(update={"iterations": 2})
+    for std in (1e-6, 1e-4, 1e-2):
+        observation, truth = observe(5, **case, defense=[{"name": "gaussian_noise", "std": std}])
+        try:
+            found = attacked(attack, observation)
+        except AttackFailed:
+            continue
+        assert found.features is not None and found.determined is not None
+        assert truth.features is not None
+        whose = order(found.features, truth.features)
+        wrong = (found.features[whose] - truth.features).norm(dim=1)
+        wrong = wrong > 0.05 * truth.features.norm(dim=1)
+        assert not bool((wrong & found.determined[whose]).any())
+
+
+@pytest.mark.parametrize("attack", [ExtremeRays(), Spear(), CocktailParty(iterations=3)])
+@pytest.mark.parametrize(
+    ("defense", "reason"),
+    [
+        ({"name": "gradient_pruning", "ratio": 0.9}, "sets entries to zero"),
+        ({"name": "dropout", "rate": 0.5}, "dropout"),
+    ],
+)
+def test_what_has_no_row_space_is_refused(
+    attack: Attack[Any], defense: dict[str, Any], reason: str
+) -> None:
+    observation, _ = observe(4, defense=[defense])
+    with pytest.raises(AttackFailed, match=reason):
+        attacked(attack, observation)
+
+
+@pytest.mark.parametrize("attack", [ExtremeRays(), Spear(), CocktailParty(iterations=3)])
+def test_more_images_than_neurons_are_refused(attack: Attack[Any]) -> None:
+    observation, _ = observe(9, model_parameters={"hidden": [8]})
+    with pytest.raises(AttackFailed, match="8 inputs at most, and the update is of 9"):
+        attacked(attack, observation)
+
+
+def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> None:
+    """Only a whole block's input, which no addition bypasses, gives all features."""
+    images = torch.rand(2, 3, 32, 32)
+    observation, _ = make_observation(images, torch.tensor([1, 2]), **RESNET)
+    layers = {layer.name.removeprefix("body."): layer for layer in traced(observation)}
+    assert set(layers) == {f"layer4.{block}.conv{conv}" for block in (0, 1) for conv in (1, 2)}
+    assert [name for name, layer in layers.items() if layer.features is not None] == [
+        "layer4.0.conv1",
+        "layer4.1.conv1",
+    ]
+    assert [name for name, layer in layers.items() if layer.scale_free] == ["layer4.0.conv1"]
+    assert layers["layer4.0.conv1"].gradient.shape == (128, 64 * 4)
+
+
+def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
+    """Inputs without zeros of their own are no extreme rays: nothing is found in their place."""
+    stream = rng.generator(0, "rays")
+    sparse = torch.rand(5, 60, generator=stream, dtype=torch.float64)
+    sparse *= torch.rand(5, 60, generator=stream) > 0.5
+    mixing = torch.randn(5, 5, generator=stream, dtype=torch.float64)
+    _, lengths, rows = torch.linalg.svd(mixing @ sparse, full_matrices=False)
+    found = extreme_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
+    values = torch.nn.functional.normalize(found.combinations @ (lengths[:, None] * rows))
+    true = torch.nn.functional.normalize(sparse)
+    torch.testing.assert_close(values[order(values, true)], true, atol=1e-8, rtol=0)
+    _, lengths, rows = torch.linalg.svd(mixing @ (sparse + 0.1), full_matrices=False)
+    none = extreme_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
+    assert len(none.combinations) == 0
+
+
+def test_independent_components_of_the_first_layer_are_near_the_images() -> None:
+    """Sparse images are far from Gaussian; the paper's objective has no exact answer."""
+    stream = rng.generator(1, "party")
+    images = torch.rand(3, 1, 16, 16, generator=stream)
+    images = images * (torch.rand(3, 1, 16, 16, generator=stream) > 0.85)
+    observation, truth = make_observation(images, torch.tensor([1, 4, 7]), **MLP)
+    attack = CocktailParty(iterations=800, total_variation=0.0)
+    found = attacked(attack, observation)
+    assert found.images is not None and found.determined is None
+    errors = (found.images[order(found.images, images)] - truth.images).square().mean()
+    assert float(errors) < 0.1 * float(images.var())
+
+
+def test_a_model_without_such_a_layer_is_refused() -> None:
+    images = torch.rand(2, 3, 18, 18)
+    observation, _ = make_observation(images, torch.tensor([1, 2]), model="convnet")
+    for attack in (ExtremeRays(), Spear(), CocktailParty(iterations=3)):
+        with pytest.raises(AttackFailed, match="has no linear layer"):
+            attacked(attack, observation)
+
+
+def test_an_update_of_nothing_is_refused() -> None:
+    observation, _ = observe(3)
+    head = {n: t if n.startswith("head") else 0 * t for n, t in observation.update.items()}
+    for attack in (ExtremeRays(), Spear(), CocktailParty(iterations=3)):
+        with pytest.raises(AttackFailed, match="row space"):
+            attacked(attack, replace(observation, update=head))

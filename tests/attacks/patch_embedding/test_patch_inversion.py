@@ -1,0 +1,193 @@
+"""What is known of patches and their equations: exact answers, laws, and honest uncertainty."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedsim
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
+from fedsim.models.victim import rebuild
+from fedsim.testing import make_observation
+from fedsim.types import Effect, LocalTraining, Reconstruction
+from fedsim_attacks.patch_embedding._patch_equations import correlation
+from fedsim_attacks.patch_embedding._patch_equations import solve as solve_patches
+from fedsim_attacks.patch_embedding._patch_layer import find
+from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
+
+SMALL = {"patch": 4, "width": 32, "heads": 2}
+"""16 patches of a 16x16 image, in tokens of 32 entries."""
+
+
+def _image(seed: int = 0, channels: int = 3) -> tuple[Tensor, Tensor]:
+    """A smooth image of 16x16, in 8 bits, and its label."""
+    coarse = torch.rand(1, channels, 5, 5, generator=torch.Generator().manual_seed(seed))
+    fine = nn.functional.interpolate(coarse, (16, 16), mode="bicubic", align_corners=True)
+    return (fine.clamp(0, 1) * 255).round() / 255, torch.tensor([seed % 10])
+
+
+def _attacked(
+    seed: int = 0, model: dict[str, Any] | None = None, **settings: Any
+) -> tuple[Reconstruction, float]:
+    """The answer and its PSNR."""
+    images, labels = _image(seed)
+    observation, _ = make_observation(
+        images,
+        labels,
+        model="vit",
+        model_parameters={**SMALL, **(model or {})},
+        seed=seed,
+        **settings,
+    )
+    found = solve(PatchInversion(), observation, Knowledge(), seed=0).reconstruction
+    assert found.images is not None
+    return found, _psnr(found.images, images)
+
+
+def _psnr(found: Tensor, images: Tensor) -> float:
+    return float(-10 * (found - images).square().mean().log10())
+
+
+@pytest.mark.parametrize("norm", ["pre", "post"])
+@pytest.mark.parametrize("pool", ["class_token", "mean"])
+@pytest.mark.parametrize("head", [None, {"width": 64}], ids=["linear", "two_layers"])
+def test_one_image_is_exact(norm: str, pool: str, head: dict[str, int] | None) -> None:
+    found, psnr = _attacked(1, {"norm": norm, "pool": pool, "head": head})
+    assert psnr > 50
+    assert found.determined is not None and bool(found.determined)
+    assert found.labels is not None and found.labels.tolist() == [1]
+    assert found.loss < 1e-10
+
+
+def test_a_clipped_update_has_the_same_image() -> None:
+    whole, _ = _attacked(2)
+    clipped, psnr = _attacked(2, defense=[{"name": "clip", "norm": 1e-3}])
+    assert psnr > 50
+    torch.testing.assert_close(clipped.images, whole.images, rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_local_steps_on_the_image_leave_it_exact(momentum: float) -> None:
+    """However far the model moves: the steps' signals add up in both gradients."""
+    training = LocalTraining(
+        algorithm="fedavg", steps=5, batch_size=1, lr=0.1, batches="same", momentum=momentum
+    )
+    found, psnr = _attacked(3, training=training)
+    assert psnr > 45
+    assert found.determined is not None and bool(found.determined)
+
+
+def test_tokens_with_fewer_entries_than_patches_leave_the_image_open() -> None:
+    found, psnr = _attacked(4, {"width": 14})
+    grey = _psnr(torch.full((1, 3, 16, 16), 0.5), _image(4)[0])
+    assert psnr > grey + 3
+    assert found.determined is not None and not bool(found.determined)
+
+
+@pytest.mark.parametrize(
+    "defense",
+    [
+        {"name": "gaussian_noise", "std": 1e-6},
+        {"name": "gaussian_noise", "std": 1e-4},
+        {"name": "gaussian_noise", "std": 1e-2},
+        {"name": "gradient_pruning", "ratio": 0.1},
+        {"name": "gradient_pruning", "ratio": 0.5, "scope": "tensor"},
+        {"name": "quantization", "bits": 8},
+        {"name": "dp_sgd", "norm": 1.0, "noise_multiplier": 0.01},
+    ],
+    ids=lambda defense: "-".join(map(str, defense.values())),
+)
+def test_no_image_is_called_determined_that_is_not(defense: dict[str, Any]) -> None:
+    for seed in range(3):
+        for model in ({}, {"norm": "post", "width": 18}):
+            found, psnr = _attacked(seed, model, defense=[defense])
+            assert found.determined is not None
+            assert psnr > 40 or not bool(found.determined), (seed, model, psnr)
+
+
+def test_patches_are_solved_for_and_their_error_is_foretold() -> None:
+    """Of a made-up gradient with noise of known variance, and of one without."""
+    stream = torch.Generator().manual_seed(5)
+    patches, width, pixels = 9, 24, 40
+    side = torch.arange(3.0).double() / 3
+    alike = correlation(torch.cartesian_prod(side, side))
+    mean = torch.full((pixels,), 0.3).double()
+    spread = torch.full((pixels,), 2.0).double()
+    drawn = torch.randn(patches, pixels, generator=stream).double()
+    truth = mean + spread * (torch.linalg.cholesky(alike) @ drawn)
+    signals = torch.randn(patches, width, generator=stream).double()
+    exact = signals.T @ truth
+    found = solve_patches(signals, exact, mean, spread, alike)
+    torch.testing.assert_close(found.values, truth, rtol=0, atol=1e-6)
+    assert float(found.variances.max()) < 1e-12
+    for std in (0.01, 1.0, 100.0):
+        noisy = exact + std * torch.randn(width, pixels, generator=stream).double()
+        found = solve_patches(signals, noisy, mean, spread, alike)
+        error = float((found.values - truth).square().mean().sqrt())
+        foretold = float(spread[0] * found.variances.mean().sqrt())
+        assert foretold == pytest.approx(error, rel=0.3)
+
+
+def test_the_class_token_has_no_patch_and_pixels_are_in_reading_order() -> None:
+    images, labels = _image(6)
+    observation, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
+    layer = find(rebuild(observation), observation)
+    assert layer.weight == "body.patch_embed.proj.weight"
+    assert layer.position == "body.pos_embed"
+    assert layer.rows.tolist() == list(range(1, 17))
+    assert layer.pixels.shape == (16, 48)
+    assert layer.pixels[1, :8].tolist() == [4, 5, 6, 7, 20, 21, 22, 23]
+    assert layer.pixels.flatten().sort()[0].tolist() == list(range(3 * 16 * 16))
+
+
+class _Rows(nn.Module):
+    """Takes each row of an image as a patch, embedded by a linear layer, positions on request."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.embed = nn.Linear(24, 32)
+        self.where = nn.Parameter(0.1 * torch.randn(8, 32), requires_grad=trained)
+        self.block = nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True)
+        self.classify = nn.Linear(32, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        rows = images.permute(0, 2, 1, 3).flatten(2)
+        answer: Tensor = self.classify(self.block(self.embed(rows) + self.where).mean(1))
+        return answer
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_models_own_patches_are_found_if_their_positions_are_trained(trained: bool) -> None:
+    torch.manual_seed(7)
+    model = _Rows(trained)
+    images, labels = torch.rand(1, 3, 8, 8), torch.tensor([2])
+    loss = nn.functional.cross_entropy(model(images), labels)
+    wanted = [p for p in model.parameters() if p.requires_grad]
+    update = torch.autograd.grad(loss, wanted)
+    seen = fedsim.observe(model, update, input_shape=(3, 8, 8), classes=10, batch_size=1)
+    if not trained:
+        with pytest.raises(AttackFailed, match="no parameter that is trained is added"):
+            solve(PatchInversion(), seen, Knowledge(), seed=0)
+        return
+    found = solve(PatchInversion(), seen, Knowledge(), seed=0).reconstruction
+    assert found.images is not None
+    assert _psnr(found.images, images) > 50
+
+
+def test_what_cannot_be_solved_is_refused_in_words() -> None:
+    images, labels = torch.rand(2, 3, 16, 16), torch.tensor([1, 2])
+    observation, _ = make_observation(images, labels, model="vit", model_parameters=SMALL)
+    with pytest.raises(AttackFailed, match="2 images, whose signals at a position"):
+        solve(PatchInversion(), observation, Knowledge(), seed=0)
+    observation, _ = make_observation(images[:1], labels[:1], model="lenet")
+    with pytest.raises(AttackFailed, match="no layer that embeds patches"):
+        solve(PatchInversion(), observation, Knowledge(), seed=0)
+    observation, _ = make_observation(images[:1], labels[:1], model="vit", model_parameters=SMALL)
+    mixed = replace(observation, effect=Effect(mixed=True))
+    with pytest.raises(AttackFailed, match="mixes entries"):
+        solve(PatchInversion(), mixed, Knowledge(), seed=0)

@@ -1,0 +1,104 @@
+"""Rows of several threat models: no ranking, headline or answer mixes them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answer_rows import WORKS, answered, trials
+
+from fedsim.board.data import board_data
+from fedsim.report import leaderboard_rows, load_runs, render, write_report
+from fedsim.report.answers import answers_of
+from fedsim.report.limits import broken_limits, grown
+from fedsim.results.threat_model import HONEST
+
+WEAK, STRONG = [12.1, 11.9, 12.0], [38.0, 39.0, 40.0]
+
+GRANTS: list[dict[str, Any]] = [
+    {"knowledge": {"labels": "known"}},
+    {"knowledge": {"public": "test"}},
+    {"knowledge": {"side_channel": "power"}},
+    {"server": "planted"},
+    {"server": "modified"},
+    {"brought": ["weights=prior.pt"]},
+]
+"""What sets a strong attack apart; the side channel is a grant that this version does not know."""
+
+
+def granted(case: dict[str, Any], **others: Any) -> list[dict[str, Any]]:
+    """A strong attack on `dp` and on no defense, in another threat model."""
+    rows = trials(STRONG, attack="strong", ssim=0.9, **others)
+    rows += trials(STRONG, attack="strong", ssim=0.9, **{**others, "defense": "none"})
+    for row in rows:
+        if "brought" in case:
+            row["attack"] = {**row["attack"], "brought": case["brought"]}
+        else:
+            row |= case
+    return rows
+
+
+@pytest.fixture(params=GRANTS, ids=str)
+def mixed(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A run folder: the strong rows of another threat model first, then an honest server's."""
+    answered(tmp_path / "run", [*granted(request.param), *WORKS, *trials(WEAK)])
+    return tmp_path / "run"
+
+
+def test_no_ranking_mixes_them_and_the_honest_server_is_first(mixed: Path) -> None:
+    rows = leaderboard_rows([mixed])
+    assert len({row.comparison for row in rows}) == 2
+    honest = [row for row in rows if row.threat == HONEST]
+    assert rows[: len(honest)] == honest
+    assert {row.attack for row in honest} == {"inverting_gradients"}
+    assert {row.attack for row in rows if row not in honest} == {"strong"}
+    records = list(csv.DictReader(io.StringIO(render(rows, "csv"))))
+    assert records[0]["threat_model"] == "honest server"
+    assert records[-1]["threat_model"] == rows[-1].threat.title != "honest server"
+    document = json.loads(render(rows, "json"))
+    assert [row["threat_model"] for row in document["rows"]] == [row.threat.title for row in rows]
+    controls = [control["comparison"] for control in document["positive_controls"]]
+    assert [where[-2] for where in controls] == ["honest server", rows[-1].threat.title]
+
+
+def test_headlines_are_of_one_threat_model_each(mixed: Path) -> None:
+    (first, honest), (second, other) = answers_of(load_runs([mixed]))
+    assert first[-2] == HONEST != second[-2]
+    of = {answer.defense: answer for answer in honest}
+    assert of["dp"].finding == "nothing"
+    assert {answer.defense: answer for answer in other}["dp"].finding == "recognizable"
+    assert other[0].attacker != honest[0].attacker == "the server"
+
+
+def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
+    rows = leaderboard_rows([mixed])
+    title = rows[-1].threat.differs or "by a malicious server"
+    table = render(rows, width=160)
+    assert title in table and table.index("inverting_gradients") < table.index(title)
+    assert title in write_report(mixed).read_text()
+    views = board_data([mixed])
+    texts = views["texts"]
+    assert {texts[view["threat"]] for view in views["views"]} == {row.threat.title for row in rows}
+    for view in views["views"]:
+        assert len({texts[views["rows"][i]["attack"]] for i in view["rows"]}) == 1
+
+
+def test_limits_name_the_threat_model(mixed: Path) -> None:
+    title = leaderboard_rows([mixed])[-1].threat.title
+    lines = broken_limits([mixed], max_gain=3.0)
+    assert lines and all(title in line for line in lines if "strong" in line)
+    assert not any("inverting_gradients" in line and "above 3" in line for line in lines)
+
+
+def test_runs_of_two_threat_models_have_nothing_to_compare(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    known = {"knowledge": {"labels": "known"}}
+    answered(before, [*WORKS, *trials(WEAK, attack="strong")])
+    answered(after, [*WORKS, *granted(known)])
+    lines = grown(before, after)
+    assert "dp, strong, batch size 1, round 1: not measured any more" in lines
+    assert not any("gain" in line for line in lines if line.startswith("dp"))

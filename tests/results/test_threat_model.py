@@ -1,0 +1,157 @@
+"""A row's threat model: what the row says was granted, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pytest
+
+from attacks.gradient_matching.generative_prior import GenerativePrior
+from attacks.gradient_matching.inverting_gradients import InvertingGradients
+from fedsim.contracts.grant import Grant, Meaning
+from fedsim.results.lines import ResultRow
+from fedsim.results.threat_model import HONEST, ThreatModel, threat_model_of
+
+ROW: dict[str, Any] = {
+    "scenario": "s",
+    "dataset": "faces",
+    "model": {"name": "lenet", "parameters": {}},
+    "defense": {"name": "none", "stack": []},
+    "attack": {"name": "a", "label": "a"},
+    "vantage": "server",
+    "server": "honest",
+    "knowledge": {},
+    "batch_size": 1,
+    "round": 1,
+    "client": 0,
+    "trial": 0,
+    "seed": 0,
+    "status": "ok",
+}
+
+
+def of(**changes: Any) -> ThreatModel:
+    """The threat model of a row with these changes."""
+    return threat_model_of(ResultRow.model_validate({**ROW, **changes}))
+
+
+@pytest.mark.parametrize("knowledge", [{}, Grant().model_dump(), {"labels": "inferred"}])
+def test_default_is_the_honest_server(knowledge: Mapping[str, str]) -> None:
+    model = of(knowledge=knowledge)
+    assert model == HONEST
+    assert (model.is_default, model.is_honest, model.title) == (True, True, "honest server")
+
+
+@pytest.mark.parametrize(
+    ("knowledge", "entry"), [({"labels": "none"}, "labels=none"), ({"bn": "running"}, "bn=running")]
+)
+def test_what_an_honest_server_has_is_honest_and_no_default(
+    knowledge: Mapping[str, str], entry: str
+) -> None:
+    model = of(knowledge=knowledge)
+    assert (model.is_honest, model.is_default, model.within) == (True, False, (entry,))
+    assert model.title == f"honest server, with {entry}"
+
+
+BEYOND = ["labels=known", "bn=inferred", "bn=exact", "features=known", "rows=others", "public=test"]
+
+
+@pytest.mark.parametrize("entry", BEYOND)
+def test_more_than_an_honest_server_has_is_another_threat_model(entry: str) -> None:
+    name, _, value = entry.partition("=")
+    model = of(knowledge={name: value})
+    assert (model.is_honest, model.beyond) == (False, (entry,))
+    assert model.title == f"honest server, granted {entry}"
+
+
+def test_every_value_of_every_grant_is_told_apart() -> None:
+    found = [
+        of(knowledge={name: value}) for name, values in Grant.values().items() for value in values
+    ]
+    defaults = len(Grant.model_fields)  # each field has one value that is the default
+    assert len(set(found)) == len(found) - defaults + 1
+
+
+@pytest.mark.parametrize("knowledge", [{"timing": "power"}, {"timing": "none"}, {"timing": True}])
+def test_a_grant_that_this_version_does_not_know_is_beyond(knowledge: Mapping[str, Any]) -> None:
+    model = of(knowledge=knowledge)
+    assert not model.is_honest
+    assert model.beyond == (f"timing={knowledge['timing']}",)
+
+
+def test_a_new_field_of_grants_is_beyond_from_its_second_value() -> None:
+    class Wider(Grant):
+        clock: Annotated[
+            Literal["none", "rough", "exact"], Meaning("images", "", "a clock", "an exact clock")
+        ] = "none"
+
+        @classmethod
+        def values(cls) -> dict[str, tuple[str, ...]]:
+            return {**Grant.values(), "clock": ("none", "rough", "exact")}
+
+        @classmethod
+        def meanings(cls, of: str | None = None) -> dict[str, Meaning]:
+            return {**Grant.meanings(of), "clock": cls.model_fields["clock"].metadata[0]}
+
+    assert Wider().beyond_honest() == []
+    assert Wider(clock="rough").beyond_honest() == ["clock=rough"]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "server"),
+    [({"head": {"planted": 64}}, "planted"), ({"imprint": {"bins": 8}}, "modified")],
+)
+def test_the_model_of_a_row_tells_a_malicious_server(
+    parameters: Mapping[str, Any], server: str
+) -> None:
+    row = {key: value for key, value in ROW.items() if key != "server"}
+    row["model"] = {"name": "lenet", "parameters": parameters}
+    model = threat_model_of(ResultRow.model_validate(row))
+    assert (model.server, model.malicious, model.is_honest) == (server, True, False)
+    assert model.title.startswith("malicious server")
+
+
+def test_models_sort_by_how_much_they_take() -> None:
+    models = [
+        of(server="modified"),
+        of(server="planted", knowledge={"labels": "known"}),
+        of(server="planted"),
+        of(knowledge={"public": "test"}),
+        of(knowledge={"labels": "none"}),
+        of(),
+    ]
+    assert sorted(models) == models[::-1]
+
+
+def test_what_an_attack_brought_is_another_threat_model() -> None:
+    model = of(attack={"name": "a", "label": "a", "brought": ["public=photos"]})
+    assert (model.beyond, model.is_honest) == (("own public=photos",), False)
+
+
+def test_rows_that_do_not_say_what_was_brought_name_it_in_a_parameter() -> None:
+    earlier = {"name": "g", "label": "g", "parameters": {"weights": "g.pt", "public": "photos"}}
+    assert of(attack=earlier).beyond == ("own public=photos",)
+    declines = {"name": "f", "label": "f", "parameters": {"public": True}}
+    assert of(attack=declines) == HONEST
+
+
+def test_attacks_say_what_they_bring(tmp_path: Path) -> None:
+    weights = tmp_path / "generator.safetensors"
+    weights.touch()
+    assert GenerativePrior().brings() == ()
+    trained = GenerativePrior(weights=str(weights), public="photos")
+    assert trained.brings() == ("public=photos",)
+
+
+def test_a_file_that_a_parameter_names_is_brought(tmp_path: Path) -> None:
+    class Pretrained(InvertingGradients):
+        network: str = ""
+
+    there = tmp_path / "network.pt"
+    assert Pretrained(network=str(there)).brings() == ()
+    there.touch()
+    assert Pretrained(network=str(there)).brings() == ("network=network.pt",)
+    assert Pretrained(network="x" * 5000).brings() == ()
+    assert InvertingGradients().brings() == ()
