@@ -40,11 +40,11 @@ from fedsim.data.folder import ImageFolder
 from fedsim.models.base import build, normalize
 from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scenario.build import build_stack
-from fedsim.scoring import share
+from fedsim.scoring import false_certificates, share
 from fedsim.testing.observation import make_observation, reference
-from fedsim.types import UNKNOWN, Effect, ModelSpec, Observation, Reconstruction
+from fedsim.types import UNKNOWN, Effect, GroundTruth, ModelSpec, Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._consistency import Consistency
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit, ClassifierSolver
 
 SEED = 2027
@@ -57,7 +57,6 @@ STEPS = (0, 100)
 IMAGES = 10_000
 PER_CASE, PER_PLAIN = 32, 1000
 """Images that each network and state meets of a case, and undefended."""
-COSINE, LENGTH = 0.999, 0.05
 CONFIDENCE = 0.95
 FIT = ClassifierFit(starts=2, iterations=60, labelings=13)
 """A short search: what goes wrong in it must not be certified."""
@@ -444,7 +443,7 @@ def solved(seen: Seen, seed: int) -> Reconstruction:
     noise = torch.randn(128, batch.features.shape[1], generator=batch.stream).relu()
     solver = ClassifierSolver(
         loss=torch.full((), torch.inf),
-        problem=Consistency(classifier),
+        problem=Profile(classifier),
         pool=noise * batch.features.square().mean().sqrt(),
         rng=batch.stream,
         starts=FIT.starts,
@@ -456,28 +455,6 @@ def solved(seen: Seen, seed: int) -> Reconstruction:
     while not solver.finished:
         solver.improve()
     return solver.reconstruction()
-
-
-def false_ones(found: Reconstruction, batch: Batch) -> int:
-    """Counts certified images that no image of the batch is, each of which serves once."""
-    assert found.features is not None and found.labels is not None
-    assert found.certified is not None
-    free, wrong = list(range(len(batch.labels))), 0
-    for index in found.certified.nonzero()[:, 0].tolist():
-        feature, label = found.features[index].double(), int(found.labels[index])
-        right = [each for each in free if _is_right(feature, label, batch, each)]
-        if right:
-            free.remove(right[0])
-        else:
-            wrong += 1
-    return wrong
-
-
-def _is_right(feature: Tensor, label: int, batch: Batch, index: int) -> bool:
-    truth = batch.features[index].double()
-    cosine = float(F.cosine_similarity(feature, truth, dim=0))
-    length = abs(float(feature.norm() / truth.norm()) - 1)
-    return cosine >= COSINE and length <= LENGTH and label == int(batch.labels[index])
 
 
 def compute_features(out: Path, images: Path) -> None:
@@ -573,10 +550,15 @@ def _line(
     return {
         "determined": int(found.determined.sum()),
         "certified": int(found.certified.sum()),
-        "false": false_ones(found, seen.batch),
+        "false": false_certificates(found, _truth(seen.batch)),
         "loss": found.loss,
         "seconds": round(time.process_time() - began, 3),
     }
+
+
+def _truth(batch: Batch) -> GroundTruth:
+    images = torch.zeros(len(batch.labels), 1, 1, 1)
+    return GroundTruth(images=images, labels=batch.labels, features=batch.features)
 
 
 def table(out: Path) -> None:
