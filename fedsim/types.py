@@ -395,7 +395,12 @@ class Reconstruction:
     membership: Tensor | None = None
     """(N,) log-likelihood ratio of having taken part over not: the higher, the likelier."""
     determined: Tensor | None = None
-    """(N,) bool: of which images the attack can tell that their features are right."""
+    """(N,) bool: of which images what was observed leaves nothing near open: features are locally
+    unique within its rounding and noise. None where the attack does not say."""
+    certified: Tensor | None = None
+    """(N,) bool: of which images the attack knows that features and labels (those of them that it
+    returns) are right: they reproduce what was observed to rounding, are determined, and nothing
+    else was found to. None where the attack offers no certificate."""
     loss: float
     """The attack's own objective at the returned point: the only thing selection may use."""
     iterations: int

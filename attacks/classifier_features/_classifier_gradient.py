@@ -66,6 +66,8 @@ class ClassifierGradient:
     where that is not known."""
     divisor: float = 1.0
     """As of a two-layer head that divides its logits: this one never does."""
+    rounding: float = 2.0**-24
+    """Relative rounding error of an entry, in the type that the update was sent in."""
 
     @staticmethod
     def of(observation: Observation) -> ClassifierGradient:
@@ -110,6 +112,7 @@ class ClassifierGradient:
             momentum=training.momentum,
             bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
             removed_below=weights[0].new_tensor(below),
+            rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),
         )
 
     def check(self) -> None:

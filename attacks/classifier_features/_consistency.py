@@ -65,6 +65,9 @@ class Consistency:
         self._basis = directions
         self._observed = classifier.gradient @ directions.T
         self._energy = classifier.gradient.square().sum()
+        missed = classifier.gradient - self._observed @ directions
+        self.outside = float(missed.square().sum() / self._energy)
+        """Share of the gradient outside the row space."""
         self._weights = classifier.weights @ directions.T
         self._origin = directions.new_zeros(count)
         self._free = torch.eye(count, dtype=directions.dtype)

@@ -24,6 +24,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks.classifier_features._certainty import allowed, explained, relative_errors
+from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._completion import complete
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
@@ -44,6 +45,8 @@ _WIDER = 3.0
 """Times the estimated spread that is taken: what one gains by less, others lose."""
 _MANY = 1200
 """Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
+_RIVALS = 4
+"""Features of noise from which a rival of a certificate is sought."""
 _DETERMINED = 0.03
 """Relative error of features (a cosine of 0.9995) up to which they are determined."""
 
@@ -149,16 +152,23 @@ class ClassifierSolver(FeatureSolver):
         return self.problem.unknowns(self.pool[chosen])
 
     def reconstruction(self) -> Reconstruction:
-        """Returns the best features, their labels, and which of them are determined."""
+        """Returns the best features, their labels, and which are determined and certified."""
         assert self.best is not None
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
         if self.problem.classifier.removed:  # entries that were filled in tell nothing new
             certain = torch.zeros_like(certain)
+        drawn = torch.randint(
+            len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng
+        )
+        sure = certified(
+            self.problem.classifier, self.best.features[0], self.best.labels[0], self.pool[drawn]
+        )
         return Reconstruction(
             features=self.best.features[0].float(),
             labels=self.best.labels[0],
             determined=certain,
+            certified=sure & certain,
             loss=float(self.loss),
             iterations=self.iteration,
         )

@@ -5,8 +5,6 @@ A two-layer head is solved by `best_features`, an ordinary linear classifier by 
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.head import TwoLayerHead
@@ -46,15 +44,17 @@ def recover(observation: Observation, knowledge: Knowledge, seed: int) -> Recons
     return found
 
 
-def features_if_told(observation: Observation, knowledge: Knowledge, seed: int) -> Tensor | None:
-    """Recovers features (N, d); None where an ordinary classifier's gradient does not hold them.
+def recovered_if_told(
+    observation: Observation, knowledge: Knowledge, seed: int
+) -> Reconstruction | None:
+    """Recovers features; None where an ordinary classifier's gradient does not hold them.
 
     Raises:
         AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
     """
     if not isinstance(head_of(observation), ClassifierGradient):
-        return recover(observation, knowledge, seed).features
+        return recover(observation, knowledge, seed)
     try:
-        return recover(observation, knowledge, seed).features
+        return recover(observation, knowledge, seed)
     except AttackFailed:
         return None

@@ -27,7 +27,7 @@ from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.gradient_matching._pyramid import Pyramid
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.gradient_matching._variation import chromatic_variation
-from fedsim_attacks.images_from_features._heads import features_if_told
+from fedsim_attacks.images_from_features._heads import recovered_if_told
 from fedsim_attacks.images_from_features._image_prior import ImagePrior
 from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._phases import Phase, Phases, Settings
@@ -40,6 +40,8 @@ _FINAL = 0.005
 class Descent(AttackState):
     """The candidate images and what they are compared with."""
 
+    recovered: Reconstruction | None
+    """Features as the head told them; None if it did not."""
     phases: Phases
     matching: Matching
     images: Tensor
@@ -107,7 +109,8 @@ class FactoredInversion(IterativeAttack[Descent]):
                 head's gradient.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        features = features_if_told(observation, knowledge, seed)
+        recovered = recovered_if_told(observation, knowledge, seed)
+        features = None if recovered is None else recovered.features
         public = knowledge.public_images if self.public else None
         prior = None if public is None else ImagePrior(observation, public)
         phases = Phases(observation, features, seed, self._settings(), prior)
@@ -118,6 +121,7 @@ class FactoredInversion(IterativeAttack[Descent]):
         infinite = torch.full((), torch.inf, device=images.device)
         return Descent(
             loss=infinite,
+            recovered=recovered,
             phases=phases,
             matching=matching,
             images=images,
@@ -159,11 +163,22 @@ class FactoredInversion(IterativeAttack[Descent]):
         return state
 
     def postprocess(self, state: Descent) -> Reconstruction:
-        """Returns the iterate of least own loss, and the labels and features behind it."""
+        """Returns the iterate of least own loss, and the labels and features behind it.
+
+        What is known of features is known of them as the head told them, and not of refitted ones.
+        """
+        told, phase = state.recovered, state.phase
+        if told is None or phase.features is None or told.features is not phase.features:
+            told = Reconstruction(loss=0.0, iterations=0)
+        certified = told.certified
+        if certified is not None and told.labels is not None:
+            certified = certified & (told.labels == phase.labels)
         return Reconstruction(
             images=state.matching.pixels(state.shown),
             labels=state.phase.labels,
             features=state.phase.features,
+            determined=told.determined,
+            certified=certified,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )

@@ -23,7 +23,7 @@ from fedsim import rng as streams
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
-from fedsim.models.local import mean_gradient_factor
+from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
@@ -31,6 +31,10 @@ from fedsim_attacks._attack_kinds import DirectAttack
 _DUMMIES = 32
 _ROUNDS = 20
 _SLACK = 0.1
+_ROUNDED = 1e-2
+"""Of an image, up to which its count may be rounding."""
+_UNSUMMED = 1e-5
+"""Share of the bias's gradient that rounding may leave of its sum, which is 0."""
 
 
 @final
@@ -46,9 +50,17 @@ class LabelInference(DirectAttack):
     def reconstruct(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
     ) -> Reconstruction:
-        """Returns labels alone. The loss is the mean distance of estimated counts from integers."""
+        """Returns labels alone. The loss is the mean distance of estimated counts from integers.
+
+        They are certified, all or none, where the bias's gradient leaves no other: ∂L/∂b_k is above
+        -n_k / N, so that each count is at least what that demands, and these are all there are.
+        """
         labels, residual = _infer(observation)
-        return Reconstruction(labels=labels, loss=float(residual), iterations=0)
+        sure = _are_demanded(observation, labels)
+        certified = torch.full_like(labels, sure, dtype=torch.bool)
+        return Reconstruction(
+            labels=labels, certified=certified, loss=float(residual), iterations=0
+        )
 
 
 def infer_labels(observation: Observation) -> Tensor:
@@ -90,6 +102,25 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     estimates = _estimate_counts(slopes, rows, features, images, head)
     counts = _round_counts(estimates, slopes, images)
     return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
+
+
+def _are_demanded(observation: Observation, labels: Tensor) -> bool:
+    """Says whether the gradient of the last bias has room for no labels but these (N,).
+
+    That holds for any factor of clipping up to 1, but not behind what changes entries, nor of
+    steps or clients that count differently in the mean gradient. Error signals of an image sum to
+    0: where those of the bias do not, something has changed them that nobody has declared.
+    """
+    name = f"{_last_linear(rebuild(observation))}.bias"
+    weights = step_weights(observation.training)
+    whole = observation.effect.exact and observation.num_clients == 1 and len(set(weights)) == 1
+    if not whole or name not in observation.update:
+        return False
+    slopes = observation.update[name].double() * mean_gradient_factor(observation.training)
+    if float(slopes.sum().abs()) > _UNSUMMED * float(slopes.abs().sum()):
+        return False
+    least = (-len(labels) * slopes - _ROUNDED).ceil().clamp_min(0)
+    return bool((least == torch.bincount(labels, minlength=len(slopes))).all())
 
 
 def _last_linear(model: Classifier) -> str:

@@ -68,6 +68,7 @@ class Context:
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
+            "certificate": result.certificate and asdict(result.certificate),
             "victims": result.victims,
             "baseline": result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
             "control": {"other_update": None},

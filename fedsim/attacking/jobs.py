@@ -122,6 +122,8 @@ class Result:
     metrics: dict[str, float | None]
     per_image: dict[str, list[float]]
     """Metric -> its value for each true image, in the order of the truth."""
+    certificate: scoring.Certificate | None = None
+    """What the attack says that it knows of its answer; None if it says nothing."""
     baseline: dict[str, float | str | None]
     """Metrics of the zero-information guess, its `name`, and how many images it was learned from
     (`public`, and `public_per_image` that it guesses)."""
@@ -346,10 +348,13 @@ def finish(
     found = solution.reconstruction if solution else None
     metrics: dict[str, float | None] = dict.fromkeys(scoring.METRICS)
     per_image: dict[str, list[float]] = {}
+    certificate = None
     if found is not None:
         try:
             scores = _score(found, truth, setting, lpips)
             metrics, per_image = scores.metrics(), scores.per_image
+            if isinstance(truth, GroundTruth):
+                certificate = scoring.certificate(found, truth, scores.assignment)
             path = reconstruction_path(setting.root, job.label, observation.id)
             _save(path, found, truth, scores.assignment, setting.guesser)
         except Exception as error:  # a third party's attack may answer anything
@@ -360,6 +365,7 @@ def finish(
         reason=reason,
         metrics=metrics,
         per_image=per_image,
+        certificate=certificate,
         baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
         tensor_rate=outcome.tensor_rate,

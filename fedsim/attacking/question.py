@@ -147,6 +147,8 @@ def on_cpu(found: Reconstruction) -> Reconstruction:
         features=None if found.features is None else found.features.detach().float().cpu(),
         rows=None if found.rows is None else found.rows.detach().cpu(),
         membership=None if found.membership is None else found.membership.detach().cpu(),
+        determined=None if found.determined is None else found.determined.detach().cpu(),
+        certified=None if found.certified is None else found.certified.detach().cpu(),
     )
 
 

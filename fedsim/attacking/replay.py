@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ def attack(
     Returns:
         The reconstruction, and a row with the observation's id, the resolved attack, the kind of
         server, knowledge, metrics (null without truth), how many images are `missing` from the
-        reconstruction, which no metric of images is of (null without truth), and cost.
+        reconstruction, which no metric of images is of (null without truth), the `certificate`
+        (what the attack says that it knows; null if it says nothing), and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -107,6 +109,9 @@ def attack(
         )
         found = on_cpu(solution.reconstruction)
         scores = _scores(found, victim)
+        told = None
+        if not isinstance(victim, RowTruth):
+            told = scoring.certificate(found, victim, scores.assignment if scores else ())
     return found, {
         "observation": observation.id,
         "attack": {
@@ -119,6 +124,7 @@ def attack(
         "knowledge": grant.model_dump(),
         "metrics": scores and scores.metrics(),
         "missing": scores and scores.missing,
+        "certificate": told and asdict(told),
         "cost": jobs.cost(solution),
     }
 

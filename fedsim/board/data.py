@@ -175,9 +175,18 @@ def _row(
         "audited": row.audited_epsilon,
         "audited_text": texts.number(bound_text(row.audited_epsilon)),
         "seconds": figure(row.seconds),
+        "certified": _certified(row),
         "warning": texts.number(" | ".join(row.warnings)),
         "failures": texts.number(failures),
     }
+
+
+def _certified(row: LeaderboardRow) -> list[int | None] | None:
+    """Returns how many images are certified, of how many, and how many certificates are false."""
+    stated = row.certificates
+    if stated is None or stated.certified is None:
+        return None
+    return [stated.certified, stated.images, stated.false]
 
 
 def _pictures(chosen: dict[str, Any] | None) -> dict[str, Any]:

@@ -497,6 +497,8 @@ def _save(reconstruction: Reconstruction, row: dict[str, Any], out: Path) -> Non
         "features": reconstruction.features,
         "rows": reconstruction.rows,
         "membership": reconstruction.membership,
+        "determined": reconstruction.determined,
+        "certified": reconstruction.certified,
     }
     tensors = {name: tensor for name, tensor in recovered.items() if tensor is not None}
     write_tensors(out / "reconstruction.safetensors", tensors)

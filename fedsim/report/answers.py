@@ -97,7 +97,9 @@ class Answer:
         """What stands under `brief` on a page: each with its name."""
         if self.finding == "no answer":
             return (("Shown by", self.labels),) if self.labels else ()
+        certificates = self.judgement.certificates
         shown = (("Shown by", self.evidence),) if self.evidence else ()
+        shown += (("It knows", certificates),) if certificates else ()
         return (*shown, ("It costs", self.costs), ("It promises", self.guarantee))
 
     @property

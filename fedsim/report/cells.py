@@ -65,6 +65,7 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
             table.append((heading, METRIC_TERMS[metric.name], _metric(metric)))
             table.append((f"{heading} at most", "epsilon", _limit(metric)))
     table += [
+        ("Certified", "certified", _certified),
         ("Different rows" if of_rows else "Images", "", lambda row: _count(row.images)),
         ("s a trial", "", lambda row: (format_number(row.seconds, 1), "")),
     ]
@@ -97,6 +98,16 @@ METRIC_TERMS: Mapping[str, str] = {
 
 def _count(images: int | None) -> Cell:
     return _NONE if images is None else (str(images), "")
+
+
+def _certified(row: LeaderboardRow) -> Cell:
+    stated = row.certificates
+    if stated is None or stated.certified is None:
+        return _NONE
+    beside = "" if stated.determined is None else f"{stated.determined} determined"
+    if stated.false:
+        beside = f"{stated.false} false!"
+    return f"{stated.certified}/{stated.images}", beside
 
 
 def _signed(summary: Summary | None) -> Cell:

@@ -91,6 +91,14 @@ _TABLE = (
         "Not shown: anything else. Attacks that fail here are no proof that all do.",
     ),
     Term(
+        key="certified",
+        name="certified",
+        meaning="Of these images the attacker knows that features and labels are right, without "
+        "any truth: they reproduce the update to rounding, rounding leaves them no room, and no "
+        "other answer was found that does as well. Determined are images of which the first two "
+        "hold but for noise. A certificate is as good as what the client declares of its update.",
+    ),
+    Term(
         key="interval",
         name="interval",
         meaning="Where the mean over many more trials would lie at the stated confidence. It is "

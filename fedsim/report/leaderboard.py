@@ -19,6 +19,7 @@ from fedsim.report.row import (
     RECOGNIZABLE_PSNR,
     RECOGNIZABLE_SSIM,
     REQUIRED_GAIN,
+    Certificates,
     LeaderboardRow,
 )
 from fedsim.report.victims import images, units
@@ -209,7 +210,26 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
             rows, lambda row: row.theory.membership_tpr if row.theory else None
         ),
         seconds=_mean(rows, lambda row: row.cost.seconds if row.cost else None),
+        certificates=_certificates(rows),
         recognizable=_recognizable(rows, own_gains(rows)) if "psnr" in yielded else 0,
+    )
+
+
+def _certificates(rows: Sequence[ResultRow]) -> Certificates | None:
+    """Sums what the attack said that it knows, over the trials in which it said anything."""
+    stated = [row.certificate for row in rows if row.certificate]
+    if not stated:
+        return None
+
+    def total(name: str) -> int | None:
+        known = [value for each in stated if (value := getattr(each, name)) is not None]
+        return sum(known) if known else None
+
+    return Certificates(
+        images=sum(each.images for each in stated),
+        determined=total("determined"),
+        certified=total("certified"),
+        false=total("false"),
     )
 
 

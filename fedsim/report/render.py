@@ -155,6 +155,8 @@ def _flat(row: LeaderboardRow) -> dict[str, Any]:
     flat |= _columns("span_over_other", row.span_over_other)
     flat |= _columns("label_over_other", row.label_over_other)
     flat |= _columns("membership_over_other", row.membership_over_other)
+    for part in ("images", "determined", "certified", "false"):
+        flat[f"certificates_{part}"] = row.certificates and getattr(row.certificates, part)
     flat |= {
         "no_control": row.no_control,
         "guess_public": row.guess_public,

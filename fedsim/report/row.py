@@ -39,6 +39,20 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
+class Certificates:
+    """What an attack said that it knows of its answers, in images of all its trials."""
+
+    images: int
+    """That it answered with."""
+    determined: int | None
+    """None if it says nothing of that."""
+    certified: int | None
+    """None if it certifies nothing."""
+    false: int | None
+    """Certified images that are not right, by the truth; None if that was not compared."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LeaderboardRow:
     """One attack on one defense, over all its trials."""
 
@@ -130,6 +144,8 @@ class LeaderboardRow:
     membership_tpr_limit: float | None
     seconds: float | None
     """Mean seconds of a trial."""
+    certificates: Certificates | None = None
+    """What the attack said that it knows, summed over the trials; None if it said nothing."""
     recognizable: int = 0
     """Number of trials that leak, with pictures that are recognizable."""
     masked: bool = False

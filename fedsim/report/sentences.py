@@ -130,6 +130,37 @@ def _gain(gain: Summary, signed: bool = False) -> str:
     return f"{number(gain.mean)} dB ({interval}{allowed})"
 
 
+def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
+    """Words of how many images an attacker knows that its answer is right, without any truth."""
+    stated = [row for row in rows if row.certificates and row.certificates.certified is not None]
+    if not stated:
+        return None
+    best = max(stated, key=_certified_share)
+    told = best.certificates
+    assert told is not None
+    parts = [
+        word
+        for word, name in (("features", "feature_cosine"), ("labels", "label_accuracy"))
+        if best.metrics[name]
+    ]
+    what = f" of {' and '.join(parts)}" if parts else ""
+    text = (
+        f"certified {told.certified} of {number_of(told.images, 'image')}{what} by "
+        f"{best.attack_on}, batch size {best.batch_size}"
+    )
+    if told.false:
+        return f"{text}; {told.false} of these certificates are false"
+    if not told.certified:
+        return f"{text}: the attacker does not know which are right"
+    return f"{text}: the attacker knows that these are right"
+
+
+def _certified_share(row: LeaderboardRow) -> tuple[float, int]:
+    told = row.certificates
+    assert told is not None and told.certified is not None
+    return told.certified / max(1, told.images), told.certified
+
+
 def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     """Words the attack that recovered most labels beyond guessing."""
     candidates = [

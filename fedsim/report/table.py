@@ -89,6 +89,7 @@ _COLUMNS: list[_Column] = [
         cell=lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}",
     ),
     *_OTHERS,
+    _Column(heading="certified", cell=lambda row: _certified(row)),
     _Column(heading="AUC ≤", cell=lambda row: format_number(row.limit("membership_auc"), 2)),
     _Column(
         heading="no control",
@@ -115,7 +116,7 @@ def _left_out(when: str) -> list[str]:
 
 _OPTIONAL = (
     *_left_out("kept"),
-    *("AUC ≤", "no control", "≥3 dB", *_left_out("late"), _CLAIM, "acc"),
+    *("AUC ≤", "certified", "no control", "≥3 dB", *_left_out("late"), _CLAIM, "acc"),
     *(*_left_out("early"), "other", "max", "images", "sec"),
 )
 """Columns that a narrow table lacks, or holds in short, the most important first."""
@@ -129,6 +130,8 @@ _LEGEND: dict[str, str] = {
     "chance",
     "other": "PSNR of the same attack on another update",
     **{heading: metric.meaning for metric, heading in _METRICS},
+    "certified": "images of which the attacker knows, without any truth, that they are right, of "
+    "all that it answered with; ! with those of them that are wrong",
     "AUC ≤": "the most AUC that ε and δ allow",
     "no control": "why there is no other update to compare with",
     "acc": "test accuracy and Wilson's interval, ! if no better than chance",
@@ -375,6 +378,14 @@ def _share(share: Share | None) -> str:
     if share is None:
         return "–"
     return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+
+def _certified(row: LeaderboardRow) -> str:
+    stated = row.certificates
+    if stated is None or stated.certified is None:
+        return "–"
+    wrong = f" !{stated.false}" if stated.false else ""
+    return f"{stated.certified}/{stated.images}{wrong}"
 
 
 def _signed(summary: Summary | None) -> str:

@@ -17,6 +17,7 @@ from fedsim.report.level import (
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.sentences import (
     cautions,
+    certificate_sentence,
     label_sentence,
     main_sentence,
     membership_sentence,
@@ -57,6 +58,9 @@ class Verdict:
     """How many labels leak, in words; None if no attack inferred any."""
     membership: str | None
     """How well members are told from others, in words; None if no attack tried."""
+    certificates: str | None
+    """Of how many images an attacker knows that its answer is right, in words; None if no attack
+    says."""
     cautions: list[str]
 
     @property
@@ -121,5 +125,6 @@ def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
         sentence=main_sentence(strongest, level, gain) + success_sentence(leakiest, leaking, level),
         labels=label_sentence(rows),
         membership=membership_sentence(rows),
+        certificates=certificate_sentence(rows),
         cautions=cautions(rows, strongest),
     )

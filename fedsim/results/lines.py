@@ -119,6 +119,17 @@ class ControlOf(RowPart):
     other_update: Metrics | None = None
 
 
+class CertificateOf(RowPart):
+    """States what the attack said that it knows of its own answer, in images of its batch."""
+
+    images: int
+    determined: int | None = None
+    certified: int | None = None
+    """None of an attack that certifies nothing."""
+    false: int | None = None
+    """How many certificates are false by the truth; None if that cannot be told."""
+
+
 class UtilityOf(RowPart):
     """Measures what the defense left of the model."""
 
@@ -215,6 +226,8 @@ class ResultRow(RowPart):
     privacy: PrivacyOf | None = None
     cost: CostOf | None = None
     per_image: dict[str, list[float]] | None = None
+    certificate: CertificateOf | None = None
+    """None if the attack says nothing of what it knows, and in rows before there were any."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
 

@@ -147,6 +147,7 @@ class Context:
             "reason": result.reason,
             "metrics": result.metrics,
             "per_image": result.per_image,
+            "certificate": result.certificate and asdict(result.certificate),
             "victims": result.victims,
             "baseline": result.baseline,
             "control": {"other_update": None},

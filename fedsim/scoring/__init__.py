@@ -2,6 +2,7 @@
 
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline
+from fedsim.scoring.certificates import Certificate, certificate, false_certificates
 from fedsim.scoring.guess import Guesser, guess_problem, mean_image
 from fedsim.scoring.image import check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align
@@ -20,6 +21,7 @@ __all__ = [
     "MISSING",
     "Accuracy",
     "Backbone",
+    "Certificate",
     "Guesser",
     "LpipsMetric",
     "Metric",
@@ -31,7 +33,9 @@ __all__ = [
     "accuracy",
     "align",
     "baseline",
+    "certificate",
     "check_pixels",
+    "false_certificates",
     "feature_baseline",
     "guess_problem",
     "learning_problem",

@@ -42,9 +42,29 @@ STATED = "tests/validity/test_stated_epsilon.py"
 
 FOREIGN = "tests/validity/test_foreign_attacks.py"
 
+CERTIFICATES = "tests/validity/test_certificates.py"
+
 BAD_INPUT = "tests/test_bad_input.py"
 EXTREMES = "tests/privacy/test_extremes.py"
 MUTATIONS = (
+    Mutation(
+        name="a certificate that uses the truth",
+        item=16,
+        file="fedsim/scoring/certificates.py",
+        old='        certified=told.get("certified"),\n',
+        new='        certified=told.get("certified", 0) - (false_certificates(found, truth) or 0)\n'
+        "        if truth\n"
+        "        else None,\n",
+        tests=(CERTIFICATES,),
+    ),
+    Mutation(
+        name="a loosened bound of what a certified answer leaves",
+        item=16,
+        file="attacks/classifier_features/_certificates.py",
+        old="    return (_ROUNDING * classifier.rounding) ** 2\n",
+        new="    return (1e5 * classifier.rounding) ** 2\n",
+        tests=(CERTIFICATES, "tests/attacks/classifier_features/test_certificates.py"),
+    ),
     Mutation(
         name="a lost trial makes exact pictures unseen",
         item=16,

@@ -28,6 +28,10 @@ const COLUMNS = [
   { title: "accuracy", field: "accuracy", number: true, value: (row) => row.accuracy[0], show: (row) => text(row.accuracy_text) },
   { title: "claimed ε (δ, unit, neighbours)", field: "epsilon", number: true, value: (row) => epsilonValue(row.epsilon), show: (row) => text(row.claim) },
   { title: "audited ε, at least", field: "audited", number: true, value: (row) => row.audited, show: (row) => text(row.audited_text) },
+  { title: "certified", field: "certified", number: true,
+    value: (row) => (row.certified ? row.certified[0] / Math.max(1, row.certified[1]) : null),
+    show: (row) => (row.certified
+      ? `${row.certified[0]}/${row.certified[1]}${row.certified[2] ? ` (${row.certified[2]} false)` : ""}` : "–") },
   { title: "seconds", field: "seconds", number: true, value: (row) => row.seconds, show: (row) => (isNumber(row.seconds) ? row.seconds.toFixed(1) : "–") },
   { title: "note", field: "note", value: (row) => note(row), searched: true },
 ];

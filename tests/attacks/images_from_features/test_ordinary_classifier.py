@@ -17,7 +17,7 @@ from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
-from fedsim_attacks.images_from_features._heads import features_if_told
+from fedsim_attacks.images_from_features._heads import recovered_if_told
 from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.images_from_features._whole_update import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
@@ -32,8 +32,10 @@ def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
 @pytest.mark.parametrize("defense", [[], [{"name": "clip", "norm": 1e-3}]], ids=["none", "clip"])
 def test_nothing_is_left_at_the_truth(defense: list[dict[str, Any]]) -> None:
     observation, truth = observe(defense)
-    features = features_if_told(observation, Knowledge(), 0)
-    assert features is not None and truth.features is not None
+    recovered = recovered_if_told(observation, Knowledge(), 0)
+    assert recovered is not None and truth.features is not None
+    features = recovered.features
+    assert features is not None
     whose = torch.cdist(truth.features, features).argmin(1)
     assert sorted(whose.tolist()) == [0, 1, 2]
     known = signals(observation, features[whose])
@@ -100,7 +102,7 @@ def test_images_are_as_near_as_behind_a_planted_head() -> None:
 
 def test_where_no_feature_is_told_the_whole_update_is_compared() -> None:
     observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
-    assert features_if_told(observation, Knowledge(), 0) is None
+    assert recovered_if_told(observation, Knowledge(), 0) is None
     answer = solve(FactoredInversion(iterations=20), observation, Knowledge(), 1).reconstruction
     assert answer.features is None and answer.images is not None
     assert answer.images.shape == truth.images.shape

@@ -1,0 +1,152 @@
+"""Certificates: of which images an attacker knows that features and labels are right.
+
+A solution is certified where it reproduces the whole gradient to rounding, where its features are
+locally unique (`certainty`), and where no other solution does so well. Two things speak for the
+last. Each equation beyond the unknowns is one more coincidence that a wrong solution would need.
+And rivals are sought: from each label changed for another, from features longer and shorter, and
+from features of images of noise. What an image has in all rivals that explain as much is certified.
+
+A certificate is as good as what is declared of the client. Of a defense that does not say what it
+does, of noise and of entries removed, rounded or mixed there is none.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim_attacks.classifier_features._certainty import relative_errors
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._consistency import Consistency, Fits
+
+_ROUNDING = 4.0
+"""Times the rounding of an entry, root mean square, that a solution may leave of the gradient."""
+_RIGHT = 0.03
+"""Relative error of features (a cosine of 0.9995) up to which they are right."""
+_WRONG = 0.03
+"""Root of the share of the gradient that features of wrong labels usually leave."""
+_NATS = 10.0
+"""By how much the equations left over must speak against coincidence, beyond the labels' own
+number: a chance of 5e-5."""
+_CHANGES = 36
+"""Labels that are changed at most, one at a time, the likeliest first."""
+_WORK = 3e8
+"""Cubes of the unknowns' number that changed labels are tried for: fewer of large problems."""
+_LENGTHS = (0.1, 0.3, 3.0, 10.0)
+"""Times the features, that rivals start at."""
+_ITERATIONS = 20
+"""Of a rival's descent."""
+_PROMISING = 1e4
+"""Times the tolerance, up to which a rival is descended further: it may be on its way."""
+_FURTHER = 120
+_AS_GOOD = 100.0
+"""Times the tolerance, up to which a rival explains the gradient too."""
+
+
+def certified(
+    classifier: ClassifierGradient, features: Tensor, labels: Tensor, others: Tensor
+) -> Tensor:
+    """Returns of which images (N,) an answer is known to be right.
+
+    Args:
+        classifier: what was observed; it holds no truth.
+        features: (N, d) of the answer.
+        labels: (N,) of the answer.
+        others: (S, N, d), features from which rivals are sought.
+    """
+    none = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
+    if not declared(classifier) or not bool(features.isfinite().all()):
+        return none
+    problem = Consistency(classifier)
+    fit = problem.descend(problem.unknowns(features[None]), labels[None], _ITERATIONS)
+    if not (bool(fit.features.isfinite().all()) and reproduced(problem, fit)):
+        return none
+    if not overdetermined(problem, fit):
+        return none
+    moved = (fit.features[0] - features).norm(dim=1)
+    sure = relative_errors(problem, fit, 0) < _RIGHT
+    sure &= (moved <= _RIGHT * features.norm(dim=1)) & _apart(fit)
+    if bool(sure.any()):
+        sure &= _held_by_all(problem, fit, _sought(problem, fit, others))
+    return sure
+
+
+def declared(classifier: ClassifierGradient) -> bool:
+    """Says whether the gradient is declared to be the client's own, but for factors."""
+    return classifier.exact and not classifier.dropout
+
+
+def tolerance(classifier: ClassifierGradient) -> float:
+    """Share of the gradient that rounding may leave."""
+    return (_ROUNDING * classifier.rounding) ** 2
+
+
+def reproduced(problem: Consistency, fit: Fits) -> bool:
+    """Says whether `fit` leaves no more than rounding of the whole gradient.
+
+    Inside its strongest directions, which are all that is fitted, and outside.
+    """
+    return float(fit.losses[0]) + problem.outside <= tolerance(problem.classifier)
+
+
+def overdetermined(problem: Consistency, fit: Fits) -> bool:
+    """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
+    classifier = problem.classifier
+    classes, images = len(classifier.weights), classifier.num_images
+    spare = (classes - 1) * images - fit.points.shape[1]
+    left = max(math.sqrt(float(fit.losses[0])), classifier.rounding)
+    return spare * math.log(_WRONG / left) >= images * math.log(classes) + _NATS
+
+
+def _apart(fit: Fits) -> Tensor:
+    """Returns of which images (N,) none of the same label is so near that both may be one."""
+    features, labels = fit.features[0], fit.labels[0]
+    near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
+    twins = near & (labels[:, None] == labels)
+    return twins.sum(1) == 1
+
+
+def _sought(problem: Consistency, fit: Fits, others: Tensor) -> Fits:
+    """Descends from what is not the solution, to find others that explain as much."""
+    point, labels = fit.points[0], fit.labels[0]
+    changed = _changed(problem, fit)
+    scaled = torch.stack([length * fit.features[0] for length in _LENGTHS])
+    elsewhere = problem.unknowns(torch.cat([scaled, others.to(scaled.dtype)]))
+    starts = torch.cat([point.expand(len(changed), -1), elsewhere])
+    answers = torch.cat([changed, labels.expand(len(elsewhere), -1)])
+    rivals = problem.descend(starts, answers, _ITERATIONS)
+    enough, near = (times * tolerance(problem.classifier) for times in (_AS_GOOD, _PROMISING))
+    promising = (rivals.losses > enough) & (rivals.losses <= near)
+    if bool(promising.any()):
+        further = problem.descend(rivals.points[promising], answers[promising], _FURTHER)
+        for kept, more in zip(rivals, further, strict=True):
+            kept[promising] = more
+    return rivals
+
+
+def _changed(problem: Consistency, fit: Fits) -> Tensor:
+    """Returns the labels (R, N) in which one image has another class, the likeliest first."""
+    labels = fit.labels[0]
+    held = F.one_hot(labels, problem.classes)
+    scale = problem.scale(fit.points[0])
+    likely = problem.errors(fit.points[0], labels) / scale - held
+    affordable = int(_WORK / max(1, fit.points.shape[1]) ** 3)
+    count = min(max(1, affordable), _CHANGES, held.numel() - len(labels))
+    places = likely.flatten().topk(count).indices
+    changed = labels.repeat(count, 1)
+    changed[torch.arange(count), places // problem.classes] = places % problem.classes
+    return changed
+
+
+def _held_by_all(problem: Consistency, fit: Fits, rivals: Fits) -> Tensor:
+    """Returns which images (N,) are also in each rival that explains the gradient."""
+    features, labels = fit.features[0], fit.labels[0]
+    held = torch.ones(len(labels), dtype=torch.bool)
+    good = rivals.losses <= _AS_GOOD * tolerance(problem.classifier)
+    for other, theirs in zip(rivals.features[good], rivals.labels[good], strict=True):
+        near = torch.cdist(features, other) <= _RIGHT * features.norm(dim=1, keepdim=True)
+        held &= (near & (labels[:, None] == theirs)).any(1)
+    return held

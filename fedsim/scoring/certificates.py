@@ -1,0 +1,115 @@
+"""What an attacker says that it knows of its own answer, and whether that is so.
+
+An attack may say of each image whether it is determined, and whether it certifies it: whether the
+attacker knows, without any truth, that features and labels are right. The truth is looked at here
+alone, to count certificates that are false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedsim.scoring.features import feature_cosine
+from fedsim.scoring.matching import MISSING
+from fedsim.scoring.outcome import ScoringError
+from fedsim.types import GroundTruth, Reconstruction
+
+COSINE = 0.999
+"""Least cosine of features that are right."""
+LENGTH = 0.05
+"""Largest relative difference of their lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """What an attack says of its answer, image by image, as a line of results holds it."""
+
+    images: int
+    """Number of images that it answers with."""
+    determined: int | None
+    """Of how many it says that they are determined; None if it says nothing of that."""
+    certified: int | None
+    """Of how many it says that it knows them to be right."""
+    false: int | None
+    """How many of those are not; None if it certifies nothing, or features cannot be compared."""
+    per_image: dict[str, list[bool]]
+    """`determined` and `certified` of the answer to each true image, in the order of the truth; of
+    labels alone in the order of the answer."""
+
+
+def certificate(
+    found: Reconstruction, truth: GroundTruth | None, assignment: Sequence[int] = ()
+) -> Certificate | None:
+    """Returns what `found` says of itself; None if it says nothing.
+
+    Args:
+        found: an attack's answer.
+        truth: of the same batch; None if nobody has it.
+        assignment: which image of the answer was scored against each truth; empty if none was.
+
+    Raises:
+        ScoringError: a mask is not one truth value for each image of the answer.
+    """
+    parts = [part for part in (found.features, found.images, found.labels) if part is not None]
+    masks = {"determined": found.determined, "certified": found.certified}
+    stated = {name: mask for name, mask in masks.items() if mask is not None}
+    if not stated or not parts:
+        return None
+    for name, mask in stated.items():
+        if mask.dtype != torch.bool or mask.shape != parts[0].shape[:1]:
+            raise ScoringError(
+                f"{name}: expected a truth value for each of {len(parts[0])} images, got "
+                f"{mask.dtype} of shape {tuple(mask.shape)}"
+            )
+    order = assignment or range(len(parts[0]))
+    told = {name: int(mask.sum()) for name, mask in stated.items()}
+    return Certificate(
+        images=len(parts[0]),
+        determined=told.get("determined"),
+        certified=told.get("certified"),
+        false=None if truth is None else false_certificates(found, truth),
+        per_image={
+            name: [k != MISSING and bool(mask[k]) for k in order] for name, mask in stated.items()
+        },
+    )
+
+
+def false_certificates(found: Reconstruction, truth: GroundTruth) -> int | None:
+    """Counts certified images that no true image is, each of which serves once.
+
+    Right are features of a cosine of `COSINE` and nearly the length, and the label, of what the
+    answer has. None if nothing is certified, or there is nothing to compare.
+    """
+    if found.certified is None or (found.features is None and found.labels is None):
+        return None
+    if found.features is not None and truth.features is None:
+        return None
+    chosen = found.certified.detach().cpu().nonzero()[:, 0]
+    right = torch.ones(len(chosen), len(truth.labels), dtype=torch.bool)
+    if found.features is not None and truth.features is not None:
+        features, true = found.features.detach().cpu()[chosen], truth.features.detach().cpu()
+        right &= _alike(features.double(), true.double())
+    if found.labels is not None:
+        right &= found.labels.detach().cpu()[chosen][:, None] == truth.labels.cpu()
+    return len(chosen) - _most_pairs(right)
+
+
+def _alike(features: Tensor, truth: Tensor) -> Tensor:
+    """Returns which features (M, d) are which true ones (N, d), (M, N) bool."""
+    count = len(truth)
+    pairs = [feature_cosine(each.expand(count, -1), truth) for each in features]
+    cosines = torch.stack(pairs) if pairs else truth.new_zeros(0, count)
+    lengths = features.norm(dim=1)[:, None] / truth.norm(dim=1).clamp_min(1e-300)
+    return (cosines >= COSINE) & ((lengths - 1).abs() <= LENGTH)
+
+
+def _most_pairs(right: Tensor) -> int:
+    """Returns how many rows can be paired with a column of their own, (M, N) bool."""
+    from scipy.optimize import linear_sum_assignment
+
+    rows, columns = linear_sum_assignment(-right.double().numpy())
+    return int(right[rows, columns].sum())

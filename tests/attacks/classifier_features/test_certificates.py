@@ -1,0 +1,292 @@
+"""Certificates of an ordinary classifier's features: none that is false, whatever is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.scoring import false_certificates
+from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
+from fedsim_attacks.classifier_features import _certificates
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._consistency import Consistency
+from fedsim_attacks.classifier_features._profile import Profile
+from fedsim_attacks.classifier_features.classifier_fit import ClassifierSolver
+
+DIMENSION = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """What a client computes from, and its classifier; features of ReLU, alike as real ones are."""
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor
+    biased: bool = True
+
+    @property
+    def whole(self) -> Tensor:
+        """Features with the constant that the bias is a weight of."""
+        return F.pad(self.features, (0, 1), value=1.0) if self.biased else self.features
+
+    @property
+    def gradient(self) -> Tensor:
+        """∂L/∂[W b] in float32."""
+        logits = self.whole @ self.weights.T
+        errors = logits.softmax(1) - F.one_hot(self.labels, len(self.weights))
+        return errors.T @ self.whole / len(self.labels)
+
+
+def client(count: int, seed: int, classes: int = 10, biased: bool = True) -> Client:
+    stream = rng.generator(seed, "certificates", count)
+    common = torch.rand(DIMENSION, generator=stream)
+    features = (common + 0.5 * torch.randn(count, DIMENSION, generator=stream)).relu()
+    weights = torch.randn(classes, DIMENSION + biased, generator=stream) / DIMENSION**0.5
+    labels = torch.randint(classes, (count,), generator=stream)
+    return Client(features=features, labels=labels, weights=weights, biased=biased)
+
+
+def answer(
+    known: Client,
+    gradient: Tensor | None = None,
+    *,
+    effect: Effect | None = None,
+    labelings: int = 13,
+) -> Reconstruction:
+    """The attack's answer to a gradient, from the right labels on."""
+    observed = known.gradient if gradient is None else gradient
+    effect = effect or Effect()
+    count = len(known.labels)
+    classifier = ClassifierGradient(
+        weights=known.weights.double(),
+        gradient=observed.double(),
+        biased=known.biased,
+        num_images=count,
+        factors=count if effect.scaled_examples else int(effect.scaled),
+        removed=effect.removed is not None,
+        mixed=effect.mixed,
+        noisy=effect.noisy,
+        exact=effect.exact,
+        dropout=False,
+        rates=(),
+        momentum=0.0,
+        rounding=torch.finfo(observed.dtype).eps / 2,
+    )
+    stream = rng.generator(1, "attack")
+    solver = ClassifierSolver(
+        loss=torch.full((), torch.inf),
+        problem=Profile(classifier) if classifier.factors <= 1 else Consistency(classifier),
+        pool=torch.randn(64, DIMENSION, generator=stream).relu(),
+        rng=stream,
+        starts=2,
+        iterations=60,
+        waiting=[known.labels.sort()[0]],
+        likely=torch.bincount(known.labels, minlength=len(known.weights)),
+        labelings=labelings,
+    )
+    while not solver.finished:
+        solver.improve()
+    return solver.reconstruction()
+
+
+def counted(found: Reconstruction, known: Client) -> tuple[int, int]:
+    """How many images are certified, and how many of these wrongly."""
+    assert found.certified is not None and found.determined is not None
+    assert not bool((found.certified & ~found.determined).any())
+    images = torch.zeros(len(known.labels), 1, 1, 1)
+    truth = GroundTruth(images=images, labels=known.labels, features=known.features)
+    wrong = false_certificates(found, truth)
+    assert wrong is not None
+    return int(found.certified.sum()), wrong
+
+
+def test_nearly_all_of_three_hundred_images_are_certified_and_none_falsely() -> None:
+    total = right = 0
+    for seed in range(7):
+        for count in range(1, 10):
+            known = client(count, seed)
+            certified, wrong = counted(answer(known), known)
+            assert wrong == 0, (seed, count)
+            total, right = total + count, right + certified
+    assert total == 315
+    assert right >= 0.9 * total
+
+
+def test_clipping_leaves_certificates_and_what_is_not_declared_none() -> None:
+    known = client(4, 1)
+    assert counted(answer(known, 0.3 * known.gradient, effect=Effect(scaled=True)), known) == (4, 0)
+    assert counted(answer(known, 0.3 * known.gradient), known)[0] == 0
+    assert counted(answer(known, effect=UNKNOWN), known)[0] == 0
+    assert counted(answer(known, effect=Effect(rounded=True)), known)[0] == 0
+
+
+@pytest.mark.parametrize("share", [1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1])
+def test_noise_that_nobody_declares_is_noticed(share: float) -> None:
+    for seed in range(4):
+        known = client(6, seed)
+        gradient = known.gradient
+        noise = torch.randn(gradient.shape, generator=rng.generator(seed, "noise"))
+        if seed % 2:  # such as keeps the sum of each column, by which noise is measured
+            noise -= noise.mean(0)
+        found = answer(known, gradient + share * gradient.square().mean().sqrt() * noise)
+        assert counted(found, known)[1] == 0
+        if share >= 1e-5:
+            assert counted(found, known)[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("told", [True, False])
+def test_short_types_give_no_false_certificate(dtype: torch.dtype, told: bool) -> None:
+    for count in (1, 3, 6, 9):
+        known = client(count, 2)
+        sent = known.gradient.to(dtype)
+        certified, wrong = counted(answer(known, sent if told else sent.float()), known)
+        assert wrong == 0
+        assert told or not certified
+
+
+def stepped(rate: float) -> Callable[[Client], Tensor]:
+    """Three steps whose mean gradient is taken for that of one."""
+
+    def gradient(known: Client) -> Tensor:
+        total = torch.zeros_like(known.gradient)
+        for _ in range(3):
+            total += known.gradient / 3
+            known = replace(known, weights=known.weights - rate * known.gradient)
+        return total
+
+    return gradient
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-4, 1e-2, 1.0])
+def test_steps_taken_for_one_give_no_false_certificate(rate: float) -> None:
+    for count in (1, 2, 5, 9):
+        known = client(count, 3)
+        certified, wrong = counted(answer(known, stepped(rate)(known)), known)
+        assert wrong == 0
+        assert rate < 1e-2 or not certified
+
+
+def two_lengths(classes: int) -> tuple[Client, Client]:
+    """Two images without a bias that give one gradient: t (1 - p(t)) has each value twice."""
+    direction = F.normalize(torch.ones(DIMENSION), dim=0)
+    weights = -direction.expand(classes, -1).clone()
+    weights[0] = direction
+
+    def pull(length: float) -> float:
+        logits = length * (weights.double() @ direction.double())
+        return length * float(1 - logits.softmax(0)[0])
+
+    highest = max((step / 100 for step in range(1, 800)), key=pull)
+    short, low, high = 0.6 * highest, highest, 20.0
+    wanted = pull(short)
+    assert pull(low) > wanted > pull(high)
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pull(middle) > wanted else (low, middle)
+    label = torch.zeros(1, dtype=torch.int64)
+    first, second = (
+        Client(features=(t * direction)[None], labels=label, weights=weights, biased=False)
+        for t in (short, low)
+    )
+    return first, second
+
+
+@pytest.mark.parametrize("classes", [2, 10])
+def test_two_images_of_one_gradient_are_not_certified(classes: int) -> None:
+    """Of ten classes nine are alike, so that equations seem to be left over."""
+    for known, other in (two_lengths(classes), two_lengths(classes)[::-1]):
+        torch.testing.assert_close(known.gradient, other.gradient, rtol=1e-4, atol=1e-6)
+        for gradient in (known.gradient, other.gradient):
+            assert counted(answer(known, gradient), known)[0] == 0
+
+
+def test_two_labelings_of_one_gradient_are_not_certified() -> None:
+    """An untrained classifier of zeros and as many images as classes but one."""
+    known = replace(client(9, 4, biased=False), labels=torch.arange(9))
+    known = replace(known, weights=torch.zeros_like(known.weights))
+    features = known.features.clone()
+    features[:8] -= features[8]
+    features[8] *= -1
+    other = replace(known, features=features, labels=torch.tensor([*range(8), 9]))
+    torch.testing.assert_close(known.gradient, other.gradient, rtol=1e-4, atol=1e-6)
+    assert counted(answer(known), known)[0] == 0
+
+
+def test_equal_images_and_vanished_signals_are_told_apart() -> None:
+    known = client(5, 5)
+    same = replace(known, features=known.features.clone(), labels=known.labels.clone())
+    same.features[1], same.labels[1] = same.features[0], same.labels[0]
+    certified, wrong = counted(answer(same), same)
+    assert wrong == 0 and certified <= 3
+    sure = replace(known, weights=60 * known.weights)
+    sure = replace(sure, labels=(sure.whole @ sure.weights.T).argmax(1))
+    assert counted(answer(sure), sure)[1] == 0
+
+
+def test_an_image_that_is_not_there_is_not_certified() -> None:
+    """One image, and the same one twice, have one gradient."""
+    for seed in range(6):
+        known = client(1, seed)
+        believed = replace(
+            known, features=known.features.repeat(2, 1), labels=known.labels.repeat(2)
+        )
+        assert counted(answer(believed), known)[1] == 0
+
+
+def test_what_lies_outside_the_row_space_forbids_a_certificate() -> None:
+    """As of an image more than the attacker believes, whose part is small."""
+    known = client(4, 6)
+    gradient = known.gradient
+    outside = torch.linalg.svd(gradient.double())[2][-1].float()
+    left = torch.linalg.svd(gradient.double())[0][:, 5].float()
+    # Its left vector sums to 0 as an error signal does, or else the columns' sums would show it.
+    left -= left.mean()
+    changed = gradient + 1e-4 * gradient.norm() * torch.outer(left, outside)
+    assert counted(answer(known), known)[0] == 4
+    assert counted(answer(known, changed), known)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("rule", "loosened", "law"),
+    [
+        (
+            "declared",
+            lambda classifier: True,
+            test_clipping_leaves_certificates_and_what_is_not_declared_none,
+        ),
+        ("_ROUNDING", 400.0, partial(test_noise_that_nobody_declares_is_noticed, 1e-5)),
+        (
+            "_held_by_all",
+            lambda *_: True,
+            partial(test_two_images_of_one_gradient_are_not_certified, 10),
+        ),
+        ("_apart", lambda *_: True, test_an_image_that_is_not_there_is_not_certified),
+    ],
+    ids=["declared", "reproduced", "no rival", "apart"],
+)
+def test_each_rule_is_needed(
+    rule: str, loosened: object, law: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_certificates, rule, loosened)
+    with pytest.raises(AssertionError):
+        law()
+
+
+def test_equations_must_be_left_over_whatever_rivals_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_certificates, "_held_by_all", lambda *_: True)
+    test_two_images_of_one_gradient_are_not_certified(2)
+    test_two_labelings_of_one_gradient_are_not_certified()
+    monkeypatch.setattr(_certificates, "overdetermined", lambda *_: True)
+    with pytest.raises(AssertionError):
+        test_two_images_of_one_gradient_are_not_certified(2)
