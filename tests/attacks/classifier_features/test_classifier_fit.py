@@ -108,6 +108,21 @@ def test_features_that_others_imitate_exactly_are_not_determined() -> None:
     assert found.determined is not None and not bool(found.determined.any())
 
 
+@pytest.mark.parametrize("factor", [400.0, 1e6, torch.inf, torch.nan, -1e6])
+def test_a_step_to_a_factor_that_overflows_is_worse_than_none(factor: float) -> None:
+    """A descent may try any, and turns back."""
+    stream = torch.Generator().manual_seed(0)
+    weights = torch.randn(4, 8, generator=stream).double()
+    features = torch.randn(2, 8, generator=stream).double()
+    labels = torch.tensor([1, 2])
+    gradient = softmax_gradient(features, weights, labels)
+    problem = Profile(replace(of(weights, gradient, 2), factors=1))
+    points = problem.unknowns(features[None])
+    points[:, -1] = factor
+    left = problem.residuals(points, F.one_hot(labels, 4).double()[None]).square().sum()
+    assert not bool(left < gradient.square().sum() / 100)
+
+
 @pytest.mark.parametrize(
     ("classes", "images", "biased", "factors", "unique"),
     [
