@@ -155,6 +155,19 @@ class ClassifierGradient:
         return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
 
     @property
+    def unique(self) -> bool:
+        """Whether there are more equations than unknowns.
+
+        As many have several exact solutions, whose labels differ, too. A single image of a
+        classifier with a bias needs none: its features are the ratio to the constant's column.
+        """
+        images = self.num_images
+        if images == 1 and self.biased:
+            return True
+        equations = images * (len(self.weights) - 1)
+        return equations > images * (images - int(self.biased)) + self.factors
+
+    @property
     def kept(self) -> Tensor:
         """Which entries (K, d + 1) were not set to zero."""
         return self.gradient != 0

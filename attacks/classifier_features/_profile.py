@@ -26,6 +26,8 @@ _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
 _VANISHED = 1e-13
 """Of an eigenvalue of D'D, over the largest: what is less is rounding, and explains nothing."""
+_LARGEST = 50.0
+"""Logarithm of a factor that a step may try: beyond, squares of error signals overflow."""
 _EXPECTATIONS = 30
 """Rounds of the estimate of how far a batch's features are from what they share."""
 
@@ -217,7 +219,9 @@ class Profile:
     def _parts(self, points: Tensor, targets: Tensor) -> _Parts:
         count, factors = self.classifier.num_images, self.classifier.factors
         inside = points[:, : points.shape[1] - factors].reshape(len(points), count, self.rank)
-        scale = points[:, -factors:].exp()[..., None] if factors else points.new_ones(1, 1, 1)
+        scale = points.new_ones(1, 1, 1)
+        if factors:
+            scale = points[:, -factors:].clamp(max=_LARGEST).exp()[..., None]
         shares = (inside @ self._weights.T + self._bias).softmax(-1)
         errors = (scale * (shares - targets)).nan_to_num(0.0, 0.0, 0.0)
         mean = shares @ self._weights

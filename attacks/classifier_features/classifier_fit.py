@@ -156,7 +156,8 @@ class ClassifierSolver(FeatureSolver):
         assert self.best is not None
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
-        if self.problem.classifier.removed:  # entries that were filled in tell nothing new
+        classifier = self.problem.classifier
+        if classifier.removed or not classifier.unique:  # entries filled in tell nothing new
             certain = torch.zeros_like(certain)
         drawn = torch.randint(
             len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng

@@ -33,11 +33,14 @@ class Inputs:
     """(k, n), at their scale."""
     errors: Tensor
     """(k,): standard deviation of each one's error, all entries together, over its norm."""
+    separate: bool
+    """Whether the gradient has a direction for each image. Error signals in one direction leave
+    the sum of their images, weighted: where there are fewer directions, any may be one."""
 
     @property
     def certain(self) -> Tensor:
         """Which of them (k,) rounding or noise leave no more open than `_DETERMINED`."""
-        return _SURE * self.errors < _DETERMINED
+        return (_SURE * self.errors < _DETERMINED) & self.separate
 
 
 def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
@@ -93,7 +96,8 @@ def disaggregated(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs
     signals = (space.columns @ combinations.T) * scale.T
     spread = space.deviation * torch.linalg.pinv(signals).norm(dim=1)
     values = whole[:, :-1] / scale
-    return Inputs(layer, values, spread * values.shape[1] ** 0.5 / values.norm(dim=1))
+    errors = spread * values.shape[1] ** 0.5 / values.norm(dim=1)
+    return Inputs(layer, values, errors, space.separate)
 
 
 def reconstruction(

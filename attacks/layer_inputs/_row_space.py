@@ -31,6 +31,8 @@ class RowSpace:
     """(r,)."""
     deviation: float
     """Standard deviation of the error of an entry: rounding, or noise."""
+    separate: bool
+    """Whether there is a direction for each image."""
 
     @staticmethod
     def of(layer: Layer, count: int) -> RowSpace:
@@ -57,7 +59,13 @@ class RowSpace:
         if not visible:
             raise AttackFailed(f"noise hides the row space of the gradient of layer {layer.name}")
         kept = lengths[:visible]
-        return RowSpace(kept[:, None] * right[:visible], left[:, :visible] * kept, kept, deviation)
+        return RowSpace(
+            rows=kept[:, None] * right[:visible],
+            columns=left[:, :visible] * kept,
+            lengths=kept,
+            deviation=deviation,
+            separate=visible == count,
+        )
 
     @property
     def rank(self) -> int:

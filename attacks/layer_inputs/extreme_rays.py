@@ -96,12 +96,11 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
     values = rays.combinations @ space.rows
     errors = rays.spread / values.norm(dim=1)
     if layer.bias is None:
-        return Inputs(layer, values * (layer.length / values.norm(dim=1, keepdim=True)), errors), (
-            rays.tried
-        )
+        values = values * (layer.length / values.norm(dim=1, keepdim=True))
+        return Inputs(layer, values, errors, space.separate), rays.tried
     scale = values[:, -1:]
     errors = errors * (1 + values.norm(dim=1) / scale[:, 0].abs() / values.shape[1] ** 0.5)
-    return Inputs(layer, values[:, :-1] / scale, errors), rays.tried
+    return Inputs(layer, values[:, :-1] / scale, errors, space.separate), rays.tried
 
 
 def _pixel_bounds(rows: Tensor, spec: ModelSpec) -> Tensor:

@@ -82,6 +82,67 @@ def test_without_a_bias_too() -> None:
     assert float(torch.cdist(features, best).amin(1).max()) < 1e-6
 
 
+def test_features_that_others_imitate_exactly_are_not_determined() -> None:
+    """Without a bias, an image of one of two classes and its negative of the other do."""
+    stream = torch.Generator().manual_seed(0)
+    weights = torch.randn(2, 8, generator=stream).double() / 2
+    features = torch.randn(1, 8, generator=stream).relu().double()
+    gradient = softmax_gradient(features, weights, torch.tensor([1]))
+    problem = Profile(of(weights, gradient, 1))
+    state = classifier_fit.ClassifierSolver(
+        loss=torch.full((), torch.inf),
+        problem=problem,
+        pool=-features.float() * torch.linspace(0.5, 1.5, 9)[:, None],
+        rng=stream,
+        starts=8,
+        iterations=60,
+        waiting=[torch.tensor([0])],
+        likely=torch.ones(2),
+        labelings=1,
+    )
+    while not state.finished:
+        state.improve()
+    found = state.reconstruction()
+    assert found.loss < 1e-20
+    torch.testing.assert_close(found.features, -features.float())
+    assert found.determined is not None and not bool(found.determined.any())
+
+
+@pytest.mark.parametrize("factor", [400.0, 1e6, torch.inf, torch.nan, -1e6])
+def test_a_step_to_a_factor_that_overflows_is_worse_than_none(factor: float) -> None:
+    """A descent may try any, and turns back."""
+    stream = torch.Generator().manual_seed(0)
+    weights = torch.randn(4, 8, generator=stream).double()
+    features = torch.randn(2, 8, generator=stream).double()
+    labels = torch.tensor([1, 2])
+    gradient = softmax_gradient(features, weights, labels)
+    problem = Profile(replace(of(weights, gradient, 2), factors=1))
+    points = problem.unknowns(features[None])
+    points[:, -1] = factor
+    left = problem.residuals(points, F.one_hot(labels, 4).double()[None]).square().sum()
+    assert not bool(left < gradient.square().sum() / 100)
+
+
+@pytest.mark.parametrize(
+    ("classes", "images", "biased", "factors", "unique"),
+    [
+        (3, 2, False, 0, False),
+        (4, 2, False, 0, True),
+        (3, 2, True, 0, True),
+        (3, 2, True, 2, False),
+        (4, 2, True, 2, True),
+        (2, 1, True, 1, True),
+        (3, 2, False, 1, False),
+    ],
+)
+def test_as_many_equations_as_unknowns_determine_nothing(
+    classes: int, images: int, biased: bool, factors: int, unique: bool
+) -> None:
+    weights = torch.ones(classes, 8, dtype=torch.float64)
+    classifier = replace(of(weights, weights, images), biased=biased, factors=factors)
+    assert classifier.unique == unique
+
+
 def test_the_factor_of_clipping_is_found() -> None:
     observation, truth = observe(5, defense=[{"name": "clip", "norm": 1e-2}])
     errors, _ = compared(fit(observation), truth)

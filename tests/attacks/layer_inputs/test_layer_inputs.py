@@ -202,3 +202,25 @@ def test_an_update_of_nothing_is_refused() -> None:
     for attack in (ExtremeRays(), Spear(), CocktailParty(iterations=3)):
         with pytest.raises(AttackFailed, match="row space"):
             attacked(attack, replace(observation, update=head))
+
+
+@pytest.mark.parametrize(
+    ("attack", "off"),
+    [(ExtremeRays(), 0), (Spear(iterations=2), 32), (Spear(iterations=2, search="descent"), 32)],
+    ids=["extreme_rays", "spear", "spear_by_descent"],
+)
+def test_a_mixture_of_images_that_activate_the_same_neurons_is_not_determined(
+    attack: Attack[Any], off: int
+) -> None:
+    """Of two classes their error signals have one direction, and the gradient shows their sum."""
+    images = torch.rand(2, 1, 8, 8, generator=rng.generator(0, "mixture"))
+    labels = torch.zeros(2, dtype=torch.int64)
+    before, _ = make_observation(images, labels, num_classes=2, **SHALLOW)
+    biases = torch.full((64,), 20.0)
+    biases[:off] = -20.0
+    weights = {**before.parameters, "body.1.bias": biases}
+    observation, truth = make_observation(images, labels, num_classes=2, **SHALLOW, weights=weights)
+    found = attacked(attack, observation)
+    assert found.images is not None and found.determined is not None
+    assert float((found.images[:1] - truth.images).abs().amax((1, 2, 3)).min()) > 0.1
+    assert not bool(found.determined.any())
