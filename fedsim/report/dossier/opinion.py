@@ -93,10 +93,12 @@ def _context(lines: Sequence[LeaderboardRow]) -> Row:
 
 def _information(lines: Sequence[LeaderboardRow]) -> Row:
     granted = sorted({secret for line in lines for secret in line.knowledge.from_truth()})
-    public = any(line.knowledge.public != "none" for line in lines)
+    others = sorted({entry for line in lines for entry in line.threat.beyond} - set(granted))
     parts = ["The attacker knows the model, its weights and how clients train."]
-    if public:
-        parts.append("It has other data of the same kind.")
+    if others:
+        among = "" if all(set(others) <= set(line.threat.beyond) for line in lines) else "In part "
+        has = "it also has" if among else "It also has"
+        parts.append(f"{among}{has} what no honest server has by itself ({', '.join(others)}).")
     if granted:
         parts.append(
             f"In part it is given what only the victim knows ({', '.join(granted)}): an upper "

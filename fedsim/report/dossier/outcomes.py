@@ -89,7 +89,8 @@ def _table(evidence: Evidence, control: Control) -> Table:
     rows = []
     for line in evidence.of(control):
         name, found, guess, other, worst = _figures(line)
-        grants = [*line.knowledge.from_truth(), *([line.sight] if line.sight else [])]
+        done = [line.server] if line.threat.malicious else []
+        grants = [*done, *line.threat.beyond, *([line.sight] if line.sight else [])]
         rows.append(
             (
                 line.defense,
