@@ -125,8 +125,10 @@ def _things(value: object) -> Iterator[str]:
 def _name_of(text: str) -> str | None:
     """Returns the name of the file or folder at the path `text`; None if none is there."""
     try:
-        path = from_home(text).resolve()
-        return (path.name or str(path)) if text and path.exists() else None
+        path = from_home(text)
+        if not text or not path.exists():
+            return None
+        return path.name if path.name not in ("", "..") else str(path.resolve())
     except (OSError, ValueError, FedsimError):  # too long for a name, say: then it names none
         return None
 

@@ -94,9 +94,17 @@ def threat_model_of(row: ResultRow) -> ThreatModel:
             (within if name in default else beyond).append(entry)
     return ThreatModel(
         altered=list(_DONE).index(row.server),
-        beyond=_sorted(beyond + [f"own {thing}" for thing in row.attack.brought]),
+        beyond=_sorted(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
         within=_sorted(within),
     )
+
+
+_OWN = "own "
+
+
+def own(entry: str) -> bool:
+    """Whether an entry of what an attacker had is what the attack brought, and was not granted."""
+    return entry.startswith(_OWN)
 
 
 def _worded(value: object) -> str:

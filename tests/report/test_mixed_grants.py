@@ -12,6 +12,8 @@ import pytest
 from answer_rows import WORKS, answered, trials
 
 from fedsim.board.data import board_data
+from fedsim.cli import outcome
+from fedsim.cli.outcome import TableFormat
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.answers import answers_of
 from fedsim.report.dossier import write_dossier
@@ -82,8 +84,12 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
     rows = leaderboard_rows([mixed])
     title = rows[-1].threat.differs or "by a malicious server"
     table = render(rows, width=160)
+    assert "s, faces, lenet, honest server" in table
+    assert "s, faces, lenet, honest server" in outcome.leaderboard([mixed], TableFormat.table)
     assert title in table and table.index("inverting_gradients") < table.index(title)
-    assert title in write_report(mixed).read_text()
+    for page in (write_report(mixed), write_dossier(mixed)[0]):
+        text = page.read_text()
+        assert title in text and "s, faces, lenet, honest server" in text
     views = board_data([mixed])
     texts = views["texts"]
     assert {texts[view["threat"]] for view in views["views"]} == {row.threat.title for row in rows}
@@ -187,3 +193,19 @@ def test_a_failure_without_a_guess_hides_no_leak_of_another(tmp_path: Path) -> N
     answered(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, failed])
     (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
     assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
+
+
+def test_one_threat_model_alone_is_named_if_it_is_another(tmp_path: Path) -> None:
+    answered(tmp_path / "run", WORKS)
+    assert "honest server" not in render(leaderboard_rows([tmp_path / "run"]), width=160)
+
+
+def test_a_dossier_mixes_no_threat_models_unsaid(tmp_path: Path) -> None:
+    rows = [*WORKS, *trials(WEAK), *granted({"knowledge": {"side_channel": "power"}})]
+    for row in rows:
+        row["metrics"]["membership_auc"] = 0.9 if row["attack"]["name"] == "strong" else 0.5
+    answered(tmp_path / "run", rows)
+    text = write_dossier(tmp_path / "run")[0].read_text()
+    assert "AUC 0.50 to 0.90 (a coin: 0.50), over 2 threat models" in text
+    assert "does not know (side_channel=power)" in text
+    assert "what no honest server has by itself (side_channel=power)" in text

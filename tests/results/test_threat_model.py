@@ -190,7 +190,7 @@ def test_folders_paths_and_lists_of_files_are_brought(
         folder: str = ""
         network: Path | None = None
         ensemble: tuple[str, ...] = ()
-        options: dict[str, Any] = {}
+        options: dict[str, Any] | None = None
         mode: Literal["photos", "none"] = "photos"
 
     (tmp_path / "photos").mkdir()

@@ -166,10 +166,12 @@ def _design(runs: Sequence[Run]) -> Row:
 
 
 def _membership(lines: Sequence[LeaderboardRow]) -> Row:
-    areas = [area.mean for line in lines if (area := line.metrics["membership_auc"])]
+    told = [(area.mean, line.threat) for line in lines if (area := line.metrics["membership_auc"])]
+    areas, models = [area for area, _ in told], {threat for _, threat in told}
+    over = f", over {number_of(len(models), 'threat model')} (chapter 6)" if len(models) > 1 else ""
     return (
         "Resistance to membership inference",
-        f"AUC {min(areas):.2f} to {max(areas):.2f} (a coin: 0.50)."
+        f"AUC {min(areas):.2f} to {max(areas):.2f} (a coin: 0.50){over}."
         if areas
         else "Not measured in this run.",
         "Membership in the finished model.",
