@@ -162,7 +162,7 @@ def _conduct(rows: Sequence[ResultRow]) -> str:
     if honest:
         counted = f"In {honest} of {number_of(len(rows), 'run')} it follows the protocol"
         return f"{counted}; in the others it is malicious: {', or '.join(changes)}."
-    return f"It is malicious: it follows the protocol, but {', and '.join(changes)}."
+    return f"It follows the protocol, but {', and '.join(changes)}: a malicious server."
 
 
 def _sentence(parts: Sequence[str]) -> str:
