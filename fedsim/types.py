@@ -145,7 +145,8 @@ def server_of(parameters: Mapping[str, Any]) -> Server:
     """
     if parameters.get("imprint"):
         return "modified"
-    return "planted" if (parameters.get("head") or {}).get("planted") else "honest"
+    head = parameters.get("head")
+    return "planted" if isinstance(head, Mapping) and head.get("planted") else "honest"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from fedsim.report.glossary import TERMS
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.level import Level
 from fedsim.report.row import EXPOSED_GAIN, LeaderboardRow
-from fedsim.report.threat import VANTAGES
+from fedsim.report.threat import VANTAGES, unworded
 from fedsim.results.reading import Run, load_runs, measurements
 from fedsim.scoring import METRICS
 
@@ -130,7 +130,7 @@ def _granted(row: LeaderboardRow) -> str:
     """Words what is granted, as the report does."""
     values, meanings = Grant.values(), Grant.meanings(row.subject)
     words = [m.words[values[n].index(getattr(row.knowledge, n))] for n, m in meanings.items()]
-    return "; ".join(word for word in words if word)
+    return "; ".join([*(word for word in words if word), *unworded(row.threat)])
 
 
 def _row(

@@ -78,8 +78,10 @@ def _answers(runs: Sequence[reading.Run], width: int) -> str:
     from fedsim.words import printable
 
     lines = []
-    for comparison, found in answers_of(runs):
-        lines += [f"{printable(describe_comparison(comparison))}:"]
+    each = answers_of(runs)
+    shown = [comparison for comparison, _ in each]
+    for comparison, found in each:
+        lines += [f"{printable(describe_comparison(comparison, shown))}:"]
         defended = [answer for answer in found if not answer.undefended]
         if defended and all(a.finding == "no answer" and not a.labels for a in found):
             lines += [f"- nothing can be said of any defense: {defended[0].reason}."]

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import ClassVar, Generic, TypeVar
+from pathlib import PurePath
+from typing import ClassVar, Generic, Literal, TypeVar, get_args, get_origin
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from fedsim import rng
@@ -60,12 +62,15 @@ class Attack(Plugin, Generic[S]):
     def brings(self) -> tuple[str, ...]:
         """What it has that no grant names, as `public=photos`; rows say it, and rank it apart.
 
-        Unless an attack says otherwise, each file that one of its parameters names.
+        Unless an attack says otherwise, each file and folder that one of its parameters names,
+        also within lists and mappings. What a parameter lists as a choice names none.
         """
+        fields = type(self).model_fields
         return tuple(
-            f"{name}={from_home(value).name}"
+            f"{name}={thing}"
             for name, value in self
-            if isinstance(value, str) and _is_file(value)
+            if value not in _choices(fields[name].annotation)
+            for thing in _things(value)
         )
 
     @abstractmethod
@@ -93,11 +98,39 @@ class Attack(Plugin, Generic[S]):
         return None
 
 
-def _is_file(text: str) -> bool:
+def _choices(annotation: object) -> list[object]:
+    """Returns the values that the type of a parameter lists, as a `Literal` does."""
+    parts = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return list(parts)
+    return [choice for part in parts for choice in _choices(part)]
+
+
+def _things(value: object) -> Iterator[str]:
+    """Yields the names of the files and folders that are there and that a parameter names."""
+    if isinstance(value, str | PurePath):
+        if name := _name_of(str(value)):
+            yield name
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _things(item)
+    elif isinstance(value, BaseModel):
+        for _, item in value:
+            yield from _things(item)
+    elif isinstance(value, Sequence | Set) and not isinstance(value, bytes):
+        for item in value:
+            yield from _things(item)
+
+
+def _name_of(text: str) -> str | None:
+    """Returns the name of the file or folder at the path `text`; None if none is there."""
     try:
-        return from_home(text).is_file()
+        path = from_home(text)
+        if not text or not path.exists():
+            return None
+        return path.name if path.name not in ("", "..") else str(path.resolve())
     except (OSError, ValueError, FedsimError):  # too long for a name, say: then it names none
-        return False
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)

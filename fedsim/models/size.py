@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,41 @@ class _ShapesAlone(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if function in _SHAPED_AS_THEIR_INPUT:
-            return torch.empty_like(args[0])
-        if function is F.linear and args[0].shape[-1] == args[1].shape[1]:
-            return args[0].new_empty(*args[0].shape[:-1], args[1].shape[0])
+        if _is_counted(args) and not (kwargs and "out" in kwargs):
+            first, *others = args
+            if function in _SHAPED_AS_THEIR_INPUT and _fits(function, first, others):
+                return torch.empty_like(first)
+            if function is F.linear and _maps(first, others):
+                return first.new_empty(*first.shape[:-1], others[0].shape[0])
         return function(*args, **(kwargs or {}))
+
+
+def _is_counted(args: Sequence[object]) -> bool:
+    """Whether a layer's input has a shape alone; numbers that are there are computed."""
+    first = args[0] if args else None
+    return isinstance(first, Tensor) and first.is_meta and first.is_floating_point()
+
+
+def _fits(function: object, layer_input: Tensor, others: Sequence[object]) -> bool:
+    """Whether statistics and weights are of as many channels as the input; torch says if not."""
+    channels = layer_input.shape[1] if layer_input.dim() > 1 else 0
+    parts = [other.shape for other in others if isinstance(other, Tensor)]
+    if function is F.group_norm:
+        groups = others[0] if others else None
+        if not isinstance(groups, int) or groups < 1 or channels % groups:
+            return False
+    if function is F.batch_norm and not channels:
+        return False
+    return all(shape == (channels,) for shape in parts)
+
+
+def _maps(layer_input: Tensor, others: Sequence[object]) -> bool:
+    """Whether weight (out, in) and bias (out,) of a linear layer are of its input's features."""
+    weight, bias = [*others, None, None][:2]
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not layer_input.dim():
+        return False
+    whole = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1])
+    return whole and layer_input.shape[-1] == weight.shape[1]
 
 
 def counted(build: Callable[[], nn.Module], input_shape: tuple[int, int, int]) -> Size | None:

@@ -239,21 +239,28 @@ def _answer(
 
 
 def _attacker(row: LeaderboardRow) -> str:
-    """Names who attacks; a server that altered the model is never called just a server."""
-    conduct = {
-        "planted": "a malicious server that planted weights in the model’s head",
-        "modified": "a malicious server that put a module into the model",
-    }
-    if row.vantage == "client":
-        return "another participant"
-    if row.vantage == "eavesdropper":
-        return "an eavesdropper on the wire"
-    name = conduct.get(row.server, "the server") + (
-        f"{row.threat.differs}," if row.threat.differs else ""
-    )
+    """Names who attacks, with all that the threat model adds to what this attacker has.
+
+    A server that altered the model is never called just a server.
+    """
+    watchers = {"client": "another participant", "eavesdropper": "an eavesdropper on the wire"}
+    if row.vantage in watchers:
+        name, done = watchers[row.vantage], _DONE.get(row.server)
+        has = f"{row.threat.differs}," if row.threat.differs else ""
+        return f"{name}{has}" + (f", where a malicious server has {done}," if done else "")
+    done = _DONE.get(row.server)
+    name = f"a malicious server that {done}" if done else "the server"
+    name += f"{row.threat.differs}," if row.threat.differs else ""
     if row.masked:
         return f"{name}, which sees masked updates,"
     return f"{name}, which sees sums alone," if row.vantage == "aggregate" else name
+
+
+_DONE = {
+    "planted": "planted weights in the model’s head",
+    "modified": "put a module into the model",
+}
+"""What a malicious server has done."""
 
 
 def _costs(

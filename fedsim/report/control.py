@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -51,11 +51,12 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
     Problems are models that do not show what a defense costs, poor guesses, and attacks that were
     run on no other update.
     """
-    several = len({row.comparison for row in rows}) > 1
+    shown = list(dict.fromkeys(row.comparison for row in rows))
+    several = len(shown) > 1
     lines: dict[str, None] = {}
-    for comparison in dict.fromkeys(row.comparison for row in rows):
+    for comparison in shown:
         members = [row for row in rows if row.comparison == comparison]
-        where = f"{describe_comparison(comparison)}, " if several else ""
+        where = f"{describe_comparison(comparison, shown)}, " if several else ""
         lines |= {
             f"{where}{row.defense}: {p}": None for row in members if (p := row.learning_problem)
         }
@@ -83,20 +84,24 @@ def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
     """
     if not rows:
         return ["no positive control: there are no results"]
-    several = len({row.comparison for row in rows}) > 1
+    shown = {row.comparison for row in rows}
+    several = len(shown) > 1
     return [
-        f"{describe_comparison(comparison)}: {reason}" if several else reason
+        f"{describe_comparison(comparison, shown)}: {reason}" if several else reason
         for comparison, reason in invalid_comparisons(rows).items()
     ]
 
 
-def describe_comparison(comparison: Comparison) -> str:
+def describe_comparison(comparison: Comparison, beside: Iterable[Comparison] = ()) -> str:
     """Words a comparison, its threat model unless that is the honest server, and who else looks.
 
-    For instance `quickstart (training.mode=eval), faces, convnet`.
+    For instance `quickstart (training.mode=eval), faces, convnet`. The honest server is named, too,
+    if the comparison is shown `beside` any of another threat model.
     """
     scenario, variant, dataset, model, threat, watcher = comparison
     done = f", {threat.server} by a malicious server" if threat.malicious else ""
+    if threat.is_default and any(other[-2] != threat for other in beside):
+        done = f", {threat.title}"
     done += threat.differs
     done += "" if watcher == "server" else f", seen by {_WATCHERS.get(watcher, watcher)}"
     return f"{scenario}{f' ({variant})' if variant else ''}, {dataset}, {model}{done}"

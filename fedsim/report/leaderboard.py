@@ -169,7 +169,8 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         independent=len(trials),
         failures=dict(Counter(row.reason or "no reason given" for row in rows if not row.ok)),
         metrics={name: summary(values[name]) for name in COMPARABLE},
-        worst={name: _worst(rows, name, values[name]) for name in COMPARABLE},
+        worst={name: _worst(rows, name, values[name]) for name in yielded}
+        | {name: None for name in COMPARABLE if name not in yielded},
         baseline={name: _guess(rows, name) for name in COMPARABLE},
         gain=summary(gained("psnr")),
         label_gain=summary(gained("label_accuracy")),
@@ -306,10 +307,16 @@ def _guess(rows: list[ResultRow], name: str) -> float | None:
 
 
 def _worst(rows: list[ResultRow], name: str, values: list[float] | None) -> float | None:
+    """Returns the most that leaked, whatever was not measured of other trials; None if nothing was.
+
+    `values` are those of all trials, if each has one.
+    """
+    ok = [row for row in rows if row.ok]
     if values is None:
-        return None
-    images = [v for row in rows if row.ok for v in (row.per_image or {}).get(name, [])]
-    return (max if METRICS[name].larger_leaks else min)([*values, *images])
+        values = [v for row in ok if (v := value_of(row.metrics, name)) is not None]
+    images = [v for row in ok for v in (row.per_image or {}).get(name, [])]
+    pick = max if METRICS[name].larger_leaks else min
+    return pick([*values, *images], default=None)
 
 
 def accuracy_of(

@@ -15,7 +15,7 @@ from fedsim.report.paired import over_other
 from fedsim.report.pictures import reconstruction_file
 from fedsim.results.lines import ResultRow
 from fedsim.results.reading import Run
-from fedsim.results.threat_model import threat_model_of
+from fedsim.results.threat_model import ThreatModel, threat_model_of
 from fedsim.scoring import psnr, summarize
 from fedsim.types import watcher_of
 
@@ -58,6 +58,8 @@ class Lineup:
     """The victims, and the defenses that they are shown behind."""
 
     batch_size: int
+    threat: ThreatModel
+    """Of all its pictures."""
     victims: list[Victim]
     defenses: list[Behind]
 
@@ -120,7 +122,7 @@ def lineup(runs: Sequence[Run], cells: Collection[str] | None = None) -> Lineup 
         for round in rounds
         for victim in chosen(first.run, [row for row in first.rows if row.round == round])
     ]
-    return Lineup(batch_size=size, victims=victims, defenses=defenses)
+    return Lineup(batch_size=size, threat=least, victims=victims, defenses=defenses)
 
 
 def has_image(run: Run, row: ResultRow) -> bool:
@@ -136,11 +138,11 @@ def strongest(rows: Sequence[ResultRow], stack: str) -> list[ResultRow]:
     They are of one vantage and one threat model. Attacks that do better than on another update
     come first: the others draw what they knew.
     """
-    by_attack: dict[tuple[str, ...], list[ResultRow]] = {}
+    by_attack: dict[tuple[str, str, ThreatModel], list[ResultRow]] = {}
     for row in rows:
         if row.defense.name == stack:
             # Of a secure sum the server sees masked parts, too, whose pictures are noise.
-            key = (row.attack.label, row.vantage, threat_model_of(row).title)
+            key = (row.attack.label, row.vantage, threat_model_of(row))
             by_attack.setdefault(key, []).append(row)
     return max(by_attack.values(), key=lambda rows: (_is_informed(rows), _mean_psnr(rows)))
 

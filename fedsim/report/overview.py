@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from fedsim.recording.files import write_bytes
 from fedsim.report.lineup import MOST, Lineup, lineup, recovered
 from fedsim.results.reading import load_runs
-from fedsim.words import number_of
+from fedsim.words import number_of, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,10 +65,10 @@ def save_overview(folder: Path) -> Path | None:
             f"{shown.defenses[0].defense}"
         )
     )
-    note += f", batch size {shown.batch_size}"
+    note += f", batch size {shown.batch_size}, {printable(shown.threat.title)}"
     if hidden := len(shown.defenses) - len(attacked[:_ROWS]):
         note += f"; {number_of(hidden, 'row')} without these images or without room"
-    drawn = Lineup(batch_size=shown.batch_size, victims=victims, defenses=attacked[:_ROWS])
+    drawn = replace(shown, defenses=attacked[:_ROWS])
     write_bytes(path, _draw(drawn, note))
     return path
 

@@ -112,7 +112,7 @@ def build_section(control: Control, rows: Sequence[LeaderboardRow], runs: Sequen
     row_clouds = clouds(lines, members, series)
     rates = accused(lines, members, series)
     return Section(
-        title=describe_comparison(control.comparison),
+        title=describe_comparison(control.comparison, {row.comparison for row in rows}),
         folders=[run.folder.name for run in members] if lines[0].variant else [],
         control=control,
         rows=lines,

@@ -208,11 +208,13 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
     if not rows:
         console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
     shown: dict[Subject, set[str]] = {}
-    for comparison in dict.fromkeys(row.comparison for row in rows):
+    comparisons = list(dict.fromkeys(row.comparison for row in rows))
+    for comparison in comparisons:
         members = [row for row in rows if row.comparison == comparison]
         console.print()
         title = Text("INVALID  " if comparison in invalid else "", "bold red")
-        console.print(title.append(_printable(describe_comparison(comparison)), "bold"))
+        name = _printable(describe_comparison(comparison, comparisons))
+        console.print(title.append(name, "bold"))
         if members[0].variant:
             for folder in dict.fromkeys(path for row in members for path in row.folders):
                 console.print(Text(f"in {_printable(_from_here(folder))}", "dim"), soft_wrap=True)

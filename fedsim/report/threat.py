@@ -8,6 +8,7 @@ from typing import Any
 
 from fedsim.contracts.grant import Grant
 from fedsim.results.lines import ResultRow
+from fedsim.results.threat_model import ThreatModel, threat_model_of
 from fedsim.words import number_of
 
 VANTAGES = {
@@ -114,29 +115,54 @@ def _granted(rows: Sequence[ResultRow]) -> str:
     for name, meaning in Grant.meanings(rows[0].subject).items():
         phrases = dict(zip(Grant.values()[name], meaning.words, strict=True))
         parts.append(_phrase(rows, phrases, attrgetter(f"knowledge.{name}")))
+    for entry in sorted({entry for row in rows for entry in unworded(threat_model_of(row))}):
+        having = sum(entry in threat_model_of(row).beyond for row in rows)
+        among = "" if having == len(rows) else f"in {having} of {number_of(len(rows), 'run')} "
+        parts.append(f"{among}what no honest server has by itself: {entry}")
     return _sentence(parts)
 
 
+def unworded(threat: ThreatModel) -> list[str]:
+    """Returns what a threat model has that the meanings of grants do not word.
+
+    That is what an attack brought along, and grants that this version does not know.
+    """
+    known = Grant.model_fields
+    return [entry for entry in threat.beyond if entry.partition("=")[0] not in known]
+
+
 def _conduct(rows: Sequence[ResultRow]) -> str:
+    altered = sum(row.server != "honest" for row in rows)
+    if not altered:
+        return "It follows the protocol."
     heads, imprints = (
         [row.model.parameters.get(part) or {} for row in rows if row.model]
         for part in ("head", "imprint")
     )
     planted = max((int(head.get("planted") or 0) for head in heads), default=0)
     bins = max((int(imprint.get("bins") or 0) for imprint in imprints), default=0)
+    servers = {row.server for row in rows}
     changes = []
-    if planted:
+    if "planted" in servers and not planted:
+        changes.append("it has chosen weights of the head (planted)")
+    elif planted:
         changes.append(
             f"the weights of {number_of(planted, 'hidden neuron')} of the head are of its own "
             "choice (planted)"
         )
-    if bins:
+    if "modified" in servers and not bins:
+        changes.append("it has put a module into the model (imprint)")
+    elif bins:
         changes.append(
             f"it has put a module of {number_of(bins, 'neuron')} in front of the model, whose "
             "gradient shows "
             "images (imprint)"
         )
-    return f"It follows the protocol{', but ' if changes else ''}{', and '.join(changes)}."
+    honest = len(rows) - altered
+    if honest:
+        counted = f"In {honest} of {number_of(len(rows), 'run')} it follows the protocol"
+        return f"{counted}; in the others it is malicious: {', or '.join(changes)}."
+    return f"It follows the protocol, but {', and '.join(changes)}: a malicious server."
 
 
 def _sentence(parts: Sequence[str]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, Literal, Self
+from pathlib import Path, PurePath
+from typing import Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -84,11 +85,35 @@ class AttackOf(RowPart):
     @model_validator(mode="before")
     @classmethod
     def _default_brought(cls, fields: Any) -> Any:
-        """Rows that do not say what was brought name it in a parameter, if anything was."""
-        public = nested(fields, "parameters", "public")
-        if not isinstance(fields, dict) or "brought" in fields or not isinstance(public, str):
+        """Rows that do not say what was brought name it in a parameter, if anything was.
+
+        That is the public data that something was trained on or, if no parameter names these, each
+        file that one names.
+        """
+        if not isinstance(fields, dict) or "brought" in fields:
             return fields
-        return {**fields, "brought": (f"public={public}",)}
+        parameters = fields.get("parameters")
+        if not isinstance(parameters, dict):
+            return fields
+        if isinstance(public := parameters.get("public"), str):
+            return {**fields, "brought": (f"public={public}",)}
+        brought = [f"{key}={name}" for key, value in parameters.items() for name in _files(value)]
+        return {**fields, "brought": tuple(brought)}
+
+
+def _files(value: object) -> Iterator[str]:
+    """Yields the names of what reads as files in a parameter, wherever they lie."""
+    if isinstance(value, str):
+        path = PurePath(value)
+        if path.name and ("/" in value or _SUFFIX.fullmatch(path.suffix)):
+            yield path.name
+    elif isinstance(value, list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _files(item)
+
+
+_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
+"""Of a file; `0.5` has none."""
 
 
 class ModelOf(RowPart):
@@ -202,8 +227,8 @@ class ResultRow(RowPart):
     attack: AttackOf
     vantage: str
     server: Server = "honest"
-    """What the server has done to the model; derived from the model's parameters if the row does
-    not say."""
+    """What the server has done to the model: what the row says, or what the model's parameters say
+    if that is more."""
     knowledge: KnowledgeOf
     batch_size: int
     round: int
@@ -233,12 +258,15 @@ class ResultRow(RowPart):
 
     @model_validator(mode="before")
     @classmethod
-    def _default_server(cls, row: Any) -> Any:
-        if not isinstance(row, dict) or "server" in row:
-            return row
+    def _least_server(cls, row: Any) -> Any:
         parameters = nested(row, "model", "parameters")
-        server = server_of(parameters) if isinstance(parameters, dict) else "honest"
-        return {**row, "server": server}
+        if not isinstance(row, dict) or not isinstance(parameters, dict):
+            return row
+        stated, least = row.get("server", "honest"), server_of(parameters)
+        known = get_args(Server)
+        if stated in known and known.index(stated) < known.index(least):
+            return {**row, "server": least}
+        return row
 
     @property
     def ok(self) -> bool:

@@ -6,6 +6,8 @@ is the default, and comes first.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -87,14 +89,32 @@ def threat_model_of(row: ResultRow) -> ThreatModel:
     within: list[str] = []
     beyond = list(row.knowledge.beyond_honest())
     for name, value in row.knowledge.model_dump().items():
-        entry = f"{name}={value}"
+        entry = f"{_worded(name)}={_worded(value)}"
         if name not in default or (value != default[name] and entry not in beyond):
             (within if name in default else beyond).append(entry)
     return ThreatModel(
         altered=list(_DONE).index(row.server),
-        beyond=_sorted(beyond + [f"own {thing}" for thing in row.attack.brought]),
+        beyond=_sorted(beyond + [f"{_OWN}{thing}" for thing in row.attack.brought]),
         within=_sorted(within),
     )
+
+
+_OWN = "own "
+
+
+def own(entry: str) -> bool:
+    """Whether an entry of what an attacker had is what the attack brought, and was not granted."""
+    return entry.startswith(_OWN)
+
+
+def _worded(value: object) -> str:
+    """Words what a grant is called or has: quoted if other things would read like it."""
+    plain = not isinstance(value, str) or (_WORD.fullmatch(value) and value not in _OTHERS)
+    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+
+
+_WORD = re.compile(r"[^\W\d][\w./+-]*")
+_OTHERS = ("True", "False", "None")
 
 
 def _sorted(entries: Iterable[str]) -> tuple[str, ...]:

@@ -80,11 +80,13 @@ class Guesser:
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
-        parts = b"".join(part.contiguous().numpy().tobytes() for part in (images, labels))
+        parts = b"".join(
+            part.contiguous().numpy().tobytes() for part in (images, labels, self.mean)
+        )
         self._content = repr(images.shape), hashlib.sha256(parts).digest()
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` guesses from the same images."""
+        """Whether `other` guesses from the same images, and has the same mean of all."""
         return isinstance(other, Guesser) and other._content == self._content
 
     def __hash__(self) -> int:

@@ -12,9 +12,15 @@ import pytest
 from answer_rows import WORKS, answered, trials
 
 from fedsim.board.data import board_data
+from fedsim.cli import outcome
+from fedsim.cli.outcome import TableFormat
 from fedsim.report import leaderboard_rows, load_runs, render, write_report
 from fedsim.report.answers import answers_of
+from fedsim.report.dossier import write_dossier
 from fedsim.report.limits import broken_limits, grown
+from fedsim.report.loggers.entries import entries
+from fedsim.report.threat import threat_model
+from fedsim.results.reading import measurements
 from fedsim.results.threat_model import HONEST
 
 WEAK, STRONG = [12.1, 11.9, 12.0], [38.0, 39.0, 40.0]
@@ -78,8 +84,12 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
     rows = leaderboard_rows([mixed])
     title = rows[-1].threat.differs or "by a malicious server"
     table = render(rows, width=160)
+    assert "s, faces, lenet, honest server" in table
+    assert "s, faces, lenet, honest server" in outcome.leaderboard([mixed], TableFormat.table)
     assert title in table and table.index("inverting_gradients") < table.index(title)
-    assert title in write_report(mixed).read_text()
+    for page in (write_report(mixed), write_dossier(mixed)[0]):
+        text = page.read_text()
+        assert title in text and "s, faces, lenet, honest server" in text
     views = board_data([mixed])
     texts = views["texts"]
     assert {texts[view["threat"]] for view in views["views"]} == {row.threat.title for row in rows}
@@ -102,3 +112,100 @@ def test_runs_of_two_threat_models_have_nothing_to_compare(tmp_path: Path) -> No
     lines = grown(before, after)
     assert "dp, strong, batch size 1, round 1: not measured any more" in lines
     assert not any("gain" in line for line in lines if line.startswith("dp"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vantage": "client"}, "another participant"),
+        ({"vantage": "eavesdropper"}, "an eavesdropper on the wire"),
+    ],
+)
+@pytest.mark.parametrize("case", GRANTS, ids=str)
+def test_whoever_looks_the_headline_says_what_else_was_had(
+    changes: dict[str, Any], words: str, case: dict[str, Any], tmp_path: Path
+) -> None:
+    found = answered(tmp_path / "run", granted(case, **changes))
+    title = leaderboard_rows([tmp_path / "run"])[0].threat.differs
+    for answer in found:
+        assert answer.attacker.startswith(words)
+        done = {"planted": "server has planted weights", "modified": "server has put a module"}
+        assert (title or done[case["server"]]) in answer.brief
+
+
+@pytest.mark.parametrize("case", GRANTS, ids=str)
+def test_who_attacks_names_all_that_was_had(case: dict[str, Any], tmp_path: Path) -> None:
+    answered(tmp_path / "run", granted(case))
+    said = " ".join(text for _, text in threat_model(measurements(load_runs([tmp_path / "run"]))))
+    entry = {
+        "labels": "true labels",
+        "public": "test split",
+        "side_channel": "side_channel=power",
+        "planted": "planted",
+        "modified": "module",
+        "weights=prior.pt": "own weights=prior.pt",
+    }
+    key = next(iter(case.get("knowledge", {})), None) or case.get("server") or case["brought"][0]
+    assert entry[key] in said
+    assert ("It follows the protocol." in said) is ("server" not in case)
+
+
+def test_who_attacks_counts_rows_of_a_malicious_server(tmp_path: Path) -> None:
+    answered(tmp_path / "run", [*granted({"server": "planted"}), *WORKS])
+    knows = dict(threat_model(measurements(load_runs([tmp_path / "run"]))))["Knows"]
+    assert "In 5 of 11 runs it follows the protocol" in knows
+
+
+@pytest.mark.parametrize("case", GRANTS, ids=str)
+def test_a_dossier_says_beside_each_figure_what_was_had(
+    case: dict[str, Any], tmp_path: Path
+) -> None:
+    answered(tmp_path / "run", granted(case))
+    row = leaderboard_rows([tmp_path / "run"])[0]
+    page, _ = write_dossier(tmp_path / "run")
+    text = page.read_text()
+    table = text[text.index("Batch / round") :]
+    assert f"strong ({', '.join(row.threat.beyond) or row.server})" in table
+
+
+def test_figures_of_two_threat_models_have_two_names(mixed: Path) -> None:
+    lines = [
+        *granted({"knowledge": {"labels": "known"}}),
+        *trials(WEAK, attack="strong"),
+    ]
+    answered(mixed, lines)
+    (run,) = load_runs([mixed])
+    named = [(figure.name, figure.round) for figure in entries(run).figures]
+    assert len(set(named)) == len(named)
+
+
+def test_a_trial_without_a_score_hides_no_leak_of_another(tmp_path: Path) -> None:
+    leaks, nothing = trials([40.0, 12.0], attack="strong")
+    nothing["metrics"] = {"psnr": None}
+    answered(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, nothing])
+    (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
+    assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
+
+
+def test_a_failure_without_a_guess_hides_no_leak_of_another(tmp_path: Path) -> None:
+    leaks, failed = trials([40.0, None], attack="strong")
+    failed["baseline"] = None
+    answered(tmp_path / "run", [*WORKS, *trials(WEAK), leaks, failed])
+    (line,) = broken_limits([tmp_path / "run"], max_psnr=20.0)
+    assert line.startswith("dp, strong") and "40.0 dB, above 20" in line
+
+
+def test_one_threat_model_alone_is_named_if_it_is_another(tmp_path: Path) -> None:
+    answered(tmp_path / "run", WORKS)
+    assert "honest server" not in render(leaderboard_rows([tmp_path / "run"]), width=160)
+
+
+def test_a_dossier_mixes_no_threat_models_unsaid(tmp_path: Path) -> None:
+    rows = [*WORKS, *trials(WEAK), *granted({"knowledge": {"side_channel": "power"}})]
+    for row in rows:
+        row["metrics"]["membership_auc"] = 0.9 if row["attack"]["name"] == "strong" else 0.5
+    answered(tmp_path / "run", rows)
+    text = write_dossier(tmp_path / "run")[0].read_text()
+    assert "AUC 0.50 to 0.90 (a coin: 0.50), over 2 threat models" in text
+    assert "does not know (side_channel=power)" in text
+    assert "what no honest server has by itself (side_channel=power)" in text

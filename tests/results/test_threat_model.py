@@ -137,6 +137,31 @@ def test_rows_that_do_not_say_what_was_brought_name_it_in_a_parameter() -> None:
     assert of(attack=declines) == HONEST
 
 
+def test_a_file_in_a_row_that_does_not_say_what_was_brought_is_brought() -> None:
+    parameters = {"weights": "~/nets/prior.safetensors", "iterations": 3, "rate": "0.5", "k": "a"}
+    earlier = {"name": "g", "label": "g", "parameters": parameters}
+    assert of(attack=earlier).beyond == ("own weights=prior.safetensors",)
+    nested = {"name": "g", "label": "g", "parameters": {"nets": [{"file": "a/b.pt"}]}}
+    assert of(attack=nested).beyond == ("own nets=b.pt",)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "server"),
+    [({"head": {"planted": 64}}, "planted"), ({"imprint": {"bins": 8}}, "modified")],
+)
+def test_no_row_is_honest_by_its_word_alone(parameters: Mapping[str, Any], server: str) -> None:
+    assert of(model={"name": "lenet", "parameters": parameters}, server="honest").server == server
+    assert of(model={"name": "lenet", "parameters": {}}, server=server).server == server
+
+
+def test_values_that_read_alike_are_told_apart() -> None:
+    assert of(knowledge={"clock": True}) != of(knowledge={"clock": "True"})
+    assert of(knowledge={"a": "1, b=2"}) != of(knowledge={"a": "1", "b": "2"})
+    assert of(knowledge={"own public": "x"}) != of(
+        attack={"name": "a", "label": "a", "brought": ["public=x"]}
+    )
+
+
 def test_attacks_say_what_they_bring(tmp_path: Path) -> None:
     weights = tmp_path / "generator.safetensors"
     weights.touch()
@@ -154,4 +179,30 @@ def test_a_file_that_a_parameter_names_is_brought(tmp_path: Path) -> None:
     there.touch()
     assert Pretrained(network=str(there)).brings() == ("network=network.pt",)
     assert Pretrained(network="x" * 5000).brings() == ()
+    assert Pretrained().brings() == ()
     assert InvertingGradients().brings() == ()
+
+
+def test_folders_paths_and_lists_of_files_are_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Collecting(InvertingGradients):
+        folder: str = ""
+        network: Path | None = None
+        ensemble: tuple[str, ...] = ()
+        options: dict[str, Any] | None = None
+        mode: Literal["photos", "none"] = "photos"
+
+    (tmp_path / "photos").mkdir()
+    for name in ("a.pt", "b.pt", "c.pt"):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    assert Collecting().brings() == ()
+    assert Collecting(folder="photos").brings() == ("folder=photos",)
+    attack = Collecting(
+        folder=str(tmp_path / "photos"),
+        network=tmp_path / "a.pt",
+        ensemble=(str(tmp_path / "b.pt"), "none"),
+        options={"prior": {"file": str(tmp_path / "c.pt")}},
+    )
+    assert attack.brings() == ("folder=photos", "network=a.pt", "ensemble=b.pt", "options=c.pt")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from fedsim.report.dossier.document import Block, Facts, Heading, Paragraph, Table
 from fedsim.report.dossier.evidence import Evidence
 from fedsim.report.dossier.literature import SOURCE, coverage
-from fedsim.report.threat import threat_model
+from fedsim.report.threat import threat_model, unworded
+from fedsim.results.threat_model import own
 
 
 def attackers(evidence: Evidence) -> tuple[Block, ...]:
@@ -48,6 +49,14 @@ def attackers(evidence: Evidence) -> tuple[Block, ...]:
             Paragraph(
                 f"Some attacks were given what only the victim knows ({', '.join(secrets)}). "
                 "None of A to H has that. Their figures are an upper bound."
+            )
+        )
+    unknown = sorted({e for line in evidence.lines for e in unworded(line.threat) if not own(e)})
+    if unknown:
+        blocks.append(
+            Paragraph(
+                f"Some attacks were granted what this version of fedsim does not know "
+                f"({', '.join(unknown)}). None of A to H is said to have that."
             )
         )
     return tuple(blocks)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fedsim.report import facts
 from fedsim.report.answers import Answer
-from fedsim.report.control import describe_comparison, invalid_reasons
+from fedsim.report.control import invalid_reasons
 from fedsim.report.dossier.attackers import attackers
 from fedsim.report.dossier.document import (
     Block,
@@ -85,7 +85,7 @@ def _short(evidence: Evidence) -> tuple[Block, ...]:
     blocks: list[Block] = [*_banners(evidence)]
     for control in evidence.valid:
         if len(evidence.controls) > 1:
-            blocks.append(Heading(describe_comparison(control.comparison)))
+            blocks.append(Heading(evidence.title(control)))
         for answer in evidence.answers(control):
             if answer.finding == "no answer":
                 blocks.append(Paragraph(answer.sentence))

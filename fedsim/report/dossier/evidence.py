@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fedsim.report import facts
 from fedsim.report.answers import Answer, answers, runs_of
-from fedsim.report.control import Control, positive_controls
+from fedsim.report.control import Control, describe_comparison, positive_controls
 from fedsim.report.dossier.repetition import Numbered, numbered
 from fedsim.report.leaderboard import aggregate
 from fedsim.report.page import confidence_of
@@ -70,6 +70,10 @@ class Evidence:
     def of(self, control: Control) -> list[LeaderboardRow]:
         """Returns the lines of the comparison that `control` judges."""
         return [line for line in self.lines if line.comparison == control.comparison]
+
+    def title(self, control: Control) -> str:
+        """Names the comparison that `control` judges, beside the others here."""
+        return describe_comparison(control.comparison, [each.comparison for each in self.controls])
 
     def answers(self, control: Control) -> list[Answer]:
         """Returns the answer for each defense of a comparison."""

@@ -93,10 +93,12 @@ def _context(lines: Sequence[LeaderboardRow]) -> Row:
 
 def _information(lines: Sequence[LeaderboardRow]) -> Row:
     granted = sorted({secret for line in lines for secret in line.knowledge.from_truth()})
-    public = any(line.knowledge.public != "none" for line in lines)
+    others = sorted({entry for line in lines for entry in line.threat.beyond} - set(granted))
     parts = ["The attacker knows the model, its weights and how clients train."]
-    if public:
-        parts.append("It has other data of the same kind.")
+    if others:
+        among = "" if all(set(others) <= set(line.threat.beyond) for line in lines) else "In part "
+        has = "it also has" if among else "It also has"
+        parts.append(f"{among}{has} what no honest server has by itself ({', '.join(others)}).")
     if granted:
         parts.append(
             f"In part it is given what only the victim knows ({', '.join(granted)}): an upper "
@@ -164,10 +166,12 @@ def _design(runs: Sequence[Run]) -> Row:
 
 
 def _membership(lines: Sequence[LeaderboardRow]) -> Row:
-    areas = [area.mean for line in lines if (area := line.metrics["membership_auc"])]
+    told = [(area.mean, line.threat) for line in lines if (area := line.metrics["membership_auc"])]
+    areas, models = [area for area, _ in told], {threat for _, threat in told}
+    over = f", over {number_of(len(models), 'threat model')} (chapter 6)" if len(models) > 1 else ""
     return (
         "Resistance to membership inference",
-        f"AUC {min(areas):.2f} to {max(areas):.2f} (a coin: 0.50)."
+        f"AUC {min(areas):.2f} to {max(areas):.2f} (a coin: 0.50){over}."
         if areas
         else "Not measured in this run.",
         "Membership in the finished model.",

@@ -6,7 +6,7 @@ import base64
 from collections.abc import Sequence
 
 from fedsim.report import facts
-from fedsim.report.control import Control, describe_comparison, warnings
+from fedsim.report.control import Control, warnings
 from fedsim.report.dossier.document import (
     Block,
     Heading,
@@ -44,7 +44,7 @@ def outcomes(evidence: Evidence) -> tuple[Block, ...]:
     failed = [control for control in evidence.controls if control.status != "passed"]
     for control in evidence.valid:
         if len(evidence.controls) > 1:
-            blocks.append(Heading(describe_comparison(control.comparison)))
+            blocks.append(Heading(evidence.title(control)))
         blocks.append(Paragraph(f"The attacks work without a defense: {control.reason}."))
         blocks += _of_comparison(evidence, control)
     if failed:
@@ -52,7 +52,7 @@ def outcomes(evidence: Evidence) -> tuple[Block, ...]:
         for control in failed:
             blocks.append(
                 Notice(
-                    f"INVALID: {describe_comparison(control.comparison)}",
+                    f"INVALID: {evidence.title(control)}",
                     (sentence(control.reason),),
                 )
             )
@@ -89,7 +89,8 @@ def _table(evidence: Evidence, control: Control) -> Table:
     rows = []
     for line in evidence.of(control):
         name, found, guess, other, worst = _figures(line)
-        grants = [*line.knowledge.from_truth(), *([line.sight] if line.sight else [])]
+        done = [line.server] if line.threat.malicious else []
+        grants = [*done, *line.threat.beyond, *([line.sight] if line.sight else [])]
         rows.append(
             (
                 line.defense,

@@ -121,7 +121,8 @@ def _of_line(line: LeaderboardRow) -> Iterator[Figure]:
 
 def _name(line: LeaderboardRow) -> str:
     sight = f"{line.sight}/" if line.sight else ""
-    return f"{line.defense}/{line.attack}/{sight}b{line.batch_size}"
+    threat = "" if line.threat.is_default else f"{line.threat.title.replace('/', '_')}/"
+    return f"{line.defense}/{line.attack}/{threat}{sight}b{line.batch_size}"
 
 
 def _parts(summary: Summary | None) -> list[tuple[str, float]]:

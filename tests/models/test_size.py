@@ -1,0 +1,64 @@
+"""A model's size is counted as torch computes it, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedsim.models.size import counted
+
+
+class Layer(nn.Module):
+    """Applies a function that a third party's model calls in its own way."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+WEIGHT = torch.zeros(6, 5)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: F.relu(input=x),
+        lambda x: F.gelu(input=x),
+        lambda x: F.linear(x, weight=WEIGHT.to(x.device)),
+        lambda x: F.linear(input=x, weight=WEIGHT.to(x.device)),
+        lambda x: F.linear(x, WEIGHT[0].to(x.device)),
+        lambda x: torch.sigmoid(x.long()),
+        lambda x: torch.tanh(x, out=x.new_empty(x.shape)),
+        lambda x: F.batch_norm(input=x, running_mean=None, running_var=None, training=True),
+    ],
+)
+def test_functions_are_counted_however_they_are_called(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    size = counted(lambda: Layer(function), (3, 4, 5))
+    real = function(torch.zeros(1, 3, 4, 5))
+    assert size is not None
+    assert size.image == real.numel() * real.element_size()
+
+
+def test_numbers_that_are_there_are_computed() -> None:
+    def build() -> nn.Module:
+        shares = torch.sigmoid(torch.zeros(2, device="cpu"))
+        return nn.Linear(4, int(shares.sum() * 10))
+
+    size = counted(build, (1, 1, 4))
+    assert size is not None and size.state == 4 * (4 * 10 + 10)
+
+
+@pytest.mark.parametrize(
+    "broken", [lambda: nn.BatchNorm2d(4), lambda: nn.GroupNorm(2, 4), lambda: nn.Linear(4, 2)]
+)
+def test_a_layer_that_does_not_fit_its_input_has_no_size(broken: Callable[[], nn.Module]) -> None:
+    assert counted(broken, (3, 4, 5)) is None
