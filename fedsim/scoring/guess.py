@@ -80,9 +80,7 @@ class Guesser:
             indices = torch.randperm(len(images), generator=stream)[:max_images].sort().values
             images, labels = images[indices], labels[indices]
         self._images, self._labels = images, labels
-        parts = b"".join(
-            part.contiguous().numpy().tobytes() for part in (images, labels, self.mean)
-        )
+        parts = b"".join(t.contiguous().numpy().tobytes() for t in (images, labels, self.mean))
         self._content = repr(images.shape), hashlib.sha256(parts).digest()
 
     def __eq__(self, other: object) -> bool:
