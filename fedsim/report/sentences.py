@@ -149,7 +149,7 @@ def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
         f"{best.attack_on}, batch size {best.batch_size}"
     )
     if told.false:
-        return f"{text}; {told.false} of these certificates are false"
+        return f"{text}; false certificates among them: {told.false}"
     if not told.certified:
         return f"{text}: the attacker does not know which are right"
     return f"{text}: the attacker knows that these are right"

@@ -17,6 +17,7 @@ from fedsim.scoring.features import feature_cosine
 from fedsim.scoring.matching import MISSING
 from fedsim.scoring.outcome import ScoringError
 from fedsim.types import GroundTruth, Reconstruction
+from fedsim.words import number_of
 
 COSINE = 0.999
 """Least cosine of features that are right."""
@@ -62,7 +63,7 @@ def certificate(
     for name, mask in stated.items():
         if mask.dtype != torch.bool or mask.shape != parts[0].shape[:1]:
             raise ScoringError(
-                f"{name}: expected a truth value for each of {len(parts[0])} images, got "
+                f"{name}: expected {number_of(len(parts[0]), 'truth value')}, one an image, got "
                 f"{mask.dtype} of shape {tuple(mask.shape)}"
             )
     order = assignment or range(len(parts[0]))

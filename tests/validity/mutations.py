@@ -42,7 +42,7 @@ STATED = "tests/validity/test_stated_epsilon.py"
 
 FOREIGN = "tests/validity/test_foreign_attacks.py"
 
-CERTIFICATES = "tests/validity/test_certificates.py"
+CERTIFICATES = "tests/validity/test_false_certificates.py"
 
 BAD_INPUT = "tests/test_bad_input.py"
 EXTREMES = "tests/privacy/test_extremes.py"

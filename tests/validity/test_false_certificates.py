@@ -65,7 +65,7 @@ def test_features_at_another_length_are_not_right() -> None:
 def test_who_says_nothing_has_no_certificate() -> None:
     silent = replace(answer([True, True, True]), determined=None, certified=None)
     assert certificate(silent, truth([0, 1, 2], [0, 1, 2])) is None
-    with pytest.raises(ScoringError, match="certified: expected a truth value for each of 3"):
+    with pytest.raises(ScoringError, match="certified: expected 3 truth values"):
         certificate(answer([True, True]), truth([0, 1, 2], [0, 1, 2]))
 
 

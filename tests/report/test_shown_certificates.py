@@ -1,0 +1,82 @@
+"""What an attacker knows of its own answer, from a row to whoever reads a report."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from answer_rows import trial
+
+from fedsim.board.data import board_data
+from fedsim.report import leaderboard_rows, render
+from fedsim.report.cells import columns
+from fedsim.report.sentences import certificate_sentence
+
+EIGHT = {"images": 4, "determined": 4, "certified": 4, "false": 0, "per_image": {}}
+
+
+def folder_of(root: Path, *told: dict[str, Any] | None) -> Path:
+    """A run of a trial for each certificate, and of an attack that has none."""
+    rows = [
+        trial(30.0, trial=number, defense="none", attack="classifier_fit", feature_cosine=1.0)
+        | {"certificate": certificate}
+        for number, certificate in enumerate(told)
+    ]
+    old = [trial(25.0, trial=number, defense="none") for number in range(2)]
+    assert all("certificate" not in row for row in old)
+    root.mkdir(parents=True, exist_ok=True)
+    lines = "".join(f"{json.dumps(row)}\n" for row in [*rows, *old])
+    (root / "results.jsonl").write_text(lines, encoding="utf-8")
+    (root / "rounds.jsonl").write_text("", encoding="utf-8")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("second", "figure", "sentence"),
+    [
+        (EIGHT, "8/8", "certified 8 of 8 images of features by classifier_fit, batch size 1: the "
+         "attacker knows that these are right"),
+        (EIGHT | {"false": 1}, "8/8", "false certificates among them: 1"),
+        (EIGHT | {"certified": 1}, "5/8", "certified 5 of 8 images"),
+        (None, "4/4", "certified 4 of 4 images"),
+    ],
+)  # fmt: skip
+def test_it_is_in_table_page_and_words(
+    second: dict[str, Any] | None, figure: str, sentence: str, tmp_path: Path
+) -> None:
+    folder = folder_of(tmp_path / "run", EIGHT, second)
+    rows = leaderboard_rows([folder])
+    assert sentence in (certificate_sentence(rows) or "")
+    wrong = bool(second and second["false"])
+    assert f"{figure} !1" in render(rows, width=240) if wrong else figure in render(rows, width=240)
+    (column,) = (each for each in columns(rows, {}) if each.heading == "Certified")
+    beside = dict(column.cells)
+    assert ("1 false!" in beside[figure]) == wrong
+    assert "–" in beside, "an attack that certifies nothing has no figure"
+    shown = [row["certified"] for row in board_data([folder])["rows"]]
+    assert sorted(map(str, shown)) == sorted(
+        [str([*map(int, figure.split("/")), int(wrong)]), "None"]
+    )
+
+
+def test_json_and_csv_have_the_sums(tmp_path: Path) -> None:
+    rows = leaderboard_rows([folder_of(tmp_path / "run", EIGHT, EIGHT | {"determined": None})])
+    document = json.loads(render(rows, "json"))
+    assert [row["certificates"] for row in document["rows"]] == [
+        {"images": 8, "determined": 4, "certified": 8, "false": 0},
+        None,
+    ]
+    first, second = csv.DictReader(io.StringIO(render(rows, "csv")))
+    assert first["certificates_certified"] == "8" and second["certificates_certified"] == ""
+
+
+def test_none_certified_is_said_and_none_offered_is_not(tmp_path: Path) -> None:
+    nothing = EIGHT | {"certified": 0}
+    words = certificate_sentence(leaderboard_rows([folder_of(tmp_path / "a", nothing)]))
+    assert words is not None and "does not know which are right" in words
+    silent = EIGHT | {"certified": None, "false": None}
+    assert certificate_sentence(leaderboard_rows([folder_of(tmp_path / "b", silent)])) is None
