@@ -106,7 +106,8 @@ def _apart(fit: Fits) -> Tensor:
     features, labels = fit.features[0], fit.labels[0]
     near = torch.cdist(features, features) <= _RIGHT * features.norm(dim=1, keepdim=True)
     twins = near & (labels[:, None] == labels)
-    return twins.sum(1) == 1
+    alone: Tensor = twins.sum(1) == 1
+    return alone
 
 
 def _sought(problem: Consistency, fit: Fits, others: Tensor) -> Fits:

@@ -98,9 +98,13 @@ class Answer:
         if self.finding == "no answer":
             return (("Shown by", self.labels),) if self.labels else ()
         certificates = self.judgement.certificates
-        shown = (("Shown by", self.evidence),) if self.evidence else ()
-        shown += (("It knows", certificates),) if certificates else ()
-        return (*shown, ("It costs", self.costs), ("It promises", self.guarantee))
+        named = (
+            ("Shown by", self.evidence),
+            ("It knows", certificates),
+            ("It costs", self.costs),
+            ("It promises", self.guarantee),
+        )
+        return tuple((name, text) for name, text in named if text)
 
     @property
     def reliance(self) -> str:

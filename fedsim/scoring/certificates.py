@@ -105,7 +105,8 @@ def _alike(features: Tensor, truth: Tensor) -> Tensor:
     pairs = [feature_cosine(each.expand(count, -1), truth) for each in features]
     cosines = torch.stack(pairs) if pairs else truth.new_zeros(0, count)
     lengths = features.norm(dim=1)[:, None] / truth.norm(dim=1).clamp_min(1e-300)
-    return (cosines >= COSINE) & ((lengths - 1).abs() <= LENGTH)
+    alike: Tensor = (cosines >= COSINE) & ((lengths - 1).abs() <= LENGTH)
+    return alike
 
 
 def _most_pairs(right: Tensor) -> int:
