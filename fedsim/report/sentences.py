@@ -155,10 +155,12 @@ def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     return f"{text}: the attacker knows that these are right"
 
 
-def _certified_share(row: LeaderboardRow) -> tuple[float, int]:
+def _certified_share(row: LeaderboardRow) -> tuple[bool, float, int]:
+    """Ranks what is known: features before labels alone, then the share of images, then how many."""
     told = row.certificates
     assert told is not None and told.certified is not None
-    return told.certified / max(1, told.images), told.certified
+    features = told.certified > 0 and row.metrics["feature_cosine"] is not None
+    return features, told.certified / max(1, told.images), told.certified
 
 
 def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:

@@ -80,3 +80,12 @@ def test_none_certified_is_said_and_none_offered_is_not(tmp_path: Path) -> None:
     assert words is not None and "does not know which are right" in words
     silent = EIGHT | {"certified": None, "false": None}
     assert certificate_sentence(leaderboard_rows([folder_of(tmp_path / "b", silent)])) is None
+
+
+def test_features_are_named_before_labels_alone(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "run", EIGHT | {"certified": 3})
+    labels = trial(30.0, defense="none", attack="label_inference", label_accuracy=1.0)
+    with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(labels | {"certificate": EIGHT | {"determined": None}}) + "\n")
+    words = certificate_sentence(leaderboard_rows([folder]))
+    assert words is not None and "certified 3 of 4 images of features by classifier_fit" in words
