@@ -156,7 +156,7 @@ def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
 
 
 def _certified_share(row: LeaderboardRow) -> tuple[bool, float, int]:
-    """Ranks what is known: features before labels alone, then the share of images, then how many."""
+    """Ranks what is known: features before labels alone, then the share of images, and how many."""
     told = row.certificates
     assert told is not None and told.certified is not None
     features = told.certified > 0 and row.metrics["feature_cosine"] is not None
