@@ -288,5 +288,7 @@ def test_equations_must_be_left_over_whatever_rivals_are_found(
     test_two_images_of_one_gradient_are_not_certified(2)
     test_two_labelings_of_one_gradient_are_not_certified()
     monkeypatch.setattr(_certificates, "overdetermined", lambda *_: True)
+    test_two_images_of_one_gradient_are_not_certified(2)
+    monkeypatch.setattr(ClassifierGradient, "unique", True)
     with pytest.raises(AssertionError):
         test_two_images_of_one_gradient_are_not_certified(2)
