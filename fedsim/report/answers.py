@@ -95,15 +95,12 @@ class Answer:
     @property
     def grounds(self) -> tuple[tuple[str, str], ...]:
         """What stands under `brief` on a page: each with its name."""
+        # A certificate needs no control: the attacker has it before anybody scores.
+        knows = ("It knows", self.judgement.certificates)
+        costs = (("It costs", self.costs), ("It promises", self.guarantee))
+        named: tuple[tuple[str, str | None], ...] = (("Shown by", self.evidence), knows, *costs)
         if self.finding == "no answer":
-            return (("Shown by", self.labels),) if self.labels else ()
-        certificates = self.judgement.certificates
-        named = (
-            ("Shown by", self.evidence),
-            ("It knows", certificates),
-            ("It costs", self.costs),
-            ("It promises", self.guarantee),
-        )
+            named = (("Shown by", self.labels), knows)
         return tuple((name, text) for name, text in named if text)
 
     @property

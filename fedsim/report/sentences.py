@@ -143,7 +143,7 @@ def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
         for word, name in (("features", "feature_cosine"), ("labels", "label_accuracy"))
         if best.metrics[name]
     ]
-    what = f" of {' and '.join(parts)}" if parts else ""
+    what = f" ({' and '.join(parts)})" if parts else ""
     text = (
         f"certified {told.certified} of {number_of(told.images, 'image')}{what} by "
         f"{best.attack_on}, batch size {best.batch_size}"
@@ -156,7 +156,7 @@ def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
 
 
 def _certified_share(row: LeaderboardRow) -> tuple[bool, float, int]:
-    """Ranks what is known: features before labels alone, then the share of images, and how many."""
+    """Ranks what is known: features before labels alone, then by the share of images."""
     told = row.certificates
     assert told is not None and told.certified is not None
     features = told.certified > 0 and row.metrics["feature_cosine"] is not None

@@ -38,7 +38,7 @@ def folder_of(root: Path, *told: dict[str, Any] | None) -> Path:
 @pytest.mark.parametrize(
     ("second", "figure", "sentence"),
     [
-        (EIGHT, "8/8", "certified 8 of 8 images of features by classifier_fit, batch size 1: the "
+        (EIGHT, "8/8", "certified 8 of 8 images (features) by classifier_fit, batch size 1: the "
          "attacker knows that these are right"),
         (EIGHT | {"false": 1}, "8/8", "false certificates among them: 1"),
         (EIGHT | {"certified": 1}, "5/8", "certified 5 of 8 images"),
@@ -88,4 +88,4 @@ def test_features_are_named_before_labels_alone(tmp_path: Path) -> None:
     with (folder / "results.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(labels | {"certificate": EIGHT | {"determined": None}}) + "\n")
     words = certificate_sentence(leaderboard_rows([folder]))
-    assert words is not None and "certified 3 of 4 images of features by classifier_fit" in words
+    assert words is not None and "certified 3 of 4 images (features) by classifier_fit" in words
