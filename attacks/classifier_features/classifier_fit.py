@@ -10,7 +10,7 @@ far rounding and noise leave the features open is computed for each image (`cert
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -72,6 +72,8 @@ class ClassifierSolver(FeatureSolver):
     tried: set[tuple[int, ...]] = field(default_factory=set)
     best: Fits | None = None
     """Of one start."""
+    other: Consistency | None = None
+    """What is searched as well where `problem` ends unexplained: starts lead elsewhere there."""
     over: bool = False
 
     @property
@@ -128,6 +130,26 @@ class ClassifierSolver(FeatureSolver):
             elif self.problem.classifier.noise:
                 self._shrink(self.problem)
         self.over = True
+        if self.other is not None and not explained(self.problem, float(self.loss)):
+            self._search_other(self.other)
+
+    def _search_other(self, problem: Consistency) -> None:
+        """Searches once more, in another problem; keeps what explains more."""
+        search = replace(
+            self,
+            problem=problem,
+            other=None,
+            loss=torch.full_like(self.loss, torch.inf),
+            waiting=[torch.repeat_interleave(self.likely)],
+            tried=set(),
+            best=None,
+            over=False,
+        )
+        while not search.finished:
+            search.improve()
+        self.iteration = search.iteration
+        if float(search.loss) < float(self.loss):
+            self.problem, self.best, self.loss = problem, search.best, search.loss
 
     def _shrink(self, problem: Profile) -> None:
         """Goes on with what is known of features beforehand: that they differ only so much."""
@@ -220,6 +242,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         labels = infer_labels(observation).sort()[0]
         small = classifier.num_images * len(classifier.weights) <= _MANY
         whole = small and not classifier.rates and classifier.factors <= 1
+        clipped = classifier.factors == 1 and classifier.exact
         if classifier.removed and not whole:
             raise AttackFailed(
                 "a defense sets entries to zero, which is made up for after one local step without "
@@ -229,6 +252,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         return ClassifierSolver(
             loss=torch.full((), torch.inf),
             problem=Profile(classifier) if whole else Consistency(classifier),
+            other=Consistency(classifier) if whole and clipped else None,
             pool=pool,
             rng=rng,
             starts=self.starts,

@@ -101,7 +101,8 @@ def test_images_are_as_near_as_behind_a_planted_head() -> None:
 
 
 def test_where_no_feature_is_told_the_whole_update_is_compared() -> None:
-    observation, truth = observe([{"name": "gradient_pruning", "ratio": 0.5}])
+    images, labels = example_batch(3)
+    observation, truth = make_observation(images, labels % 2, **MODEL, num_classes=2)
     assert recovered_if_told(observation, Knowledge(), 0) is None
     answer = solve(FactoredInversion(iterations=20), observation, Knowledge(), 1).reconstruction
     assert answer.features is None and answer.images is not None
