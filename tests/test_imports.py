@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import collections
 import subprocess
 import sys
 import tomllib
@@ -137,6 +138,18 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
     except CycleError as error:
         return list(error.args[1])
     return []
+
+
+def test_each_test_file_has_a_name_of_its_own() -> None:
+    """pytest imports a test file by its base name, and stops at the second of one name."""
+    names = collections.Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_tests_import_attacks_and_defenses_as_packages() -> None:
+    """`attacks` is `tests/attacks`, or the folder beside it, as pytest is started."""
+    for folder in (ROOT / "tests", ROOT / "benchmarks"):
+        assert offenders(folder, starts("attacks", "defenses")) == []
 
 
 def test_a_circle_is_found() -> None:

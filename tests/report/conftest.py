@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from answer_rows import WORKS
 from synthetic_run import QUICK, STACKS, write_run
 from typer.testing import CliRunner
 
@@ -24,6 +27,14 @@ attacks:
   - {name: idlg, label: deep-1, iterations: 1}
 observe: {rounds: [1], clients: [0], batch_sizes: [1], trials: 2}
 """
+
+
+@pytest.fixture(autouse=True)
+def _shared_rows_stay_as_they_are() -> Iterator[None]:
+    """Fails the test that changes rows which other tests share."""
+    before = copy.deepcopy(WORKS)
+    yield
+    assert before == WORKS
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import io
 import json
@@ -201,7 +202,8 @@ def test_one_threat_model_alone_is_named_if_it_is_another(tmp_path: Path) -> Non
 
 
 def test_a_dossier_mixes_no_threat_models_unsaid(tmp_path: Path) -> None:
-    rows = [*WORKS, *trials(WEAK), *granted({"knowledge": {"side_channel": "power"}})]
+    granted_rows = granted({"knowledge": {"side_channel": "power"}})
+    rows = copy.deepcopy([*WORKS, *trials(WEAK), *granted_rows])
     for row in rows:
         row["metrics"]["membership_auc"] = 0.9 if row["attack"]["name"] == "strong" else 0.5
     answered(tmp_path / "run", rows)

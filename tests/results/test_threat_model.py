@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 import pytest
 
-from attacks.gradient_matching.generative_prior import GenerativePrior
-from attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim.contracts.grant import Grant, Meaning
 from fedsim.results.lines import ResultRow
 from fedsim.results.threat_model import HONEST, ThreatModel, threat_model_of
+from fedsim_attacks.gradient_matching.generative_prior import GenerativePrior
+from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 
 ROW: dict[str, Any] = {
     "scenario": "s",

@@ -63,7 +63,7 @@ MUTATIONS = (
         file="attacks/classifier_features/_certificates.py",
         old="    return (_ROUNDING * classifier.rounding) ** 2\n",
         new="    return (1e5 * classifier.rounding) ** 2\n",
-        tests=(CERTIFICATES, "tests/attacks/classifier_features/test_certificates.py"),
+        tests=(CERTIFICATES, "tests/attacks/classifier_features/test_certified_images.py"),
     ),
     Mutation(
         name="a lost trial makes exact pictures unseen",
