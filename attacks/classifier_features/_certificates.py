@@ -76,7 +76,7 @@ def certified(
 
 def declared(classifier: ClassifierGradient) -> bool:
     """Says whether the gradient is declared to be the client's own, but for factors."""
-    return classifier.exact and not classifier.dropout
+    return classifier.exact and not classifier.dropout and not classifier.approximation
 
 
 def tolerance(classifier: ClassifierGradient) -> float:

@@ -68,6 +68,8 @@ class ClassifierGradient:
     """As of a two-layer head that divides its logits: this one never does."""
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
+    approximation: float = 0.0
+    """Root mean square error of an entry, over that of all, where it is taken for something else."""
 
     @staticmethod
     def of(observation: Observation) -> ClassifierGradient:
@@ -149,10 +151,11 @@ class ClassifierGradient:
         """Standard deviation of what is added to an entry of `gradient`: noise, or rounding.
 
         The error signals of an image sum to 0, and so does each column of its gradient: what a
-        column sums to instead is the sum of K such errors.
+        column sums to instead is the sum of K such errors. Those of an approximation sum to 0, too.
         """
         sums = self.gradient.sum(0)
-        return float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
+        added = float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
+        return math.hypot(added, self.approximation * float(self.gradient.square().mean().sqrt()))
 
     @property
     def unique(self) -> bool:
@@ -174,11 +177,12 @@ class ClassifierGradient:
 
     @property
     def noise(self) -> float:
-        """Variance of noise or rounding in an entry; 0 where neither is declared.
+        """Variance of noise, rounding or approximation in an entry; 0 where none is declared.
 
         Of a gradient without its smallest entries too: what is left of a column does not sum to 0.
         """
-        return 0.0 if self.exact or self.removed else self.deviation**2
+        exact = self.exact and not self.approximation
+        return 0.0 if exact or self.removed else self.deviation**2
 
 
 def _smallest(observation: Observation, name: str) -> float:

@@ -28,6 +28,10 @@ _VANISHED = 1e-13
 """Of an eigenvalue of D'D, over the largest: what is less is rounding, and explains nothing."""
 _LARGEST = 50.0
 """Logarithm of a factor that a step may try: beyond, squares of error signals overflow."""
+NARROWED = 2
+"""Times that the features' spread is estimated, and the fit repeated with it."""
+_WIDER = 3.0
+"""Times the estimated spread that is taken: what one gains by less, others lose."""
 _EXPECTATIONS = 30
 """Rounds of the estimate of how far a batch's features are from what they share."""
 
@@ -188,6 +192,13 @@ class Profile:
         minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
         losses = minima.losses / self._energy
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+
+    def narrowed(self, fit: Fits, iterations: int) -> Fits:
+        """Goes on from a `fit` with what is known beforehand: that features differ only so much."""
+        for _ in range(NARROWED):
+            spread = _WIDER * self.spread(fit.points[0], fit.labels[0])
+            fit = Profile(self.classifier, spread).descend(fit.points, fit.labels, iterations)
+        return fit
 
     def residuals(self, points: Tensor, targets: Tensor) -> Tensor:
         """Computes what points (S, n) with one-hot labels (S, N, K) leave of the gradient."""

@@ -3,9 +3,10 @@
 Nobody has planted anything, and nothing is granted: the server is honest, the classifier the one
 that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
 features', and there are more equations than unknowns. All of the gradient is fitted (`profile`) or,
-of large problems and several local steps, what its row space holds (`consistency`). Labels are part
-of what is fitted (`label_search`); entries that pruning removed are filled in (`completion`). How
-far rounding and noise leave the features open is computed for each image (`certainty`).
+of large problems, what its row space holds (`consistency`). Several local steps are followed along
+the path of the weights (`local_steps`). Labels are part of what is fitted (`label_search`); entries
+that pruning removed are filled in (`completion`). How far rounding and noise leave the features
+open is computed for each image (`certainty`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._completion import complete
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 from fedsim_attacks.classifier_features._label_search import neighbours
-from fedsim_attacks.classifier_features._profile import Profile
+from fedsim_attacks.classifier_features._local_steps import LocalPath
+from fedsim_attacks.classifier_features._profile import NARROWED, Profile
 from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.labels.label_inference import infer_labels
 
@@ -39,10 +41,6 @@ _TRIAL = 30
 """Iterations after which labels are told apart."""
 _TRIED_TOGETHER = 12
 """Labelings that are compared before the search goes on from the best."""
-_SHRUNK = 2
-"""Times that the features' spread is estimated, and the fit repeated with it."""
-_WIDER = 3.0
-"""Times the estimated spread that is taken: what one gains by less, others lose."""
 _MANY = 1200
 """Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
 _RIVALS = 4
@@ -74,6 +72,8 @@ class ClassifierSolver(FeatureSolver):
     """Of one start."""
     other: Consistency | None = None
     """What is searched as well where `problem` ends unexplained: starts lead elsewhere there."""
+    path: LocalPath | None = None
+    """Of several local steps, as long as their middle is fitted."""
     over: bool = False
 
     @property
@@ -128,7 +128,12 @@ class ClassifierSolver(FeatureSolver):
                 self.problem, self.best = complete(self.problem, self.best)
                 self.loss = self.best.losses[0]
             elif self.problem.classifier.noise:
-                self._shrink(self.problem)
+                self.best = self.problem.narrowed(self.best, self.iterations)
+                self.iteration += NARROWED * self.iterations
+        if self.path is not None:
+            features, labels = self.best.features[0], self.best.labels[0]
+            self.problem, self.best = self.path.followed(features, labels)
+            self.loss = self.best.losses[0]
         self.over = True
         if self.other is not None and not explained(self.problem, float(self.loss)):
             self._search_other(self.other)
@@ -151,17 +156,6 @@ class ClassifierSolver(FeatureSolver):
         if float(search.loss) < float(self.loss):
             self.problem, self.best, self.loss = problem, search.best, search.loss
 
-    def _shrink(self, problem: Profile) -> None:
-        """Goes on with what is known of features beforehand: that they differ only so much."""
-        for _ in range(_SHRUNK):
-            assert self.best is not None
-            point, labels = self.best.points, self.best.labels
-            spread = _WIDER * problem.spread(point[0], labels[0])
-            narrow = Profile(problem.classifier, spread)
-            found = narrow.descend(point, labels, self.iterations)
-            self.best = found
-            self.iteration += self.iterations
-
     def _keep(self, fits: Fits) -> None:
         index = int(fits.losses.nan_to_num(torch.inf).argmin())
         if self.best is None or float(fits.losses[index]) < float(self.loss):
@@ -179,7 +173,8 @@ class ClassifierSolver(FeatureSolver):
         errors = relative_errors(self.problem, self.best, 0)
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
         classifier = self.problem.classifier
-        if classifier.removed or not classifier.unique:  # entries filled in tell nothing new
+        # Entries filled in tell nothing new, and what an approximation leaves nobody knows.
+        if classifier.removed or classifier.approximation or not classifier.unique:
             certain = torch.zeros_like(certain)
         drawn = torch.randint(
             len(self.pool), (_RIVALS, self.problem.classifier.num_images), generator=self.rng
@@ -187,8 +182,11 @@ class ClassifierSolver(FeatureSolver):
         sure = certified(
             self.problem.classifier, self.best.features[0], self.best.labels[0], self.pool[drawn]
         )
+        features = self.best.features[0]
+        if self.path is not None:
+            features = self.path.drift(features, 0.0)
         return Reconstruction(
-            features=self.best.features[0].float(),
+            features=features.float(),
             labels=self.best.labels[0],
             determined=certain,
             certified=sure & certain,
@@ -229,6 +227,11 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         """
         classifier = ClassifierGradient.of(observation)
         classifier.check()
+        small = classifier.num_images * len(classifier.weights) <= _MANY
+        path = None
+        if small and LocalPath.suits(observation, classifier):
+            path = LocalPath(observation, rng)
+            observation, classifier = path.observation, path.classifier
         model = rebuild(observation)
         noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
         device = classifier.weights.device
@@ -240,7 +243,6 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             observation.training,
         )
         labels = infer_labels(observation).sort()[0]
-        small = classifier.num_images * len(classifier.weights) <= _MANY
         whole = small and not classifier.rates and classifier.factors <= 1
         clipped = classifier.factors == 1 and classifier.exact
         if classifier.removed and not whole:
@@ -253,6 +255,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             loss=torch.full((), torch.inf),
             problem=Profile(classifier) if whole else Consistency(classifier),
             other=Consistency(classifier) if whole and clipped else None,
+            path=path,
             pool=pool,
             rng=rng,
             starts=self.starts,

@@ -10,7 +10,6 @@ the update, candidates come nearer, and so on. At the true images nothing is lef
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import final
 
 import torch
@@ -18,30 +17,13 @@ from torch import Tensor
 
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._part_update import PartUpdate
 
 _FROM, _TIMES = 0.4, 30
 """Share of the iterations after which candidates are near enough to tell what later steps add, and
 how often it would be simulated over all of them."""
-
-
-def as_one_gradient(observation: Observation) -> Observation:
-    """Turns the update into the gradient of one step: the mean of its steps' gradients.
-
-    Near for a small learning rate, and no more than a start for a large one.
-    """
-    factor = mean_gradient_factor(observation.training)
-    return replace(
-        observation,
-        update={name: value * factor for name, value in observation.update.items()},
-        training=replace(
-            observation.training,
-            algorithm="fedsgd",
-            batch_size=observation.training.num_images,
-            steps=1,
-        ),
-    )
 
 
 @final

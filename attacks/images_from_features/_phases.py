@@ -24,12 +24,13 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._contrast import trusted
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
 from fedsim_attacks.images_from_features._heads import head_of
 from fedsim_attacks.images_from_features._image_prior import ImageDistribution, ImagePrior
-from fedsim_attacks.images_from_features._later_steps import LaterSteps, as_one_gradient
+from fedsim_attacks.images_from_features._later_steps import LaterSteps
 from fedsim_attacks.images_from_features._noise_share import noise_share, relative_noise_variance
 from fedsim_attacks.images_from_features._peeling import StagePeeling
 from fedsim_attacks.images_from_features._relaxation import LEAST_CLEAR, Relaxation

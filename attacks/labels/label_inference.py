@@ -31,6 +31,9 @@ from fedsim_attacks._attack_kinds import DirectAttack
 _DUMMIES = 32
 _ROUNDS = 20
 _SLACK = 0.1
+_SCALES = (1.02, 1.15, 1.3, 1.45, 1.6, 1.8, 2.0, 2.3, 2.7, 3.2, 4.0)
+"""Factors that clipping may have multiplied a gradient by, over the least: below that, shares of
+classes would sum to more than 1."""
 _ROUNDED = 1e-2
 """Of an image, up to which its count may be rounding."""
 _UNSUMMED = 1e-5
@@ -99,9 +102,23 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         logits = at @ layer.weight.detach().double().T
         return logits if layer.bias is None else logits + layer.bias.detach().double()
 
-    estimates = _estimate_counts(slopes, rows, features, images, head)
-    counts = _round_counts(estimates, slopes, images)
-    return _as_labels(counts, observation.training), (estimates - counts).abs().mean()
+    found: list[tuple[Tensor, Tensor]] = []
+    for scale in _scales(slopes) if observation.effect.scaled else [1.0]:
+        unscaled = slopes / scale
+        estimates = _estimate_counts(unscaled, rows / scale, features, images, head)
+        counts = _round_counts(estimates, unscaled, images)
+        found.append(((estimates - counts).abs().mean(), counts))
+    residual, counts = min(found, key=lambda each: float(each[0]))
+    return _as_labels(counts, observation.training), residual
+
+
+def _scales(slopes: Tensor) -> list[float]:
+    """Lists factors in (0, 1] that clipping may have multiplied the bias's gradient (K,) by.
+
+    Unclipped, its entry of class k is above -n_k / N, and all n_k / N sum to 1.
+    """
+    least = min(float((-slopes).clamp_min(0).sum()), 1.0)
+    return [min(times * least, 1.0) for times in _SCALES] if least > 0 else [1.0]
 
 
 def _are_demanded(observation: Observation, labels: Tensor) -> bool:

@@ -1,0 +1,212 @@
+"""Features over several local steps, whose weights lead from those sent to those that come back.
+
+A server knows both ends of that path, body and all. To first order the mean gradient over the steps
+is one gradient at the path's middle, and `classifier_fit` fits that one. What is left is of second
+order. It is computed from the fit and taken off the gradient, which is fitted again, and so on
+(deferred correction; Fox, 1947): the classifier's steps are simulated, with features that drift as
+the body moves. How features drift there is seen on images of noise, and hardly depends on the
+image: a linear map of its features tells most of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedsim.models.local import features_of, mean_gradient_factor, step_weights
+from fedsim.models.victim import rebuild
+from fedsim.types import LocalTraining, Observation
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._consistency import Fits
+from fedsim_attacks.classifier_features._profile import Profile
+
+_DECAY = 0.75
+"""Of the gradient from step to step, as long as nothing is known of the steps."""
+_IMAGES = 256
+"""Images of noise whose features are watched as they drift."""
+_BRIGHTNESS = 0.5
+"""Standard deviation of their means, in units of that of their pixels."""
+_RIDGE = 1e-2
+"""Of the regression of the drift, over the mean square of a feature."""
+_MIDDLE_ERROR = 0.02
+"""Root mean square error of an entry where the steps are taken for one, over that of all entries."""
+_ERRORS = (0.01, 0.005, 0.003, 0.003)
+"""And after each correction: the last are what the drift of features leaves."""
+_ITERATIONS = 60
+"""Of the fit after each correction."""
+
+
+def as_one_gradient(observation: Observation, share: float = 0.0) -> Observation:
+    """Turns an update of several steps into one gradient: the mean of its steps' gradients.
+
+    It is taken for that of the weights moved by a `share` of the update. Near for a small learning
+    rate, and no more than a start for a large one.
+    """
+    factor = mean_gradient_factor(observation.training)
+    return replace(
+        observation,
+        parameters={
+            name: value + share * observation.update[name] if share else value
+            for name, value in observation.parameters.items()
+        },
+        update={name: value * factor for name, value in observation.update.items()},
+        training=replace(
+            observation.training,
+            algorithm="fedsgd",
+            batch_size=observation.training.num_images,
+            steps=1,
+        ),
+    )
+
+
+def positions(training: LocalTraining, sizes: Sequence[float]) -> list[float]:
+    """Computes the share of the update that is made before each step.
+
+    `sizes` are those of the steps' gradients along it, in any unit.
+    """
+    found, position, velocity = [], 0.0, 0.0
+    for size in sizes:
+        found.append(position)
+        velocity = training.momentum * velocity + size
+        position += velocity
+    return [each / position for each in found]
+
+
+def decaying(training: LocalTraining) -> list[float]:
+    """Computes the share of the update before each step whose gradient decays as is usual."""
+    return positions(training, [_DECAY**step for step in range(training.steps)])
+
+
+def middle(training: LocalTraining, shares: Sequence[float]) -> float:
+    """Computes the share of the update at which one gradient is the mean of all steps'."""
+    weights = step_weights(training)
+    return sum(w * s for w, s in zip(weights, shares, strict=True)) / sum(weights)
+
+
+def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
+    """Draws images of a natural spectrum (N, C, H, W), whose amplitudes fall as 1/f."""
+    spectrum = torch.fft.rfft2(torch.randn(shape, generator=rng))
+    frequency = torch.hypot(
+        torch.fft.fftfreq(shape[-2])[:, None], torch.fft.rfftfreq(shape[-1])[None]
+    )
+    frequency[0, 0] = 1.0
+    images = torch.fft.irfft2(spectrum / frequency, s=tuple(shape[-2:]))
+    images = images - images.mean((1, 2, 3), keepdim=True)
+    images = images / images.std((1, 2, 3), keepdim=True)
+    return images + _BRIGHTNESS * torch.randn(shape[0], 1, 1, 1, generator=rng)
+
+
+@final
+class Drift:
+    """How features move along the path: quadratic in the share, linear in the features."""
+
+    def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
+        """Watches features of noise at both ends of the path and at its `middle`."""
+        shape = torch.Size((_IMAGES, *observation.model.input_shape))
+        images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
+        ends = [_features(observation, share, images) for share in (0.0, 1.0)]
+        self.features = _features(observation, middle, images)
+        """(P, d), of the noise, at the middle."""
+        self._middle = middle
+        mean_square = self.features.square().sum(1).mean()
+        self._unit = mean_square.clamp_min(torch.finfo(mean_square.dtype).tiny).sqrt()
+        inputs = self._with_unit(self.features)
+        normal = inputs.T @ inputs / len(inputs)
+        ridge = _RIDGE * self._unit**2 / inputs.shape[1]
+        normal = normal + ridge * torch.eye(len(normal)).to(normal)
+        start, end = (
+            torch.linalg.solve(normal, inputs.T @ (each - self.features) / len(inputs))
+            for each in ends
+        )
+        # Of a (s - m) + b (s - m)², both ends tell a and b.
+        self._curved = end / (1 - middle) + start / middle
+        self._straight = self._curved * middle - start / middle
+
+    def __call__(self, features: Tensor, share: float) -> Tensor:
+        """Moves `features` (N, d) from the middle to where a `share` of the update is made."""
+        away = share - self._middle
+        moved: Tensor = self._with_unit(features) @ (away * (self._straight + away * self._curved))
+        return features + moved
+
+    def _with_unit(self, features: Tensor) -> Tensor:
+        return torch.cat([features, self._unit.expand(len(features), 1)], 1)
+
+
+@final
+class LocalPath:
+    """The path of one client's local steps on one batch, and corrections of the fit along it."""
+
+    def __init__(self, observation: Observation, rng: torch.Generator) -> None:
+        """Takes the steps for one gradient at the middle, and watches features drift."""
+        self._training = observation.training
+        self._shares = decaying(self._training)
+        share = middle(self._training, self._shares)
+        self.observation = as_one_gradient(observation, share)
+        """One gradient, at the middle."""
+        self._classifier = ClassifierGradient.of(self.observation)
+        self._sent = ClassifierGradient.of(as_one_gradient(observation)).weights
+        self._came = self._sent + (self._classifier.weights - self._sent) / share
+        self.drift = Drift(observation, share, rng)
+
+    @staticmethod
+    def suits(observation: Observation, classifier: ClassifierGradient) -> bool:
+        """Says whether an update is of several exact steps of one client, and moves a body."""
+        training = observation.training
+        same = bool(classifier.rates) and observation.num_clients == 1
+        body = len(observation.parameters) > 1 + int(classifier.biased)
+        return same and body and training.steps > 1 and observation.effect.exact
+
+    @property
+    def classifier(self) -> ClassifierGradient:
+        """What the middle shows, as far as it is one gradient."""
+        return replace(self._classifier, approximation=_MIDDLE_ERROR)
+
+    def followed(self, features: Tensor, labels: Tensor) -> tuple[Profile, Fits]:
+        """Corrects and fits again, from `features` (N, d) of `labels` (N,) at the middle."""
+        for error in _ERRORS:
+            correction = self._correction(features, labels)
+            classifier = replace(
+                self._classifier,
+                gradient=self._classifier.gradient - correction,
+                approximation=error,
+            )
+            problem = Profile(classifier)
+            point = problem.unknowns(features[None])
+            fit = problem.descend(point, labels[None], _ITERATIONS)
+            fit = problem.narrowed(fit, _ITERATIONS)
+            features = fit.features[0]
+        return problem, fit
+
+    def _correction(self, features: Tensor, labels: Tensor) -> Tensor:
+        """Computes the mean gradient over the steps, less that at the middle (K, d + 1)."""
+        training, targets = self._training, F.one_hot(labels, len(self._sent)).double()
+        weights, path = self._sent, self._came - self._sent
+        velocity = torch.zeros_like(weights)
+        total, sizes = torch.zeros_like(weights), []
+        for share, entering in zip(self._shares, step_weights(training), strict=True):
+            gradient = self._gradient(weights, self.drift(features, share), targets)
+            sizes.append(-float((gradient * path).sum()))
+            total = total + entering * gradient
+            velocity = training.momentum * velocity + gradient
+            weights = weights - training.lr * velocity
+        if min(sizes) > 0:  # or it is no path that a next correction may follow
+            self._shares = positions(training, sizes)
+        one = self._gradient(self._classifier.weights, features, targets)
+        return total / sum(step_weights(training)) - one
+
+    def _gradient(self, weights: Tensor, features: Tensor, targets: Tensor) -> Tensor:
+        if self._classifier.biased:
+            features = F.pad(features, (0, 1), value=1.0)
+        errors = (features @ weights.T).softmax(1) - targets
+        return errors.T @ features / len(features)
+
+
+def _features(observation: Observation, share: float, images: Tensor) -> Tensor:
+    moved = as_one_gradient(observation, share)
+    model, training = rebuild(moved), moved.training
+    return features_of(model, moved.parameters, moved.buffers, images, training).double()
