@@ -117,6 +117,23 @@ def test_the_scale_of_one_gradient_does_not_matter() -> None:
     assert infer_labels(replace(observation, update=scaled)).tolist() == [6]
 
 
+@pytest.mark.parametrize("norm", [1e3, 0.5, 1e-2])
+@pytest.mark.parametrize("name", ["lenet", "mlp", "convnet"])
+def test_clipping_by_any_factor_leaves_the_labels(name: str, norm: float) -> None:
+    found = infer_labels(observe(BATCH, defense=[{"name": "clip", "norm": norm}], **MODELS[name]))
+    assert counts(found) == counts(BATCH)
+
+
+def test_the_factors_of_clipping_leave_room_for_all_classes() -> None:
+    """Unclipped, no class's share is above 1, nor do all together exceed it."""
+    slopes = torch.tensor([-0.02, -0.01, 0.03])
+    scales = label_inference._scales(slopes)
+    assert min(scales) > 0.03 and max(scales) <= 1
+    assert len(set(scales)) == len(scales)
+    assert label_inference._scales(50 * slopes) == [1.0] * len(scales)
+    assert label_inference._scales(torch.zeros(3)) == [1.0]
+
+
 @over_models
 @pytest.mark.parametrize(
     ("defense", "least"),
