@@ -69,7 +69,7 @@ class ClassifierGradient:
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
     approximation: float = 0.0
-    """Root mean square error of an entry, over that of all, where it is taken for something else."""
+    """Root mean square error of an entry, over that of all, where it is nearly another gradient."""
 
     @staticmethod
     def of(observation: Observation) -> ClassifierGradient:

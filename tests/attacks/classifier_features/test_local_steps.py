@@ -23,19 +23,14 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._local_steps import (
-    Drift,
-    LocalPath,
-    as_one_gradient,
-    middle,
-    natural_noise,
-    positions,
-)
+from fedsim_attacks.classifier_features._drift import Drift, natural_noise
+from fedsim_attacks.classifier_features._local_steps import LocalPath
+from fedsim_attacks.classifier_features._path import as_one_gradient, middle, positions
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 
 def training(**fields: Any) -> LocalTraining:
-    same: dict[str, Any] = {"algorithm": "fedavg", "steps": 5, "batch_size": 4, "lr": 0.02}
+    same: dict[str, Any] = {"algorithm": "fedavg", "steps": 5, "batch_size": 4, "lr": 0.003}
     return LocalTraining(**{**same, "batches": "same", **fields})
 
 
@@ -150,6 +145,7 @@ def test_without_a_body_corrections_leave_nothing() -> None:
         ({"training": None}, False),
         ({"training": training(steps=2, batch_size=2, batches="different")}, False),
         ({"defense": [{"name": "gaussian_noise", "std": 1e-6}]}, False),
+        ({"defense": [{"name": "clip", "norm": 1e-3}]}, False),
         (
             {
                 "defense": [{"name": "aggregate"}],
@@ -159,7 +155,7 @@ def test_without_a_body_corrections_leave_nothing() -> None:
             False,
         ),
     ],
-    ids=["steps", "no body", "one step", "other batches", "noise", "clients"],
+    ids=["steps", "no body", "one step", "other batches", "noise", "clip", "clients"],
 )
 def test_exact_steps_of_one_client_on_one_batch_have_a_path(
     case: dict[str, Any], suits: bool
