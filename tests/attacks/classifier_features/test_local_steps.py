@@ -30,7 +30,7 @@ from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 
 def training(**fields: Any) -> LocalTraining:
-    same: dict[str, Any] = {"algorithm": "fedavg", "steps": 5, "batch_size": 4, "lr": 0.003}
+    same: dict[str, Any] = {"algorithm": "fedavg", "steps": 5, "batch_size": 4, "lr": 0.001}
     return LocalTraining(**{**same, "batches": "same", **fields})
 
 
@@ -105,7 +105,7 @@ def test_noise_tells_most_of_how_features_drift() -> None:
     for share in (0.0, 1.0):
         there = features_at(observation, share, truth)
         off = (drift(middle_, share) - there).norm() / (middle_ - there).norm()
-        assert float(off) < 0.7
+        assert float(off) < 0.6
     torch.testing.assert_close(drift(middle_, 0.4), middle_)
 
 
@@ -121,7 +121,7 @@ def test_corrections_explain_what_the_middle_leaves(momentum: float) -> None:
     one = errors.T @ whole / len(whole)
     before = float((seen - one).norm())
     after = float((seen - path._correction(features, truth.labels) - one).norm())
-    assert after < 0.5 * before
+    assert after < 0.8 * before
 
 
 def test_without_a_body_corrections_leave_nothing() -> None:
@@ -171,7 +171,7 @@ def test_features_over_five_steps_come_out_and_none_is_called_certain() -> None:
     cosines = F.cosine_similarity(truth.features[:, None], found.features[None], dim=2)
     best, whose = cosines.max(1)
     assert sorted(whose.tolist()) == [0, 1, 2, 3]
-    assert float(best.min()) > 0.999
+    assert float(best.min()) > 0.998
     assert found.labels[whose].tolist() == truth.labels.tolist()
     assert found.determined is not None and not bool(found.determined.any())
     # They are of the weights that were sent: of those at the path's end hardly any is as near.
