@@ -30,7 +30,8 @@ def natural_noise(shape: torch.Size, rng: torch.Generator) -> Tensor:
     images = torch.fft.irfft2(spectrum / frequency, s=tuple(shape[-2:]))
     images = images - images.mean((1, 2, 3), keepdim=True)
     images = images / images.std((1, 2, 3), keepdim=True)
-    return images + _BRIGHTNESS * torch.randn(shape[0], 1, 1, 1, generator=rng)
+    brightness = _BRIGHTNESS * torch.randn(shape[0], 1, 1, 1, generator=rng)
+    return torch.add(images, brightness)
 
 
 @final
