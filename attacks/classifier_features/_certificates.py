@@ -8,6 +8,9 @@ from features of images of noise. What an image has in all rivals that explain a
 
 A certificate is as good as what is declared of the client. Of a defense that does not say what it
 does, of noise and of entries removed, rounded or mixed there is none.
+
+Diana et al. (No More Guessing, arXiv:2604.15063, 2026) and Shariati and Meybodi (Cascading Gradient
+Inversion via LT-Code Inspired Peeling, manuscript, 2026) certify inputs of a first dense layer.
 """
 
 from __future__ import annotations

@@ -208,7 +208,8 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
 
     paper: ClassVar[str] = (
         "fedsim: Levenberg-Marquardt and variable projection (Golub and Pereyra, 1973; Kaufman, "
-        "1975) on the softmax consistency of ∂L/∂W, labels by search"
+        "1975) on the softmax consistency of ∂L/∂W, labels by search; nearest: Ma et al., "
+        "ICLR 2023 (label counts), and Wang et al., ICLR 2024 (one image)"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 120

@@ -7,6 +7,10 @@ smoothed (`smooth_slopes`), without which every linear piece of the network has 
 its own, and over images of several resolutions (`pyramid`).
 
 What else an update asks for comes before or in place of that: `phases`.
+
+Features come first in Liu et al. (section 4) and in Kariyappa et al. (Cocktail Party Attack, ICML
+2023), and layers are solved from the last one down, each by its own gradient, in Zhu and Blaschko
+(R-GAP, ICLR 2021).
 """
 
 from __future__ import annotations
@@ -80,8 +84,9 @@ class FactoredInversion(IterativeAttack[Descent]):
     """
 
     paper: ClassVar[str] = (
-        "fedsim: features and error signals by best_features, squared distance of the body's "
-        "update with smoothed slopes"
+        "fedsim: features first (Liu et al., section 4; Kariyappa et al., ICML 2023), stages by "
+        "their own gradient (Zhu and Blaschko, R-GAP, ICLR 2021), with error signals held fixed, "
+        "in squared distance with smoothed slopes"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1500
