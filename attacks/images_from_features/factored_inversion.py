@@ -7,10 +7,6 @@ smoothed (`smooth_slopes`), without which every linear piece of the network has 
 its own, and over images of several resolutions (`pyramid`).
 
 What else an update asks for comes before or in place of that: `phases`.
-
-Features come first in Liu et al. (section 4) and in Kariyappa et al. (Cocktail Party Attack, ICML
-2023), and layers are solved from the last one down, each by its own gradient, in Zhu and Blaschko
-(R-GAP, ICLR 2021).
 """
 
 from __future__ import annotations
