@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim_attacks.classifier_features._certainty import relative_errors
+from fedsim_attacks.classifier_features._certainty import beyond_first_order, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 
@@ -70,7 +70,7 @@ def certified(
     if not overdetermined(problem, fit):
         return none
     moved = (fit.features[0] - features).norm(dim=1)
-    sure = relative_errors(problem, fit, 0) < _RIGHT
+    sure = beyond_first_order(relative_errors(problem, fit, 0)) < _RIGHT
     sure &= (moved <= _RIGHT * features.norm(dim=1)) & _apart(fit)
     if bool(sure.any()):
         sure &= _held_by_all(problem, fit, _sought(problem, fit, others))
