@@ -174,7 +174,7 @@ class ClassifierGradient:
     def quotient(self) -> Tensor | None:
         """Features (d,) of the only image, off the gradient; None of several, or without a bias.
 
-        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio, and by least squares if there is noise.
+        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio; by least squares if there is noise.
         """
         if self.num_images > 1 or not self.biased:
             return None
