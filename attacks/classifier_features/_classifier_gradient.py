@@ -122,7 +122,6 @@ class ClassifierGradient:
             AttackFailed: a defense mixes entries, there is dropout, or there are too many images
                 or nothing left.
         """
-        classes, images = len(self.weights), self.num_images
         if self.mixed:
             raise AttackFailed(
                 "a defense mixes entries, and what is left of the classifier's gradient has not "
@@ -132,7 +131,7 @@ class ClassifierGradient:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
         if not bool(self.gradient.any()):
             raise AttackFailed("nothing is left of the update of the classifier")
-        most = min(classes - 1, self.gradient.shape[1])
+        classes, images, most = len(self.weights), self.num_images, self.most_images
         if images > most:
             raise AttackFailed(
                 f"a classifier of {number_of(classes, 'class', 'classes')} determines the features "
@@ -143,6 +142,11 @@ class ClassifierGradient:
                 f"features are sought of {number_of(_LARGEST_BATCH, 'image')} at once, and the "
                 f"update is of {images}"
             )
+
+    @property
+    def most_images(self) -> int:
+        """Images up to which the row space of the gradient is that of their features."""
+        return min(len(self.weights) - 1, self.gradient.shape[1])
 
     @cached_property
     def deviation(self) -> float:

@@ -177,6 +177,7 @@ class FactoredInversion(IterativeAttack[Descent]):
             images=state.matching.pixels(state.shown),
             labels=state.phase.labels,
             features=state.phase.features,
+            features_by=told.features_by,
             determined=told.determined,
             certified=certified,
             loss=float(state.best_loss),
