@@ -131,22 +131,25 @@ class ClassifierGradient:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
         if not bool(self.gradient.any()):
             raise AttackFailed("nothing is left of the update of the classifier")
-        classes, images, most = len(self.weights), self.num_images, self.most_images
-        if images > most:
-            raise AttackFailed(
-                f"a classifier of {number_of(classes, 'class', 'classes')} determines the features "
-                f"of {number_of(most, 'image')} at most, and the update is of {images}"
-            )
-        if images > _LARGEST_BATCH:
+        if self.excess:
+            raise AttackFailed(self.excess)
+        if self.num_images > _LARGEST_BATCH:
             raise AttackFailed(
                 f"features are sought of {number_of(_LARGEST_BATCH, 'image')} at once, and the "
-                f"update is of {images}"
+                f"update is of {self.num_images}"
             )
 
     @property
-    def most_images(self) -> int:
-        """Images up to which the row space of the gradient is that of their features."""
-        return min(len(self.weights) - 1, self.gradient.shape[1])
+    def excess(self) -> str:
+        """Says why the gradient cannot tell apart so many images; empty if it can."""
+        classes = len(self.weights)
+        most = min(classes - 1, self.gradient.shape[1])
+        if self.num_images <= most:
+            return ""
+        return (
+            f"a classifier of {number_of(classes, 'class', 'classes')} determines the features of "
+            f"{number_of(most, 'image')} at most, and the update is of {self.num_images}"
+        )
 
     @cached_property
     def deviation(self) -> float:

@@ -28,7 +28,7 @@ def determined(classifier: ClassifierGradient, features: Tensor) -> bool:
     Of more images than the classifier can tell apart, another layer has told them (`_heads`), and
     only those that it determines.
     """
-    if classifier.exact or classifier.num_images > classifier.most_images:
+    if classifier.exact or classifier.excess:
         return True
     problem = Consistency(classifier)
     fit = _at(problem, features, 0)

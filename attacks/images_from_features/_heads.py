@@ -1,4 +1,4 @@
-"""Which attack recovers the features behind a model's head, whatever its kind.
+"""Which attack recovers the features behind a model's head.
 
 A two-layer head, planted or not, is solved by `best_features`. Behind an ordinary linear classifier
 `classifier_fit` is asked where the classifier's gradient can determine the features of so many
@@ -15,7 +15,6 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
-from fedsim.words import number_of
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.head_features._head_gradient import HeadGradient
@@ -47,13 +46,13 @@ def recover(observation: Observation, knowledge: Knowledge, seed: int) -> Recons
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return _asked("best_features", BestFeatures(), observation, knowledge, seed)
     classifier = ClassifierGradient.of(observation)
-    if classifier.num_images <= classifier.most_images:
-        found = _asked("classifier_fit", ClassifierFit(), observation, knowledge, seed)
-        assert found.features is not None
-        if not bool(found.features.isfinite().all()):
-            raise AttackFailed("no features reproduce the gradient of the classifier")
-        return found
-    return _read_before(classifier, observation, knowledge, seed)
+    if classifier.excess:
+        return _read_before(classifier, observation, knowledge, seed)
+    found = _asked("classifier_fit", ClassifierFit(), observation, knowledge, seed)
+    assert found.features is not None
+    if not bool(found.features.isfinite().all()):
+        raise AttackFailed("no features reproduce the gradient of the classifier")
+    return found
 
 
 def recovered_if_told(
@@ -80,23 +79,19 @@ def _read_before(
     Error signals of the head are read off all features together: one that is wrong spoils the
     others. So they have to be determined, every one.
     """
-    classes, count = len(classifier.weights), classifier.num_images
-    too_few = (
-        f"a classifier of {number_of(classes, 'class', 'classes')} determines the features of "
-        f"{number_of(classifier.most_images, 'image')} at most, and the update is of {count}"
-    )
     try:
         found = _asked("extreme_rays", ExtremeRays(), observation, knowledge, seed)
     except AttackFailed as error:
         raise AttackFailed(
-            f"{too_few}; no layer before it tells them either: {error}. Observe smaller batches"
+            f"{classifier.excess}; nor does a layer before it tell them: {error}; observe smaller "
+            "batches"
         ) from error
     assert found.determined is not None
     certain = int(found.determined.sum())
-    if certain < count:
+    if certain < classifier.num_images:
         raise AttackFailed(
-            f"{too_few}; layers before it determine those of {certain} (extreme_rays), and all are "
-            "needed. Observe smaller batches"
+            f"{classifier.excess}; a layer before it determines those of {certain}, and all are "
+            "needed; observe smaller batches"
         )
     return found
 

@@ -69,7 +69,8 @@ class Inversion(AttackState):
     labels: Tensor
     prior: ForwardPrior
     distance: Distance
-    features: Tensor | None
+    recovered: Reconstruction | None
+    """Features, and which attack they are by; None if none are wanted."""
     best: Tensor
     best_loss: Tensor
 
@@ -78,8 +79,8 @@ class Inversion(AttackState):
 class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
-    With `features` it needs a two-layer head, and takes labels from it; without, labels as the
-    threat model grants them. The batch-norm term is there if the threat model grants statistics.
+    With `features` it needs a model that gives them away, and takes labels from them; without,
+    labels as the threat model grants them. The batch-norm term is there if the threat model grants statistics.
     """
 
     paper: ClassVar[str] = (
@@ -116,13 +117,14 @@ class FeatureInversion(IterativeAttack[Inversion]):
         """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
-            AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
-                `body`, and nothing of the update is outside of the head.
+            AttackFailed: features are wanted, and no gradient tells them; or `tensors` is `body`,
+                and nothing of the update is outside of the head.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        features, labels = None, None
+        recovered, features, labels = None, None, None
         if self.features != "none":
-            features = recover(observation, knowledge, seed).features
+            recovered = recover(observation, knowledge, seed)
+            features = recovered.features
             assert features is not None
             labels = signals(observation, features).labels
         else:
@@ -161,7 +163,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
                 batch_norm=self.batch_norm,
             ),
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
-            features=features,
+            recovered=recovered,
             best=drawing.draw().detach().clone(),
             best_loss=infinite,
         )
@@ -188,7 +190,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
-            features=state.features,
+            features=state.recovered and state.recovered.features,
+            features_by=state.recovered and state.recovered.features_by,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
