@@ -11,6 +11,7 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
+from fedsim_attacks.classifier_features._certificates import beyond_chance, declared
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._implied import implied
 from fedsim_attacks.layer_inputs._layers import Layer
@@ -20,6 +21,9 @@ _SURE = 3.0
 """Standard deviations that features may be off."""
 _DETERMINED = 0.03
 """Relative error up to which an input is determined."""
+_ROUNDING = 16.0
+"""Times the rounding of an entry, root mean square, that certified features may leave of the
+classifier's gradient: they come from inputs, through the rest of the network in float32."""
 _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
 
@@ -144,6 +148,26 @@ def reconstruction(
         loss=loss,
         iterations=iterations,
     )
+
+
+def certified(observation: Observation, answer: Reconstruction) -> Tensor:
+    """Returns of which images (N,) an answer is known to be right: of all, or of none.
+
+    Inputs that are determined have zeros that are no coincidence, which leaves nothing of them
+    open. Features are computed from them and fitted to nothing; that they explain the classifier's
+    gradient to rounding, each with the error signal that it implies itself, are so many equations
+    that hold. The gradient has to be declared the client's own, but for factors of clipping.
+    """
+    classifier = ClassifierGradient.of(observation)
+    assert answer.determined is not None
+    rows, columns = classifier.gradient.shape
+    sure = (
+        declared(classifier)
+        and bool(answer.determined.all())
+        and answer.loss <= (_ROUNDING * classifier.rounding) ** 2
+        and beyond_chance(classifier, (rows - 1) * columns - classifier.factors, answer.loss)
+    )
+    return torch.full_like(answer.determined, sure)
 
 
 def _inconsistent(
