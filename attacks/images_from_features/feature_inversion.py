@@ -80,7 +80,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
     With `features` it needs a model that gives them away, and takes labels from them; without,
-    labels as the threat model grants them. The batch-norm term is there if the threat model grants statistics.
+    labels as the threat model grants them. The batch-norm term is there if the threat model grants
+    statistics.
     """
 
     paper: ClassVar[str] = (

@@ -21,9 +21,9 @@ _SURE = 3.0
 """Standard deviations that features may be off."""
 _DETERMINED = 0.03
 """Relative error up to which an input is determined."""
-_ROUNDING = 16.0
-"""Times the rounding of an entry, root mean square, that certified features may leave of the
-classifier's gradient: they come from inputs, through the rest of the network in float32."""
+_ROUNDING = 8.0
+"""Times the rounding of what each image adds to the classifier's gradient, that certified features
+may leave of it: they come from inputs, through the rest of the network in float32."""
 _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
 
@@ -160,14 +160,23 @@ def certified(observation: Observation, answer: Reconstruction) -> Tensor:
     """
     classifier = ClassifierGradient.of(observation)
     assert answer.determined is not None
+    assert answer.features is not None
     rows, columns = classifier.gradient.shape
+    whole = _with_constant(classifier, answer.features.double())
+    shares = torch.linalg.pinv(whole.T) @ classifier.gradient.T
+    # Images that cancel each other leave of the gradient less than its entries were rounded by.
+    terms = float((shares.norm(dim=1) * whole.norm(dim=1)).sum() / classifier.gradient.norm())
     sure = (
         declared(classifier)
         and bool(answer.determined.all())
-        and answer.loss <= (_ROUNDING * classifier.rounding) ** 2
+        and answer.loss <= (_ROUNDING * classifier.rounding * terms) ** 2
         and beyond_chance(classifier, (rows - 1) * columns - classifier.factors, answer.loss)
     )
     return torch.full_like(answer.determined, sure)
+
+
+def _with_constant(classifier: ClassifierGradient, features: Tensor) -> Tensor:
+    return F.pad(features, (0, 1), value=1.0) if classifier.biased else features
 
 
 def _inconsistent(
@@ -178,7 +187,7 @@ def _inconsistent(
     Also returns the share of the gradient that features leave unexplained.
     """
     count, classes = len(features), len(classifier.weights)
-    whole = F.pad(features, (0, 1), value=1.0) if classifier.biased else features
+    whole = _with_constant(classifier, features)
     inverse = torch.linalg.pinv(whole.T)
     read = count * inverse @ classifier.gradient.T
     errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)
