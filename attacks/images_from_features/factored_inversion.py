@@ -2,9 +2,9 @@
 
 Where features can be recovered (`_heads` chooses how), labels, features and error signals of every
 image are known, and what is left is `body_gradient`: a least-squares problem in the images alone,
-each of them with features of its own to reproduce. It is descended with the slopes of ReLU and max pooling
-smoothed (`smooth_slopes`), without which every linear piece of the network has a local minimum of
-its own, and over images of several resolutions (`pyramid`).
+each of them with features of its own to reproduce. It is descended with the slopes of ReLU and max
+pooling smoothed (`smooth_slopes`), without which every linear piece of the network has a local
+minimum of its own, and over images of several resolutions (`pyramid`).
 
 What else an update asks for comes before or in place of that: `phases`.
 """

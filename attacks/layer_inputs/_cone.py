@@ -113,9 +113,9 @@ class _Search:
     def sparse_ray(self, aim: Tensor, weights: Tensor) -> tuple[Tensor, Tensor] | None:
         """Returns an input (r,) at which `aim` (r,) is positive, and the cone at its zeros (r, z).
 
-        The sum of its entries with `weights` (e,) is least, or nearly so. Where a program ends at an extreme ray that is no input, the next one weighs entries by how
-        near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
-        Minimization, 2008).
+        The sum of its entries with `weights` (e,) is least, or nearly so: where a program ends at
+        an extreme ray that is no input, the next one weighs entries by how near to 0 they were there
+        (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1 Minimization, 2008).
         """
         scaled = self.cone / self.energy[:, None]
         for _ in range(_REWEIGHTED + 1):
