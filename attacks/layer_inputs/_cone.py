@@ -114,7 +114,7 @@ class _Search:
         """Returns an input (r,) at which `aim` (r,) is positive, and the cone at its zeros (r, z).
 
         The sum of its entries with `weights` (e,) is least, or nearly so: where a program ends at
-        an extreme ray that is no input, the next one weighs entries by how near to 0 they were there
+        an extreme ray that is no input, the next one weighs entries by how near to 0 they were
         (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1 Minimization, 2008).
         """
         scaled = self.cone / self.energy[:, None]
