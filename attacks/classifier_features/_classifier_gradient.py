@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
@@ -178,13 +179,17 @@ class ClassifierGradient:
     def quotient(self) -> Tensor | None:
         """Features (d,) of the only image, off the gradient; None of several, or without a bias.
 
-        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio, and by least squares if there is noise.
+        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio, by least squares if there is noise.
         """
         if self.num_images > 1 or not self.biased:
             return None
         signals = self.gradient[:, -1]
         energy = float(signals.square().sum())
         return signals @ self.gradient[:, :-1] / energy if energy else None
+
+    def with_constant(self, features: Tensor) -> Tensor:
+        """Appends the constant 1 to `features` (..., d) if the classifier has a bias."""
+        return F.pad(features, (0, 1), value=1.0) if self.biased else features
 
     @property
     def kept(self) -> Tensor:

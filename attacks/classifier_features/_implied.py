@@ -15,9 +15,7 @@ def implied(classifier: ClassifierGradient, features: Tensor) -> tuple[Tensor, T
     What reproduces the gradient with these features is p - y but for that scale: the label is where
     it lies furthest below p. Where each image has a scale of its own, error signals have it.
     """
-    whole = features.double()
-    if classifier.biased:
-        whole = F.pad(whole, (0, 1), value=1.0)
+    whole = classifier.with_constant(features.double())
     read = classifier.num_images * torch.linalg.pinv(whole.T) @ classifier.gradient.T
     probabilities = (whole @ classifier.weights.T).softmax(1)
     labels, scale = read.argmin(1), read.new_ones(1, 1)

@@ -79,9 +79,8 @@ class Inversion(AttackState):
 class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
-    With `features` it needs a model that gives them away, and takes labels from them; without,
-    labels as the threat model grants them. The batch-norm term is there if the threat model grants
-    statistics.
+    With `features`, which the model has to give away, labels are taken from them; without, as the
+    threat model grants them. The batch-norm term is there if the threat model grants statistics.
     """
 
     paper: ClassVar[str] = (
@@ -118,8 +117,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
         """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
-            AttackFailed: features are wanted, and no gradient tells them; or `tensors` is `body`,
-                and nothing of the update is outside of the head.
+            AttackFailed: features are wanted and not told, or nothing of the update is the body's.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
         recovered, features, labels = None, None, None
@@ -147,12 +145,11 @@ class FeatureInversion(IterativeAttack[Inversion]):
             device=matching.device,
         )
         counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
-        infinite = torch.full((), torch.inf, device=matching.device)
-        wanted: Features | None = None
+        wanted = None
         if features is not None and self.features != "none":
             wanted = Features(features, self.features)
         return Inversion(
-            loss=infinite,
+            loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             drawing=drawing,
             labels=labels,
@@ -166,7 +163,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
             recovered=recovered,
             best=drawing.draw().detach().clone(),
-            best_loss=infinite,
+            best_loss=torch.full((), torch.inf, device=matching.device),
         )
 
     def step(self, state: Inversion) -> Inversion:

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.classifier_features._certificates import beyond_chance, declared
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._implied import implied
 from fedsim_attacks.layer_inputs._layers import Layer
@@ -21,9 +20,6 @@ _SURE = 3.0
 """Standard deviations that features may be off."""
 _DETERMINED = 0.03
 """Relative error up to which an input is determined."""
-_ROUNDING = 8.0
-"""Times the rounding of what each image adds to the classifier's gradient, that certified features
-may leave of it: they come from inputs, through the rest of the network in float32."""
 _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
 
@@ -150,35 +146,6 @@ def reconstruction(
     )
 
 
-def certified(observation: Observation, answer: Reconstruction) -> Tensor:
-    """Returns of which images (N,) an answer is known to be right: of all, or of none.
-
-    Inputs that are determined have zeros that are no coincidence, which leaves nothing of them
-    open. Features are computed from them and fitted to nothing; that they explain the classifier's
-    gradient to rounding, each with the error signal that it implies itself, are so many equations
-    that hold. The gradient has to be declared the client's own, but for factors of clipping.
-    """
-    classifier = ClassifierGradient.of(observation)
-    assert answer.determined is not None
-    assert answer.features is not None
-    rows, columns = classifier.gradient.shape
-    whole = _with_constant(classifier, answer.features.double())
-    shares = torch.linalg.pinv(whole.T) @ classifier.gradient.T
-    # Images that cancel each other leave of the gradient less than its entries were rounded by.
-    terms = float((shares.norm(dim=1) * whole.norm(dim=1)).sum() / classifier.gradient.norm())
-    sure = (
-        declared(classifier)
-        and bool(answer.determined.all())
-        and answer.loss <= (_ROUNDING * classifier.rounding * terms) ** 2
-        and beyond_chance(classifier, (rows - 1) * columns - classifier.factors, answer.loss)
-    )
-    return torch.full_like(answer.determined, sure)
-
-
-def _with_constant(classifier: ClassifierGradient, features: Tensor) -> Tensor:
-    return F.pad(features, (0, 1), value=1.0) if classifier.biased else features
-
-
 def _inconsistent(
     classifier: ClassifierGradient, features: Tensor, labels: Tensor
 ) -> tuple[Tensor, float]:
@@ -187,7 +154,7 @@ def _inconsistent(
     Also returns the share of the gradient that features leave unexplained.
     """
     count, classes = len(features), len(classifier.weights)
-    whole = _with_constant(classifier, features)
+    whole = classifier.with_constant(features)
     inverse = torch.linalg.pinv(whole.T)
     read = count * inverse @ classifier.gradient.T
     errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)

@@ -18,7 +18,8 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, certified, earlier, reconstruction
+from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
+from fedsim_attacks.layer_inputs._certificates import certified
 from fedsim_attacks.layer_inputs._cone import extreme_rays
 from fedsim_attacks.layer_inputs._layers import Layer, traced
 from fedsim_attacks.layer_inputs._row_space import RowSpace
