@@ -6,8 +6,10 @@ Nothing is planted or granted and labels are inferred. Every attack of a cell ge
 
     python benchmarks/honest_images.py attack OUT [--only WORD ...] [--batches N]
     python benchmarks/honest_images.py table OUT > docs/results/honest-images.csv
+    python benchmarks/honest_images.py picture OUT FILE
 
 `attack` keeps a line for each batch and attack in OUT, with the images, and goes on where it ended.
+`picture` draws the first batch of some cells.
 """
 
 from __future__ import annotations
@@ -49,20 +51,19 @@ CELLS: dict[Cell, tuple[str, ...]] = {
     ("resnet18-group", 0, 4, "none"): tuple(ATTACKS),
     **{("resnet18-group", 0, count, EQUAL): NAMED for count in (2, 4, 8)},
     **{
-        ("resnet18-group", 1, 4, way): NAMED
-        for way in (
-            "none",
-            "clip",
-            "pruning 0.9",
-            "8 bits",
-            "noise 0.001",
-            "noise 0.01",
-            "noise 0.1",
-        )
+        ("resnet18-group", 5, 2, way): NAMED
+        for way in ("clip", "pruning 0.9", "8 bits", "noise 0.001", "noise 0.01", "noise 0.1")
     },
+    ("resnet18-group", 1, 4, "none"): NAMED,
     ("resnet18-group", 0, 2, "5 steps"): NAMED,
 }
 """Each cell, and the attacks that try it."""
+SHOWN: dict[Cell, str] = {
+    ("resnet18-group", 0, 4, "none"): "fresh, four classes",
+    ("resnet18-group", 0, 4, EQUAL): "fresh, one class",
+    ("resnet18-group", 5, 4, "none"): "after five epochs",
+}
+"""Cells of the picture, and their titles."""
 
 
 def observed(
@@ -169,17 +170,52 @@ def _interval(values: list[float]) -> list[str]:
     return [mean, f"{low:.2f}", f"{high:.2f}"]
 
 
+def picture(out: Path, file: Path) -> None:
+    """Draws what both attacks made of the first batch of each of some cells, beside the truth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = ("truth", *NAMED)
+    blocks = [cell[2] for cell in SHOWN]
+    figure = plt.figure(figsize=(0.95 * sum(blocks) + 1.3, 3.9))
+    parts = figure.subfigures(1, len(blocks), width_ratios=[blocks[0] + 1.3, *blocks[1:]])
+    for place, (part, (cell, title)) in enumerate(zip(parts, SHOWN.items(), strict=True)):
+        folder = out / "pictures" / "-".join(map(str, cell)).replace(" ", "-")
+        found = {own: read_tensors(folder / f"{own}-0.safetensors") for own in NAMED}
+        truth = found[NAMED[0]]["truth"]
+        panels = part.subplots(len(rows), len(truth), squeeze=False)
+        part.subplots_adjust(0.26 if not place else 0.02, 0.08, 0.98, 0.9, wspace=0.06, hspace=0.2)
+        panels[0, 0].set_title(title, loc="left", fontsize=10)
+        for name, line in zip(rows, panels, strict=True):
+            for column, panel in enumerate(line):
+                image = truth[column] if name == "truth" else found[name]["images"][column]
+                panel.imshow(image.permute(1, 2, 0).numpy())
+                panel.set(xticks=[], yticks=[])
+                if name != "truth":
+                    error = float((image - truth[column]).square().mean().log10())
+                    panel.set_xlabel(f"{-10 * error:.1f} dB", fontsize=8, labelpad=2)
+            if not place:
+                label = name.replace("_", "\n")
+                line[0].set_ylabel(label, rotation=0, ha="right", va="center")
+    figure.savefig(file, dpi=100)
+
+
 def main() -> None:
-    """Runs one of the two stages."""
+    """Runs one of the stages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("what", choices=("attack", "table"))
+    parser.add_argument("what", choices=("attack", "table", "picture"))
     parser.add_argument("out", type=Path, help="folder of weights and of measured batches")
+    parser.add_argument("file", type=Path, nargs="?", help="picture to write")
     parser.add_argument("--batches", type=int, default=3, help="batches of each cell")
     parser.add_argument("--only", nargs="+", default=[], help="cells and attacks with these words")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     if asked.what == "attack":
         attack(asked.out, asked.only, asked.batches)
+    elif asked.what == "picture":
+        picture(asked.out, asked.file)
     else:
         table(asked.out)
 
