@@ -188,8 +188,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
-            features=state.recovered and state.recovered.features,
-            features_by=state.recovered and state.recovered.features_by,
+            features=state.recovered.features if state.recovered else None,
+            features_by=state.recovered.features_by if state.recovered else None,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
