@@ -391,6 +391,9 @@ class Reconstruction:
     """(N,) int64."""
     features: Tensor | None = None
     """(N, d)."""
+    features_by: str | None = None
+    """Which other attack was asked for these features; None where none was, or they were fitted
+    anew since."""
     rows: Tensor | None = None
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None

@@ -97,10 +97,17 @@ def reproduced(problem: Consistency, fit: Fits) -> bool:
 
 def overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
-    classifier = problem.classifier
+    equations = (problem.classes - 1) * problem.classifier.num_images
+    return beyond_chance(problem.classifier, equations - fit.points.shape[1], float(fit.losses[0]))
+
+
+def beyond_chance(classifier: ClassifierGradient, spare: int, loss: float) -> bool:
+    """Says whether `spare` equations beyond the unknowns would not hold by chance, for any labels.
+
+    Up to a share `loss` of the gradient, as they do.
+    """
     classes, images = len(classifier.weights), classifier.num_images
-    spare = (classes - 1) * images - fit.points.shape[1]
-    left = max(math.sqrt(float(fit.losses[0])), classifier.rounding)
+    left = max(math.sqrt(loss), classifier.rounding)
     return spare * math.log(_WRONG / left) >= images * math.log(classes) + _NATS
 
 

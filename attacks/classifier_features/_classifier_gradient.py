@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.contracts.attack import AttackFailed
@@ -124,7 +125,6 @@ class ClassifierGradient:
             AttackFailed: a defense mixes entries, there is dropout, or there are too many images
                 or nothing left.
         """
-        classes, images = len(self.weights), self.num_images
         if self.mixed:
             raise AttackFailed(
                 "a defense mixes entries, and what is left of the classifier's gradient has not "
@@ -134,17 +134,25 @@ class ClassifierGradient:
             raise AttackFailed("dropout before the classifier gives each image another classifier")
         if not bool(self.gradient.any()):
             raise AttackFailed("nothing is left of the update of the classifier")
-        most = min(classes - 1, self.gradient.shape[1])
-        if images > most:
-            raise AttackFailed(
-                f"a classifier of {number_of(classes, 'class', 'classes')} determines the features "
-                f"of {number_of(most, 'image')} at most, and the update is of {images}"
-            )
-        if images > _LARGEST_BATCH:
+        if self.excess:
+            raise AttackFailed(self.excess)
+        if self.num_images > _LARGEST_BATCH:
             raise AttackFailed(
                 f"features are sought of {number_of(_LARGEST_BATCH, 'image')} at once, and the "
-                f"update is of {images}"
+                f"update is of {self.num_images}"
             )
+
+    @property
+    def excess(self) -> str:
+        """Says why the gradient cannot tell apart so many images; empty if it can."""
+        classes = len(self.weights)
+        most = min(classes - 1, self.gradient.shape[1])
+        if self.num_images <= most:
+            return ""
+        return (
+            f"a classifier of {number_of(classes, 'class', 'classes')} determines the features of "
+            f"{number_of(most, 'image')} at most, and the update is of {self.num_images}"
+        )
 
     @cached_property
     def deviation(self) -> float:
@@ -181,6 +189,10 @@ class ClassifierGradient:
         signals = self.gradient[:, -1]
         energy = float(signals.square().sum())
         return signals @ self.gradient[:, :-1] / energy if energy else None
+
+    def with_constant(self, features: Tensor) -> Tensor:
+        """Appends the constant 1 to `features` (..., d) if the classifier has a bias."""
+        return F.pad(features, (0, 1), value=1.0) if self.biased else features
 
     @property
     def kept(self) -> Tensor:

@@ -11,9 +11,9 @@ from torch import Tensor
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
+from fedsim_attacks.classifier_features._implied import implied
 from fedsim_attacks.head_features._feature_norms import labels_of
 from fedsim_attacks.head_features._head_objective import Objective
-from fedsim_attacks.images_from_features import _classifier_answers
 from fedsim_attacks.images_from_features._heads import head_of
 
 
@@ -38,7 +38,7 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     """
     head = head_of(observation)
     if isinstance(head, ClassifierGradient):
-        return Signals(*_classifier_answers.implied(head, features))
+        return Signals(*implied(head, features))
     model = rebuild(observation).eval()
     with torch.no_grad():
         observed = Objective(head)(features).errors
@@ -50,6 +50,6 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     features = features.detach().requires_grad_()
     logits = model.head(features)
     (errors,) = torch.autograd.grad(F.cross_entropy(logits, labels), features)
-    implied = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
-    scale = (observed * implied).sum() / implied.square().sum()
+    expected = (logits.detach().softmax(1) - F.one_hot(labels, logits.shape[1])).T / len(labels)
+    scale = (observed * expected).sum() / expected.square().sum()
     return Signals(labels, errors, scale if head.clipped else torch.ones_like(scale))

@@ -1,10 +1,10 @@
 """Images from a batch's update that is factored into features and error signals first.
 
-Where the head can be solved (`best_features`), labels, features and error signals of every image
-are known, and what is left is `body_gradient`: a least-squares problem in the images alone, each of
-them with features of its own to reproduce. It is descended with the slopes of ReLU and max pooling
-smoothed (`smooth_slopes`), without which every linear piece of the network has a local minimum of
-its own, and over images of several resolutions (`pyramid`).
+Where features can be recovered (`_heads` chooses how), labels, features and error signals of every
+image are known, and what is left is `body_gradient`: a least-squares problem in the images alone,
+each of them with features of its own to reproduce. It is descended with the slopes of ReLU and max
+pooling smoothed (`smooth_slopes`), without which every linear piece of the network has a local
+minimum of its own, and over images of several resolutions (`pyramid`).
 
 What else an update asks for comes before or in place of that: `phases`.
 """
@@ -74,9 +74,9 @@ class FactoredInversion(IterativeAttack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
-    more classes than images tells as much. Several local steps are
-    taken for one of the mean gradient at first, and then, if the body is not deep, simulated from
-    the labels and the features that were recovered.
+    more classes than images tells as much, and so does, of more images, a layer whose inputs
+    `extreme_rays` finds. Several local steps are taken for one of the mean gradient at first, and
+    then, if the body is not deep, simulated from the labels and the features that were recovered.
     """
 
     paper: ClassVar[str] = (
@@ -103,7 +103,8 @@ class FactoredInversion(IterativeAttack[Descent]):
     def init(self, observation: Observation, knowledge: Knowledge, rng: torch.Generator) -> Descent:
         """Recovers features, and starts at random images.
 
-        Where the head tells no features (`classifier_fit` says why), the whole update is compared.
+        Where nothing tells features (`classifier_fit` and `extreme_rays` say why), the whole update
+        is compared.
 
         Raises:
             AttackFailed: the model's head has no linear layer, or nothing is left of a two-layer
@@ -178,6 +179,7 @@ class FactoredInversion(IterativeAttack[Descent]):
             images=state.matching.pixels(state.shown),
             labels=state.phase.labels,
             features=state.phase.features,
+            features_by=told.features_by,
             determined=told.determined,
             certified=certified,
             loss=float(state.best_loss),

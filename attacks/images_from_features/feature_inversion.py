@@ -69,7 +69,8 @@ class Inversion(AttackState):
     labels: Tensor
     prior: ForwardPrior
     distance: Distance
-    features: Tensor | None
+    recovered: Reconstruction | None
+    """Features, and which attack they are by; None if none are wanted."""
     best: Tensor
     best_loss: Tensor
 
@@ -78,7 +79,7 @@ class Inversion(AttackState):
 class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
-    With `features` it needs a two-layer head, and takes labels from it; without, labels as the
+    With `features`, which the model has to give away, labels are taken from them; without, as the
     threat model grants them. The batch-norm term is there if the threat model grants statistics.
     """
 
@@ -116,13 +117,13 @@ class FeatureInversion(IterativeAttack[Inversion]):
         """Recovers features; draws random pixels, or a U-Net of random weights.
 
         Raises:
-            AttackFailed: features are wanted, and the model has no two-layer head; or `tensors` is
-                `body`, and nothing of the update is outside of the head.
+            AttackFailed: features are wanted and not told, or nothing of the update is the body's.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        features, labels = None, None
+        recovered, features, labels = None, None, None
         if self.features != "none":
-            features = recover(observation, knowledge, seed).features
+            recovered = recover(observation, knowledge, seed)
+            features = recovered.features
             assert features is not None
             labels = signals(observation, features).labels
         else:
@@ -144,12 +145,11 @@ class FeatureInversion(IterativeAttack[Inversion]):
             device=matching.device,
         )
         counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
-        infinite = torch.full((), torch.inf, device=matching.device)
-        wanted: Features | None = None
+        wanted = None
         if features is not None and self.features != "none":
             wanted = Features(features, self.features)
         return Inversion(
-            loss=infinite,
+            loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             drawing=drawing,
             labels=labels,
@@ -161,9 +161,9 @@ class FeatureInversion(IterativeAttack[Inversion]):
                 batch_norm=self.batch_norm,
             ),
             distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
-            features=features,
+            recovered=recovered,
             best=drawing.draw().detach().clone(),
-            best_loss=infinite,
+            best_loss=torch.full((), torch.inf, device=matching.device),
         )
 
     def step(self, state: Inversion) -> Inversion:
@@ -188,7 +188,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.labels,
-            features=state.features,
+            features=state.recovered.features if state.recovered else None,
+            features_by=state.recovered.features_by if state.recovered else None,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )

@@ -47,8 +47,8 @@ class FeatureRegression(DirectAttack):
         """Returns images, labels and features; the loss is that of the features.
 
         Raises:
-            AttackFailed: the model has no two-layer head, nothing is left of its gradient, or the
-                public images are not the model's.
+            AttackFailed: no gradient of the model tells features, or the public images are not the
+                model's.
         """
         assert knowledge.public_images is not None
         prior = ImagePrior(observation, knowledge.public_images)
@@ -66,6 +66,7 @@ class FeatureRegression(DirectAttack):
             images=Matching(observation).pixels(distribution.means),
             labels=signals(observation, recovered.features).labels,
             features=recovered.features,
+            features_by=recovered.features_by,
             loss=recovered.loss,
             iterations=0,
         )

@@ -12,7 +12,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.images_from_features._classifier_answers import implied
+from fedsim_attacks.classifier_features._implied import implied
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
 
@@ -109,7 +109,8 @@ def reconstruction(
 ) -> Reconstruction:
     """Returns images, features and labels; means stand for images that were not found.
 
-    The loss is the share of the classifier's gradient that features leave unexplained.
+    Labels are read off all features together: there are none where one is missing. The loss is the
+    share of the classifier's gradient that features leave unexplained.
 
     Args:
         observation: of N images.
@@ -123,8 +124,8 @@ def reconstruction(
     missing = features.mean(0, keepdim=True).expand(count - found, -1)
     whole = torch.cat([features.double(), missing.double()])
     classifier = ClassifierGradient.of(observation)
-    labels = implied(classifier, whole)[0]
-    wrong, loss = _inconsistent(classifier, whole, labels)
+    implied_labels = implied(classifier, whole)[0]
+    wrong, loss = _inconsistent(classifier, whole, implied_labels)
     if found == count:
         certain = certain & ~wrong
     images = None
@@ -138,7 +139,7 @@ def reconstruction(
     return Reconstruction(
         images=images,
         features=whole.float(),
-        labels=labels,
+        labels=implied_labels if found == count else None,
         determined=torch.cat([certain, certain.new_zeros(count - found)]),
         loss=loss,
         iterations=iterations,
@@ -153,7 +154,7 @@ def _inconsistent(
     Also returns the share of the gradient that features leave unexplained.
     """
     count, classes = len(features), len(classifier.weights)
-    whole = F.pad(features, (0, 1), value=1.0) if classifier.biased else features
+    whole = classifier.with_constant(features)
     inverse = torch.linalg.pinv(whole.T)
     read = count * inverse @ classifier.gradient.T
     errors = (whole @ classifier.weights.T).softmax(1) - F.one_hot(labels, classes)

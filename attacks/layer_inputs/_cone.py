@@ -2,11 +2,11 @@
 
 A layer's inputs after ReLU are points of the row space of its gradient without a negative entry.
 All such points are a cone. An input with zeros at entries that leave no other direction of the row
-space is one of its extreme rays, and these are solutions of linear programs: the least value of any
-linear function, over the points of the cone whose entries sum to 1, is taken at one of them.
-An extreme ray that is no input has zeros by coincidence, without each of which it would be none; an
-input has more zeros than are needed. A function that is 0 at all inputs found so far leads to
-another.
+space is one of its extreme rays, and these are solutions of linear programs: the least weighted sum
+of entries, over the points of the cone at which a linear function is 1, is taken at one of them. A
+function that is 0 at all inputs found so far leads to another; which one, is up to the weights,
+which are drawn. An extreme ray that is no input has zeros by coincidence, without each of which it
+would be none; an input has more zeros than are needed.
 
 That is how non-negative matrix factorization is unique (Donoho and Stodden, When Does Non-Negative
 Matrix Factorization Give a Correct Decomposition into Parts?, NeurIPS 2003).
@@ -28,13 +28,13 @@ _NEGATIVE = 10.0
 _FEWEST = 0.05
 """Share of its entries that an input has zeros at least, besides those of any extreme ray."""
 _FRUITLESS = 12
-"""Linear programs without a new input, after which there will be none."""
+"""Draws without a new input, after which there will be none."""
 _REWEIGHTED = 3
 """Times that a linear program is tried again with other weights."""
 _NEAR = 0.1
 """Of the mean entry: what is nearer to 0 than that weighs alike."""
 _SLACK = 1e-8
-"""How far below 0 entries may be that sum to 1: solvers round."""
+"""How far below 0 entries may be: solvers round."""
 _SAME = 1e-3
 """Relative distance up to which two rays are the same."""
 
@@ -78,12 +78,11 @@ def extreme_rays(
         aim = torch.randn(rank, generator=generator, dtype=torch.float64)
         if found:
             known = torch.stack(found) * energy
-            dual = torch.linalg.pinv(known / known.norm(dim=1, keepdim=True))
-            aim -= dual @ (known / known.norm(dim=1, keepdim=True) @ aim)
-            above = dual @ torch.rand(len(found), generator=generator, dtype=torch.float64)
-            # The first time 0 at those that are found; then above it, by ever other amounts.
-            aim = aim / aim.norm() + min(fruitless - 1, 1) * above / above.norm()
-        reached = search.sparse_ray(aim / aim.norm())
+            known = known / known.norm(dim=1, keepdim=True)
+            aim -= torch.linalg.pinv(known) @ (known @ aim)
+        aim = aim / aim.norm()
+        weights = torch.rand(cone.shape[1], generator=generator, dtype=torch.float64)
+        reached = search.sparse_ray(aim, weights) or search.sparse_ray(-aim, weights)
         if reached is None:
             continue
         combination, zeros = reached
@@ -101,7 +100,7 @@ def extreme_rays(
 
 @dataclass
 class _Search:
-    """Linear programs over the points of a cone whose entries sum to 1."""
+    """Linear programs over the points of a cone at which a linear function is 1."""
 
     cone: Tensor
     """(r, e)."""
@@ -111,21 +110,21 @@ class _Search:
     programs: int = 0
     """How many were solved."""
 
-    def sparse_ray(self, aim: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns an input (r,) near the least of `aim` (r,), and the cone at its zeros (r, z).
+    def sparse_ray(self, aim: Tensor, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Returns an input (r,) at which `aim` (r,) is positive, and the cone at its zeros (r, z).
 
-        Where a program ends at an extreme ray that is no input, the next one weighs entries by how
-        near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
-        Minimization, 2008).
+        The sum of its entries with `weights` (e,) is least, or nearly so: where a program ends at
+        an extreme ray that is no input, the next one weighs entries by how near to 0 they were
+        (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1 Minimization, 2008).
         """
         scaled = self.cone / self.energy[:, None]
         for _ in range(_REWEIGHTED + 1):
             self.programs += 1
             solved = linprog(
-                aim.numpy(),
+                (scaled @ weights).numpy(),
                 A_ub=-scaled.T.numpy(),
                 b_ub=np.full(scaled.shape[1], _SLACK),
-                A_eq=scaled.sum(1)[None].numpy(),
+                A_eq=aim[None].numpy(),
                 b_eq=[1.0],
                 bounds=(None, None),
                 method="highs",
@@ -137,8 +136,7 @@ class _Search:
             if precise is not None:
                 return precise
             at = (solution @ scaled).clamp_min(0)
-            aim = scaled @ (1 / (at + _NEAR * at.mean()))
-            aim = aim / aim.norm()
+            weights = _NEAR * at.mean() / (at + _NEAR * at.mean())
         return None
 
 

@@ -8,6 +8,7 @@ are features; behind fully connected layers ReLU's zeros lead back to the images
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, final
 
 import torch
@@ -18,6 +19,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
+from fedsim_attacks.layer_inputs._certificates import certified
 from fedsim_attacks.layer_inputs._cone import extreme_rays
 from fedsim_attacks.layer_inputs._layers import Layer, traced
 from fedsim_attacks.layer_inputs._row_space import RowSpace
@@ -77,7 +79,8 @@ class ExtremeRays(DirectAttack):
             pixels = earlier(pixels, layers, count)
         if best.layer.pixels:
             pixels = best
-        return reconstruction(observation, best, pixels, features, programs)
+        answer = reconstruction(observation, best, pixels, features, programs)
+        return replace(answer, certified=certified(observation, answer))
 
 
 def _is_eligible(layer: Layer) -> bool:

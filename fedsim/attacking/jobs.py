@@ -124,6 +124,8 @@ class Result:
     """Metric -> its value for each true image, in the order of the truth."""
     certificate: scoring.Certificate | None = None
     """What the attack says that it knows of its answer; None if it says nothing."""
+    features_by: str | None = None
+    """Which other attack it asked for its features; None if none."""
     baseline: dict[str, float | str | None]
     """Metrics of the zero-information guess, its `name`, and how many images it was learned from
     (`public`, and `public_per_image` that it guesses)."""
@@ -366,6 +368,7 @@ def finish(
         metrics=metrics,
         per_image=per_image,
         certificate=certificate,
+        features_by=found.features_by if found else None,
         baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
         tensor_rate=outcome.tensor_rate,

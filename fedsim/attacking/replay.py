@@ -66,7 +66,8 @@ def attack(
         The reconstruction, and a row with the observation's id, the resolved attack, the kind of
         server, knowledge, metrics (null without truth), how many images are `missing` from the
         reconstruction, which no metric of images is of (null without truth), the `certificate`
-        (what the attack says that it knows; null if it says nothing), and cost.
+        (what the attack says that it knows; null if it says nothing), which other attack its
+        features are by (`features_by`), and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -125,6 +126,7 @@ def attack(
         "metrics": scores and scores.metrics(),
         "missing": scores and scores.missing,
         "certificate": told and asdict(told),
+        "features_by": found.features_by,
         "cost": jobs.cost(solution),
     }
 

@@ -253,6 +253,8 @@ class ResultRow(RowPart):
     per_image: dict[str, list[float]] | None = None
     certificate: CertificateOf | None = None
     """None if the attack says nothing of what it knows, and in rows before there were any."""
+    features_by: str | None = None
+    """Which other attack was asked for the features; None if none, and in rows before."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
 

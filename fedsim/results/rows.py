@@ -148,6 +148,7 @@ class Context:
             "metrics": result.metrics,
             "per_image": result.per_image,
             "certificate": result.certificate and asdict(result.certificate),
+            "features_by": result.features_by,
             "victims": result.victims,
             "baseline": result.baseline,
             "control": {"other_update": None},

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedsim.contracts.attack import solve
+import fedsim
+from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.data.bundled import Photos
 from fedsim.models.base import normalize
@@ -17,12 +18,18 @@ from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.gradient_matching.inverting_gradients import InvertingGradients
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit
-from fedsim_attacks.images_from_features._heads import recovered_if_told
+from fedsim_attacks.images_from_features._heads import recover, recovered_if_told
 from fedsim_attacks.images_from_features._signals import signals
 from fedsim_attacks.images_from_features._whole_update import WholeGradient
 from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
+from fedsim_attacks.images_from_features.feature_inversion import FeatureInversion
 
 MODEL: dict[str, Any] = {"model": "convnet", "model_parameters": {"width": 8}}
+RESNET: dict[str, Any] = {
+    "model": "resnet18",
+    "model_parameters": {"stem": "imagenet", "norm": "group", "width": 8},
+}
+"""Its last stages meet maps of single pixels, of images of 32x32."""
 
 
 def observe(defense: list[dict[str, Any]]) -> tuple[Observation, GroundTruth]:
@@ -98,6 +105,87 @@ def test_images_are_as_near_as_behind_a_planted_head() -> None:
         found.append(float(score(answer, truth)["psnr"] or 0))
     assert found[0] > found[1] - 1
     assert found[0] > 10
+
+
+def observe_residual(classes: int, count: int = 3, **case: Any) -> tuple[Observation, GroundTruth]:
+    images = torch.rand(count, 3, 32, 32, generator=torch.Generator().manual_seed(4))
+    labels = torch.arange(count) % classes
+    return make_observation(images, labels, num_classes=classes, **RESNET, **case)
+
+
+@pytest.mark.parametrize(
+    ("classes", "defense", "by"),
+    [
+        (10, [], "classifier_fit"),
+        (3, [], "extreme_rays"),
+        (2, [], "extreme_rays"),
+        (2, [{"name": "clip", "norm": 1e-3}], "extreme_rays"),
+    ],
+    ids=["ten", "three", "two", "two, clipped"],
+)
+def test_classes_and_images_decide_what_features_are_by(
+    classes: int, defense: list[dict[str, Any]], by: str
+) -> None:
+    observation, truth = observe_residual(classes, defense=defense)
+    recovered = recover(observation, Knowledge(), 0)
+    assert recovered.features_by == by
+    assert recovered.features is not None and truth.features is not None
+    whose = torch.cdist(truth.features, recovered.features).argmin(1)
+    known = signals(observation, recovered.features[whose])
+    assert known.labels.tolist() == truth.labels.tolist()
+    objective = BodyGradient(
+        observation, recovered.features[whose], known, weight=1.0, width=0, calls=1
+    )
+    at_truth = objective(normalize(truth.images, observation.model))
+    assert float(at_truth.update) < 1e-8
+    assert float(at_truth.features) < 1e-8
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [FactoredInversion(iterations=4), FeatureInversion(prior="pixel", iterations=2)],
+    ids=["factored_inversion", "feature_inversion"],
+)
+def test_more_images_than_classes_have_their_features_in_the_answer(attack: Any) -> None:
+    observation, truth = observe_residual(2, 5)
+    answer = solve(attack, observation, Knowledge(), 1).reconstruction
+    assert answer.features_by == "extreme_rays"
+    assert answer.features is not None and answer.labels is not None
+    assert truth.features is not None
+    whose = torch.cdist(truth.features, answer.features).argmin(1)
+    assert sorted(whose.tolist()) == [0, 1, 2, 3, 4]
+    torch.testing.assert_close(answer.features[whose], truth.features, atol=1e-4, rtol=1e-4)
+    assert answer.labels[whose].tolist() == truth.labels.tolist()
+
+
+def test_a_row_says_which_attack_the_features_are_by() -> None:
+    observation, _ = observe_residual(2)
+    row = fedsim.attack(observation, "feature_inversion", {"prior": "pixel", "iterations": 1})[1]
+    assert row["features_by"] == "extreme_rays"
+    assert fedsim.attack(observation, "extreme_rays")[1]["features_by"] is None
+
+
+def test_without_any_layer_that_tells_features_they_are_refused() -> None:
+    images, labels = example_batch(3)
+    observation, _ = make_observation(images, labels % 2, **MODEL, num_classes=2)
+    reason = (
+        "2 classes determines the features of 1 image at most, and the update is of 3; "
+        ".*no linear layer.*; observe smaller batches"
+    )
+    with pytest.raises(AttackFailed, match=reason):
+        solve(FeatureInversion(iterations=1), observation, Knowledge(), 1)
+
+
+def test_an_image_that_no_layer_shows_leaves_all_features_untold() -> None:
+    """An image twice in a batch has one direction of the gradient."""
+    images = torch.rand(3, 3, 32, 32, generator=torch.Generator().manual_seed(4))[[0, 1, 1]]
+    labels = torch.tensor([0, 1, 1])
+    observation, truth = make_observation(images, labels, num_classes=2, **RESNET)
+    with pytest.raises(AttackFailed, match="determines those of 0, and all are needed"):
+        recover(observation, Knowledge(), 0)
+    answer = solve(FactoredInversion(iterations=2), observation, Knowledge(), 1).reconstruction
+    assert answer.features is None and answer.features_by is None
+    assert answer.images is not None and answer.images.shape == truth.images.shape
 
 
 def test_where_no_feature_is_told_the_whole_update_is_compared() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import extreme_rays
@@ -173,6 +174,54 @@ def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
     _, lengths, rows = torch.linalg.svd(mixing @ (sparse + 0.1), full_matrices=False)
     none = extreme_rays(lengths[:, None] * rows, lengths[:, None] * rows, 1e-13, stream)
     assert len(none.combinations) == 0
+
+
+@pytest.mark.parametrize(("attack", "case"), [EXACT[0], EXACT[2]])
+def test_a_batch_with_an_input_missing_has_no_labels(
+    attack: Attack[Any], case: dict[str, Any]
+) -> None:
+    """They would be read off a mean in its place; an image twice in a batch is found once."""
+    images = torch.rand(3, 1, 8, 8, generator=rng.generator(0, "twice"))[[0, 1, 1]]
+    observation, truth = make_observation(images, torch.tensor([3, 5, 5]), **case)
+    found = attacked(attack, observation)
+    assert found.features is not None and len(found.features) == 3
+    assert found.labels is None
+    values = score(found, truth)
+    assert values["label_accuracy"] is None and values["feature_cosine"] is not None
+
+
+@pytest.mark.parametrize("case", [{}, {"defense": [{"name": "clip", "norm": 1e-3}]}, RESNET])
+def test_exact_inputs_are_certified(case: dict[str, Any]) -> None:
+    images = torch.rand(4, 3, 32, 32, generator=rng.generator(3, "certified"))
+    observation, truth = make_observation(
+        images, torch.tensor([0, 1, 1, 0]), num_classes=2, **{**MLP, **case}
+    )
+    found = attacked(ExtremeRays(), observation)
+    assert found.certified is not None and found.certified.tolist() == [True] * 4
+    assert false_certificates(found, truth) == 0
+    assert found.labels is not None
+    assert false_certificates(replace(found, labels=1 - found.labels), truth) == 4
+
+
+@pytest.mark.parametrize("change", ["declared", "undeclared", "fewer", "twice"])
+def test_nothing_is_certified_of_what_is_not_the_clients_own_gradient(change: str) -> None:
+    images = torch.rand(4, 1, 8, 8, generator=rng.generator(3, "certified"))
+    if change == "twice":
+        images = images[[0, 1, 2, 2]]
+    noise = [{"name": "gaussian_noise", "std": 1e-9}] if change == "declared" else []
+    labels = torch.tensor([0, 1, 1, 1])
+    observation, _ = make_observation(images, labels, num_classes=2, defense=noise, **MLP)
+    if change == "undeclared":
+        stream = rng.generator(4, "noise")
+        noisy = {
+            name: tensor + 1e-5 * tensor.std() * torch.randn(tensor.shape, generator=stream)
+            for name, tensor in observation.update.items()
+        }
+        observation = replace(observation, update=noisy)
+    if change == "fewer":
+        observation = replace(observation, training=replace(observation.training, batch_size=3))
+    found = attacked(ExtremeRays(), observation)
+    assert found.certified is not None and not bool(found.certified.any())
 
 
 def test_independent_components_of_the_first_layer_are_near_the_images() -> None:
