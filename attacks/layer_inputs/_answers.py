@@ -70,9 +70,10 @@ def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
     off = values < 10 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
     combinations = []
     for row in off:
-        if int(row.sum()) < count - 1:
+        signal = space.signal(row)
+        if signal is None or signal.combination is None:
             return None
-        combinations.append(torch.linalg.svd(space.columns[row])[2][-1])
+        combinations.append(signal.combination)
     found = disaggregated(before, space, torch.stack(combinations))
     outputs = (found.values @ before.weights.T + before.bias).clamp_min(0)
     wrong = (outputs - values).norm(dim=1) > _CONSISTENT * values.norm(dim=1)

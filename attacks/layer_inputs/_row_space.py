@@ -14,6 +14,17 @@ _ROUNDING = 2.0**-24
 """Relative error of an entry in float32, of the gradient's rms."""
 _VISIBLE = 3.0
 """Times the largest singular value of mere noise, from which on one is an image's."""
+_CLEAR, _ZERO = 5.0, 3.0
+"""Standard deviations that rows differ from 0 at least in any other combination of columns, and in
+theirs at most."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What is known of an image's error signal."""
+
+    combination: Tensor | None
+    """(r,), of the gradient's columns, of unit length. None where several may be."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +77,21 @@ class RowSpace:
             deviation=deviation,
             separate=visible == count,
         )
+
+    def signal(self, off: Tensor) -> Signal | None:
+        """Finds the combination of columns that is 0 at rows `off` (m,): an image's error signal.
+
+        None if no combination is.
+        """
+        number = int(off.sum())
+        if number < self.rank:
+            return Signal(None)
+        _, lengths, right = torch.linalg.svd(self.columns[off], full_matrices=False)
+        noise = self.deviation * number**0.5
+        if float(lengths[-1]) > _ZERO * noise:
+            return None
+        unique = self.rank == 1 or float(lengths[-2]) > _CLEAR * noise
+        return Signal(right[-1] if unique else None)
 
     @property
     def rank(self) -> int:
