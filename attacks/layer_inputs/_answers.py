@@ -15,6 +15,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.images_from_features._classifier_answers import implied
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
+from fedsim_attacks.layer_inputs._sharpening import sharpened
 
 _SURE = 3.0
 """Standard deviations that features may be off."""
@@ -67,10 +68,12 @@ def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
         return None
     values = inputs.values
     error = inputs.errors * values.norm(dim=1) / values.shape[1] ** 0.5
-    off = values < 10 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
+    off = values < 4 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
     combinations = []
     for row in off:
-        signal = space.signal(row)
+        start = torch.linalg.svd(space.columns[row])[2][-1]
+        precise = sharpened(start, space.columns.T, space.deviation, int(row.sum()) - 1)
+        signal = None if precise is None else space.signal(precise[1])
         if signal is None or signal.combination is None:
             return None
         combinations.append(signal.combination)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 _ESSENTIAL = 0.99
 """Leverage of a zero from which on it does not follow from the others."""
+_WIDE = 1.0
+"""x"""
+_NARROWER=0.3
+_ONCE=6
 ZERO = 4.0
 """Standard deviations of its error, up to which an entry may be 0."""
 
@@ -29,8 +35,9 @@ def sharpened(
     combination = start / start.norm()
     at = combination @ vectors
     width = float(at.abs().sort()[0][min(surely, len(at) - 1)])
-    while width > deviation:
-        width = max(0.3 * width, deviation)
+    width = max(width, _WIDE * deviation)
+    for _ in range(_ONCE + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
+        width = max(_NARROWER * width, deviation)
         weighted = vectors / (at.square() + width**2).sqrt()
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
         at = combination @ vectors
