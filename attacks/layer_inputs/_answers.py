@@ -15,7 +15,6 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.images_from_features._classifier_answers import implied
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
-from fedsim_attacks.layer_inputs._sharpening import sharpened
 
 _SURE = 3.0
 """Standard deviations that features may be off."""
@@ -23,6 +22,9 @@ _DETERMINED = 0.03
 """Relative error up to which an input is determined."""
 _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
+
+_WIDTHS = (4.0, 2.0, 1.0, 0.0)
+"""Standard deviations up to which an input may be 0, as they are tried in turn."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +70,15 @@ def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
         return None
     values = inputs.values
     error = inputs.errors * values.norm(dim=1) / values.shape[1] ** 0.5
-    off = values < 4 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
+    rounding = 1e-6 * values.amax(1)
     combinations = []
-    for row in off:
-        start = torch.linalg.svd(space.columns[row])[2][-1]
-        precise = sharpened(start, space.columns.T, space.deviation, int(row.sum()) - 1)
-        signal = None if precise is None else space.signal(precise[1])
-        if signal is None or signal.combination is None:
+    for row, near, least in zip(values, error, rounding, strict=True):
+        for width in _WIDTHS:  # the narrower, the fewer inputs near 0 are taken for 0
+            off = row < width * near + least
+            signal = space.signal(off)
+            if signal is not None and signal.combination is not None:
+                break
+        else:
             return None
         combinations.append(signal.combination)
     found = disaggregated(before, space, torch.stack(combinations))

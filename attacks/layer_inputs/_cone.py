@@ -103,13 +103,18 @@ def extreme_rays(
             signal = signal_of(ray.values, ray.error)
             if signal is None:
                 continue
-            ray = replace(ray, signal=signal.combination)
+            ray = replace(ray, signal=signal)
         same = [place for place, other in enumerate(rays) if other.is_like(ray)]
         if not same:
             rays.append(ray)
             fruitless = 0
         elif len(same) == 1 and ray.error < _BETTER * rays[same[0]].error:
             rays[same[0]] = ray
+    last = search.last(rays)
+    if last is not None and signal_of is not None:
+        signal = signal_of(last.values, last.error)
+        if signal is not None and signal.combination is not None:
+            rays.append(last)
     combinations = [ray.combination for ray in rays]
     return Rays(
         torch.stack(combinations).to(rows) if rays else rows.new_zeros(0, rank),
@@ -126,8 +131,13 @@ class _Ray:
     """(n,)."""
     error: float
     """Standard deviation of all values together, over their norm."""
-    signal: Tensor | None = None
-    """(r,): the combination of columns that is its error signal."""
+    signal: Signal | None = None
+    """Of its image, if that is the only one it may be."""
+
+    @property
+    def bound(self) -> Tensor | None:
+        """(r,): what all other inputs are orthogonal to, if it is known."""
+        return None if self.signal is None else self.signal.combination
 
     def is_like(self, other: _Ray) -> bool:
         """Says whether two rays are the same but for their errors."""
@@ -176,13 +186,13 @@ class _Search:
         """
         self.aims += 1
         lengths = self.rows.norm(dim=1)
-        signals = [ray.signal for ray in rays if ray.signal is not None]
+        bounds = [ray.bound for ray in rays if ray.bound is not None]
         basis = torch.eye(len(lengths), dtype=lengths.dtype)
-        if signals:
-            basis = torch.linalg.svd(torch.stack(signals))[2][len(signals) :]
+        if bounds:
+            basis = torch.linalg.svd(torch.stack(bounds))[2][len(bounds) :]
         scaled = basis @ (self.cone / lengths[:, None])
         aim = torch.randn(len(basis), generator=generator, dtype=torch.float64)
-        others = [basis @ (ray.combination * lengths) for ray in rays if ray.signal is None]
+        others = [basis @ (ray.combination * lengths) for ray in rays if ray.bound is None]
         if others:
             known = torch.nn.functional.normalize(torch.stack(others))
             dual = torch.linalg.pinv(known)
@@ -210,6 +220,25 @@ class _Search:
             aim = scaled @ (1 / (at + _NEAR * at.mean()))
         return None
 
+    def last(self, rays: list[_Ray]) -> _Ray | None:
+        """Returns the only ray that all others leave, if one is missing, whatever its zeros are."""
+        bounds = [ray.bound for ray in rays if ray.bound is not None]
+        if len(bounds) != len(rays) or len(rays) != len(self.rows) - 1:
+            return None
+        lengths = self.rows.norm(dim=1)
+        across = torch.stack(bounds)
+        direction = torch.linalg.svd(across)[2][-1]
+        combination = torch.nn.functional.normalize(direction / lengths, dim=0)
+        combination = combination * (combination @ self.cone).sum().sign()
+        if float((combination @ self.cone).min()) < -_NEGATIVE * self.deviation:
+            return None
+        values, along = combination @ self.rows, combination * lengths
+        turned = [along @ ray.signal.errors for ray in rays if ray.signal and ray.signal.errors is not None]
+        moved = torch.linalg.pinv(across) * torch.stack(turned).norm(dim=1)
+        variance = float(moved.square().sum()) + self.deviation**2 * len(values)
+        error = variance**0.5 / float(values.norm())
+        return None if error > _VAGUE else _Ray(combination, values, error)
+
     def _polished(self, start: Tensor) -> _Ray | None:
         """Makes a combination (r,) precise.
 
@@ -224,9 +253,12 @@ class _Search:
         combination, zeros = precise[0], cone[:, precise[1]]
         combination = combination * (combination @ cone).sum().sign()
         values = combination @ self.rows
-        # Errors of zeros move it along the directions that they hold least.
+        # Errors of zeros move it along the directions that they hold least. Its scale stays open.
         left, held, _ = torch.linalg.svd(zeros, full_matrices=False)
-        moved = self.rows.norm(dim=1)[:, None] * left[:, :-1] / held[:-1]
+        lengths = self.rows.norm(dim=1)
+        along = torch.nn.functional.normalize(lengths * combination, dim=0)
+        moved = lengths[:, None] * left[:, :-1] / held[:-1]
+        moved -= along[:, None] * (along @ moved)
         variance = float(moved.square().sum()) + len(values)
         error = deviation * variance**0.5 / float(values.norm())
         if error > _VAGUE or float((combination @ cone).min()) < -_NEGATIVE * deviation:

@@ -25,6 +25,8 @@ class Signal:
 
     combination: Tensor | None
     """(r,), of the gradient's columns, of unit length. None where several may be."""
+    errors: Tensor | None = None
+    """(r, r - 1), of the combination: independent, and each of one standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,9 @@ class RowSpace:
         noise = self.deviation * number**0.5
         if float(lengths[-1]) > _ZERO * noise:
             return None
-        unique = self.rank == 1 or float(lengths[-2]) > _CLEAR * noise
-        return Signal(right[-1] if unique else None)
+        if self.rank > 1 and float(lengths[-2]) < _CLEAR * noise:
+            return Signal(None)
+        return Signal(right[-1], self.deviation * right[:-1].T / lengths[:-1])
 
     @property
     def rank(self) -> int:
