@@ -32,8 +32,9 @@ from torch import Tensor
 from fedsim_attacks.layer_inputs._row_space import Signal
 from fedsim_attacks.layer_inputs._sharpening import sharpened
 
-_NEGATIVE = 10.0
-"""Standard deviations of its error, down to which an entry may be negative."""
+_NEGATIVE = 30.0
+"""Standard deviations of its error, down to which an entry may be negative: rounding is not the same
+in each."""
 _FEWEST = 0.05
 """Share of its entries that an input has zeros at least, besides those of any extreme ray."""
 _FRUITLESS = 12
@@ -233,7 +234,8 @@ class _Search:
         if float((combination @ self.cone).min()) < -_NEGATIVE * self.deviation:
             return None
         values, along = combination @ self.rows, combination * lengths
-        turned = [along @ ray.signal.errors for ray in rays if ray.signal and ray.signal.errors is not None]
+        errors = [ray.signal.errors for ray in rays if ray.signal is not None]
+        turned = [along @ each for each in errors if each is not None]
         moved = torch.linalg.pinv(across) * torch.stack(turned).norm(dim=1)
         variance = float(moved.square().sum()) + self.deviation**2 * len(values)
         error = variance**0.5 / float(values.norm())

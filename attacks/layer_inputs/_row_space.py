@@ -14,9 +14,10 @@ _ROUNDING = 2.0**-24
 """Relative error of an entry in float32, of the gradient's rms."""
 _VISIBLE = 3.0
 """Times the largest singular value of mere noise, from which on one is an image's."""
-_CLEAR, _ZERO = 5.0, 3.0
-"""Standard deviations that rows differ from 0 at least in any other combination of columns, and in
-theirs at most."""
+_CLEAR, _ZERO = 5.0, 8.0
+"""Times what rows leave of it that they leave of any other combination of columns at least, and
+standard deviations of their errors that they leave of it at most: rounding is not the same in
+each."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class RowSpace:
         noise = self.deviation * number**0.5
         if float(lengths[-1]) > _ZERO * noise:
             return None
-        if self.rank > 1 and float(lengths[-2]) < _CLEAR * noise:
+        if self.rank > 1 and float(lengths[-2]) < _CLEAR * max(noise, float(lengths[-1])):
             return Signal(None)
         return Signal(right[-1], self.deviation * right[:-1].T / lengths[:-1])
 

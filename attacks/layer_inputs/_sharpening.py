@@ -9,10 +9,9 @@ from torch import Tensor
 
 _ESSENTIAL = 0.99
 """Leverage of a zero from which on it does not follow from the others."""
-_WIDE = 1.0
-"""x"""
-_NARROWER=0.3
-_ONCE=6
+_NARROWER, _LAST = 0.3, 6
+"""Factor by which the width of the weights shrinks, and iterations at its least: a start may be
+nearer to other zeros than errors are."""
 ZERO = 4.0
 """Standard deviations of its error, up to which an entry may be 0."""
 
@@ -35,8 +34,8 @@ def sharpened(
     combination = start / start.norm()
     at = combination @ vectors
     width = float(at.abs().sort()[0][min(surely, len(at) - 1)])
-    width = max(width, _WIDE * deviation)
-    for _ in range(_ONCE + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
+    width = max(width, deviation)
+    for _ in range(_LAST + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
         width = max(_NARROWER * width, deviation)
         weighted = vectors / (at.square() + width**2).sqrt()
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
