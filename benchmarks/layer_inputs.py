@@ -48,10 +48,10 @@ MLP: list[tuple[str, dict[str, Any], int]] = [
     ("cocktail_party", {"iterations": 1000}, 20),
 ]
 """Attack, parameters, images."""
-COLUMNS = (
-    "victim,images,steps,attack,options,batch_size,batch,exact_features,exact_images,determined,"
-    "wrong,labels,cpu_seconds"
-).split(",")
+COLUMNS = [
+    *("victim", "images", "steps", "attack", "options", "batch_size", "batch"),
+    *("exact_features", "exact_images", "determined", "wrong", "labels", "cpu_seconds"),
+]
 RESNET: list[tuple[str, dict[str, Any], int]] = [
     ("extreme_rays", {}, count) for count in (8, 16, 32)
 ]
@@ -107,8 +107,8 @@ def main() -> None:
         whole = sum(line[1 if given.victim == "mlp" else 0] == count for line in lines)
         print(
             f"{given.victim} {attack} {options} B={count}: exact {found}/{count * len(lines)}, "
-            f"images {shown}, whole batches {whole}/{len(lines)}, determined {certain}, of these wrong {wrong}, "
-            f"labels {right}, {total[:, 5].median():.1f} s (longest {total[:, 5].max():.1f})",
+            f"images {shown}, whole batches {whole}/{len(lines)}, "
+            f"determined {certain}, of these wrong {wrong}, labels {right}, {total[:, 5].median():.1f} s (longest {total[:, 5].max():.1f})",
             flush=True,
         )
 

@@ -33,8 +33,8 @@ from fedsim_attacks.layer_inputs._row_space import Signal
 from fedsim_attacks.layer_inputs._sharpening import sharpened
 
 _NEGATIVE = 30.0
-"""Standard deviations of its error, down to which an entry may be negative: rounding is not the same
-in each."""
+"""Standard deviations of its error, down to which an entry may be negative: rounding is not the
+same in each."""
 _FEWEST = 0.05
 """Share of its entries that an input has zeros at least, besides those of any extreme ray."""
 _FRUITLESS = 12
