@@ -108,7 +108,8 @@ def main() -> None:
         print(
             f"{given.victim} {attack} {options} B={count}: exact {found}/{count * len(lines)}, "
             f"images {shown}, whole batches {whole}/{len(lines)}, "
-            f"determined {certain}, of these wrong {wrong}, labels {right}, {total[:, 5].median():.1f} s (longest {total[:, 5].max():.1f})",
+            f"determined {certain}, of these wrong {wrong}, labels {right}, "
+            f"{total[:, 5].median():.1f} s (longest {total[:, 5].max():.1f})",
             flush=True,
         )
 

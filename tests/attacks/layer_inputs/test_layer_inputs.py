@@ -268,7 +268,7 @@ def test_an_error_signal_bounds_the_cone_of_the_others() -> None:
 
 
 def test_an_input_that_its_own_error_signal_contradicts_is_refused() -> None:
-    observation, truth = observe(6)
+    observation, _ = observe(6)
     layer = next(layer for layer in traced(observation) if layer.nonnegative)
     space = RowSpace.of(layer, 6)
     off = torch.zeros(len(layer.weights), dtype=torch.bool)
