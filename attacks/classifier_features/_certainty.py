@@ -13,6 +13,9 @@ alike in all entries of a row, and no column's sum shows it."""
 _SCATTER = 12.0
 """Times the inverse root of the number of equations: how far the energy of what the deviation
 leaves may be above its mean, which a column's sums tell with an error of their own."""
+_FARTHEST = 1e3
+"""Times the bound of an image, that another whose features are open may do to it: farther, it has
+no error signal with which it could."""
 _SAFETY = 3.0
 """Times the standard deviation of an image's features, up to which they may be off."""
 
@@ -34,7 +37,7 @@ def explained(problem: Consistency | Profile, loss: float) -> bool:
 def relative_errors(problem: Consistency | Profile, fits: Fits, index: int) -> Tensor:
     """Bounds the relative error of each image's features (N,) by the gradient's own deviation,
     or by what the fit leaves, if that is more. An image whose error signal has vanished has no
-    bound.
+    bound. Bounds are of first order (`beyond_first_order`).
 
     Args:
         problem: that was fitted.
@@ -48,3 +51,12 @@ def relative_errors(problem: Consistency | Profile, fits: Fits, index: int) -> T
     uncertain = variances.sqrt() / fits.features[index].norm(dim=1)
     bounds: Tensor = _SAFETY * deviation * uncertain
     return bounds
+
+
+def beyond_first_order(bounds: Tensor) -> Tensor:
+    """Widens the bounds (N,) of a batch's images where those of first order do not hold.
+
+    Where an image may be off by more than itself, other features and labels explain the gradient as
+    well, and every image may be off by as much more.
+    """
+    return bounds * bounds.max().nan_to_num(_FARTHEST).clamp(1.0, _FARTHEST)

@@ -8,6 +8,9 @@ from features of images of noise. What an image has in all rivals that explain a
 
 A certificate is as good as what is declared of the client. Of a defense that does not say what it
 does, of noise and of entries removed, rounded or mixed there is none.
+
+Diana et al. (No More Guessing, arXiv:2604.15063, 2026) and Shariati and Meybodi (Cascading Gradient
+Inversion via LT-Code Inspired Peeling, manuscript, 2026) certify inputs of a first dense layer.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedsim_attacks.classifier_features._certainty import relative_errors
+from fedsim_attacks.classifier_features._certainty import beyond_first_order, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
 
@@ -67,7 +70,7 @@ def certified(
     if not overdetermined(problem, fit):
         return none
     moved = (fit.features[0] - features).norm(dim=1)
-    sure = relative_errors(problem, fit, 0) < _RIGHT
+    sure = beyond_first_order(relative_errors(problem, fit, 0)) < _RIGHT
     sure &= (moved <= _RIGHT * features.norm(dim=1)) & _apart(fit)
     if bool(sure.any()):
         sure &= _held_by_all(problem, fit, _sought(problem, fit, others))

@@ -168,6 +168,18 @@ class ClassifierGradient:
         return equations > images * (images - int(self.biased)) + self.factors
 
     @property
+    def quotient(self) -> Tensor | None:
+        """Features (d,) of the only image, off the gradient; None of several, or without a bias.
+
+        ∂L/∂W = D x' and ∂L/∂b = D, so that x is their ratio, and by least squares if there is noise.
+        """
+        if self.num_images > 1 or not self.biased:
+            return None
+        signals = self.gradient[:, -1]
+        energy = float(signals.square().sum())
+        return signals @ self.gradient[:, :-1] / energy if energy else None
+
+    @property
     def kept(self) -> Tensor:
         """Which entries (K, d + 1) were not set to zero."""
         return self.gradient != 0

@@ -23,7 +23,12 @@ from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
-from fedsim_attacks.classifier_features._certainty import allowed, explained, relative_errors
+from fedsim_attacks.classifier_features._certainty import (
+    allowed,
+    beyond_first_order,
+    explained,
+    relative_errors,
+)
 from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._completion import complete
@@ -171,12 +176,15 @@ class ClassifierSolver(FeatureSolver):
     def _drawn(self, count: int) -> Tensor:
         images = self.problem.classifier.num_images
         chosen = torch.randint(len(self.pool), (count, images), generator=self.rng)
-        return self.problem.unknowns(self.pool[chosen])
+        features = self.pool[chosen]
+        if (quotient := self.problem.classifier.quotient) is not None:
+            features[:: self.starts] = quotient.to(features)
+        return self.problem.unknowns(features)
 
     def reconstruction(self) -> Reconstruction:
         """Returns the best features, their labels, and which are determined and certified."""
         assert self.best is not None
-        errors = relative_errors(self.problem, self.best, 0)
+        errors = beyond_first_order(relative_errors(self.problem, self.best, 0))
         certain = (errors < _DETERMINED) & explained(self.problem, float(self.loss))
         classifier = self.problem.classifier
         if classifier.removed or not classifier.unique:  # entries filled in tell nothing new
@@ -208,7 +216,8 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
 
     paper: ClassVar[str] = (
         "fedsim: Levenberg-Marquardt and variable projection (Golub and Pereyra, 1973; Kaufman, "
-        "1975) on the softmax consistency of ∂L/∂W, labels by search"
+        "1975) on the softmax consistency of ∂L/∂W, labels by search; nearest: Ma et al., "
+        "ICLR 2023 (label counts), and Wang et al., ICLR 2024 (one image)"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 120

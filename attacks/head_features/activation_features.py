@@ -8,8 +8,10 @@ a row from those of several images is ∂L/∂A: over its neurons it must be in 
 Features that are known predict which neurons they activate; their share is taken off all rows, and
 rows of two unknown images become rows of one. That is repeated until all are found.
 
-One image alone: Fowl et al., Robbing the Fed, ICLR 2022. Taking off what is known is the peeling
-decoder of sparse codes (Luby et al., Efficient Erasure Correcting Codes, 2001).
+One image alone: Phong et al., Privacy-Preserving Deep Learning via Additively Homomorphic
+Encryption, IEEE TIFS 2018. Taking off what is known is the peeling decoder of sparse codes (Luby et
+al., Efficient Erasure Correcting Codes, 2001); Shariati and Meybodi (Cascading Gradient Inversion
+via LT-Code Inspired Peeling, manuscript, 2026) peel images of a first layer so.
 """
 
 from __future__ import annotations
@@ -187,7 +189,10 @@ class ActivationFeatures(FeatureAttack[Peeling]):
     Features that it cannot find are filled up with the rest of the features' span.
     """
 
-    paper: ClassVar[str] = "Fowl et al., Robbing the Fed, ICLR 2022 (one image alone), and peeling"
+    paper: ClassVar[str] = (
+        "Phong et al., IEEE TIFS 2018 (a row of one image alone), and peeling (Luby et al., 2001; "
+        "of images Shariati and Meybodi, 2026)"
+    )
 
     tolerance: Annotated[float, Field(gt=0, lt=1)] = 1e-5
     """Relative difference of rows that count as equal."""

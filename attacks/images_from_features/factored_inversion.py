@@ -80,8 +80,9 @@ class FactoredInversion(IterativeAttack[Descent]):
     """
 
     paper: ClassVar[str] = (
-        "fedsim: features and error signals by best_features, squared distance of the body's "
-        "update with smoothed slopes"
+        "fedsim: features first (Liu et al., section 4; Kariyappa et al., ICML 2023), stages by "
+        "their own gradient (Zhu and Blaschko, R-GAP, ICLR 2021), with error signals held fixed, "
+        "in squared distance with smoothed slopes"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1500

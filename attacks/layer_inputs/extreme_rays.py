@@ -37,7 +37,8 @@ class ExtremeRays(DirectAttack):
 
     paper: ClassVar[str] = (
         "fedsim: extreme rays of the non-negative cone in the row space of a layer's gradient, by "
-        "linear programs with reweighting"
+        "linear programs with reweighting (unique: Donoho and Stodden, NeurIPS 2003; nearest: "
+        "Kariyappa et al., ICML 2023)"
     )
 
     def reconstruct(

@@ -52,7 +52,9 @@ class Spear(IterativeAttack[Sampling]):
     image. Inputs of a first layer are the images.
     """
 
-    paper: ClassVar[str] = "Dimitrov et al., SPEAR, NeurIPS 2024, algorithms 1 and 2"
+    paper: ClassVar[str] = (
+        "Dimitrov et al., SPEAR, NeurIPS 2024, algorithms 1 and 2; `search: descent` is fedsim's"
+    )
 
     iterations: Annotated[int, Field(ge=1)] = 1000
     """Of 4,096 sets of neurons each; it ends when all neurons agree."""

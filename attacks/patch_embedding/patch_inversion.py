@@ -4,7 +4,8 @@ Lu et al., APRIL: Finding the Achilles' Heel on Privacy for Vision Transformers,
 the gradient of a learned position embedding is the signal of each token, and solved for the tokens
 by the first attention's weights, where that attention gets them as they are: without a norm before
 it or a sum around it. The patch embedding's own gradient has the same signals and the pixels
-themselves, and needs no attention: so any blocks may follow.
+themselves, and needs no attention: so any blocks may follow. That a layer's gradient is linear in
+its inputs once its signals are known is how Zhu and Blaschko (R-GAP, ICLR 2021) solve convolutions.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PatchInversion(DirectAttack):
 
     paper: ClassVar[str] = (
         "fedsim: ∂L/∂E = Σ_p (∂L/∂u_p) x_p', after Lu et al., APRIL, CVPR 2022 (signals by the "
-        "position embedding u)"
+        "position embedding u), and Zhu and Blaschko, R-GAP, ICLR 2021 (inputs by a gradient)"
     )
 
     def reconstruct(

@@ -20,7 +20,7 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.classifier_features import _completion, classifier_fit
-from fedsim_attacks.classifier_features._certainty import relative_errors
+from fedsim_attacks.classifier_features._certainty import beyond_first_order, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import (
     ClassifierGradient,
     linear_classifier,
@@ -106,6 +106,46 @@ def test_features_that_others_imitate_exactly_are_not_determined() -> None:
     assert found.loss < 1e-20
     torch.testing.assert_close(found.features, -features.float())
     assert found.determined is not None and not bool(found.determined.any())
+
+
+def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
+    """Starts from noise of which it is as sure, but of another class, end in a false minimum."""
+    stream = torch.Generator().manual_seed(0)
+    weights = 0.1 * torch.randn(2, 9, generator=stream).double()
+    away = weights[0, :-1] - weights[1, :-1]
+    features = torch.randn(1, 8, generator=stream).relu().double()
+    features -= (features @ away + 4)[:, None] / away.square().sum() * away
+    labels = torch.tensor([1])
+    gradient = softmax_gradient(F.pad(features, (0, 1), value=1.0), weights, labels)
+    problem = Profile(replace(of(weights, gradient, 1), biased=True))
+    assert 0 < float(gradient[0, -1]) < 0.05
+    state = classifier_fit.ClassifierSolver(
+        loss=torch.full((), torch.inf),
+        problem=problem,
+        pool=(9 * away).float() + torch.randn(64, 8, generator=stream),
+        rng=stream,
+        starts=4,
+        iterations=60,
+        waiting=[labels],
+        likely=torch.tensor([0, 1]),
+        labelings=10,
+    )
+    while not state.finished:
+        state.improve()
+    found = state.reconstruction()
+    assert found.labels is not None and found.labels.tolist() == [1]
+    torch.testing.assert_close(found.features, features.float())
+
+
+def test_one_image_that_is_open_leaves_the_others_less_certain() -> None:
+    """Bounds of first order hold where none is, and one without a signal costs a bounded factor."""
+    sure = torch.tensor([1e-6, 0.01, 0.9]).double()
+    assert beyond_first_order(sure).tolist() == sure.tolist()
+    open_ = torch.tensor([0.01, 10.0]).double()
+    assert beyond_first_order(open_).tolist() == pytest.approx([0.1, 100.0])
+    for vanished in (1e90, torch.inf, torch.nan):
+        found = beyond_first_order(torch.tensor([1e-6, vanished]).double())
+        assert float(found[0]) == pytest.approx(1e-3)
 
 
 @pytest.mark.parametrize("factor", [400.0, 1e6, torch.inf, torch.nan, -1e6])

@@ -1,0 +1,224 @@
+"""Images from ordinary classifiers by an honest server, against rivals, at about equal time.
+
+Victims, batches and defenses are those of `honest_features.py`, whose `train` must have run in OUT.
+Nothing is planted or granted and labels are inferred. Every attack of a cell gets the same batches.
+`equal labels` is of batches whose images have one class.
+
+    python benchmarks/honest_images.py attack OUT [--only WORD ...] [--batches N]
+    python benchmarks/honest_images.py table OUT > docs/results/honest-images.csv
+    python benchmarks/honest_images.py picture OUT FILE
+
+`attack` keeps a line for each batch and attack in OUT, with the images, and goes on where it ended.
+`picture` draws the first batch of some cells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import honest_features as features
+import torch
+from torch import Tensor
+
+from fedsim import rng
+from fedsim.contracts.attack import AttackFailed, create, solve
+from fedsim.contracts.grant import Knowledge
+from fedsim.recording.files import read_tensors, write_tensors
+from fedsim.scoring import score, student_interval
+from fedsim.scoring.baselines import baseline
+from fedsim.scoring.guess import Guesser
+from fedsim.testing import make_observation
+from fedsim.types import GroundTruth, Observation
+
+ATTACKS: dict[str, dict[str, Any]] = {
+    "factored_inversion": {"iterations": 1000},
+    "inverting_gradients": {"iterations": 1000},
+    "grad_inversion": {"iterations": 250},
+    "feature_inversion": {"prior": "pixel", "iterations": 1000},
+}
+EQUAL = "equal labels"
+NAMED = ("factored_inversion", "inverting_gradients")
+Cell = tuple[str, int, int, str]
+"""Victim, epochs, images, what stands in the way."""
+CELLS: dict[Cell, tuple[str, ...]] = {
+    **{("resnet18-group", epoch, count, "none"): NAMED for epoch in (0, 5) for count in (2, 4, 8)},
+    ("resnet18-group", 0, 4, "none"): tuple(ATTACKS),
+    **{("resnet18-group", 0, count, EQUAL): NAMED for count in (2, 4, 8)},
+    **{
+        ("resnet18-group", 5, 2, way): NAMED
+        for way in ("clip", "pruning 0.9", "8 bits", "noise 0.001", "noise 0.01", "noise 0.1")
+    },
+    ("resnet18-group", 1, 4, "none"): NAMED,
+    ("resnet18-group", 0, 2, "5 steps"): NAMED,
+}
+"""Each cell, and the attacks that try it."""
+SHOWN: dict[Cell, str] = {
+    ("resnet18-group", 0, 4, "none"): "fresh, four classes",
+    ("resnet18-group", 0, 4, EQUAL): "fresh, one class",
+    ("resnet18-group", 5, 4, "none"): "after five epochs",
+}
+"""Cells of the picture, and their titles."""
+
+
+def observed(
+    out: Path, kept: dict[str, Tensor], cell: Cell, trial: int
+) -> tuple[Observation, GroundTruth]:
+    """The update of one batch of `cell`, and its truth."""
+    name, epoch, count, way = cell
+    if way != EQUAL:
+        return features.observed(out, kept, cell, trial)
+    model, parameters, classes = features.MODELS[name]
+    stream = rng.generator(features.SEED, EQUAL, name, epoch, count, trial)
+    own = (kept[str(classes)] == trial % classes).nonzero().flatten()
+    chosen = own[torch.randperm(len(own), generator=stream)[:count]]
+    return make_observation(
+        kept["images"][chosen].float() / 255,
+        kept[str(classes)][chosen],
+        model=model,
+        model_parameters=parameters,
+        num_classes=classes,
+        seed=trial,
+        weights=read_tensors(out / f"{name}-{epoch}.safetensors"),
+    )
+
+
+def measured(
+    attack: str, observation: Observation, truth: GroundTruth, trial: int
+) -> tuple[dict[str, Any], Tensor]:
+    """Scores one attack on one batch: its figures, and its images in the truth's order."""
+    start = time.process_time()
+    found = solve(
+        create(attack, ATTACKS[attack]), observation, Knowledge(), seed=trial
+    ).reconstruction
+    seconds = time.process_time() - start
+    assert found.images is not None
+    scores = score(found, truth)
+    figures = {key: scores[key] for key in ("psnr", "ssim", "label_accuracy")}
+    return {**figures, "seconds": seconds}, found.images[scores.assignment]
+
+
+def attack(out: Path, only: list[str], batches: int) -> None:
+    """Attacks the batches of every cell, the first of each before the second of any."""
+    kept, file = read_tensors(out / "images.safetensors"), out / "images.jsonl"
+    guesser = Guesser(kept["test"], kept["test_10"])
+    lines = file.read_text().splitlines() if file.exists() else []
+    done = {(row["cell"], row["attack"], row["trial"]) for row in map(json.loads, lines)}
+    for trial in range(batches):
+        for cell, attacks in CELLS.items():
+            name = "/".join(map(str, cell))
+            wanted = [own for own in attacks if (name, own, trial) not in done]
+            wanted = [own for own in wanted if all(word in f"{name}/{own}" for word in only)]
+            if not wanted:
+                continue
+            observation, truth = observed(out, kept, cell, trial)
+            guess = baseline(guesser(len(truth.labels)), truth)["psnr"]
+            for own in wanted:
+                row: dict[str, Any] = {"cell": name, "attack": own, "trial": trial, "guess": guess}
+                try:
+                    figures, images = measured(own, observation, truth, trial)
+                    row |= figures
+                    pictures = out / "pictures" / name.replace("/", "-").replace(" ", "-")
+                    pictures.mkdir(parents=True, exist_ok=True)
+                    both = {"truth": truth.images, "images": images}
+                    write_tensors(pictures / f"{own}-{trial}.safetensors", both)
+                except AttackFailed as error:
+                    row |= {"failed": str(error)}
+                with file.open("a") as stream:
+                    stream.write(json.dumps(row) + "\n")
+                print(json.dumps(row), flush=True)
+
+
+def table(out: Path) -> None:
+    """Prints a line for each cell and attack: means over batches, Student's intervals of PSNR."""
+    rows = [json.loads(line) for line in (out / "images.jsonl").read_text().splitlines()]
+    names = ["model", "epochs", "B", "defense", "attack", "n", "failed", "psnr", "low", "high"]
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    writer.writerow([*names, "ssim", "labels", "guess", "seconds", "lead", "lead_low", "lead_high"])
+    for cell, attacks in CELLS.items():
+        of_cell = [row for row in rows if row["cell"] == "/".join(map(str, cell))]
+        rival = {r["trial"]: r["psnr"] for r in _good(of_cell, "inverting_gradients")}
+        for attack in attacks:
+            good = _good(of_cell, attack)
+            failed = sum(row["attack"] == attack for row in of_cell) - len(good)
+            if not good:
+                continue
+            leads = [row["psnr"] - rival[row["trial"]] for row in good if row["trial"] in rival]
+            line = [*cell, attack, len(good), failed, *_interval([row["psnr"] for row in good])]
+            means = ("ssim", "label_accuracy", "guess", "seconds")
+            line += [f"{sum(row[key] for row in good) / len(good):.2f}" for key in means]
+            writer.writerow(line + ([] if attack == "inverting_gradients" else _interval(leads)))
+
+
+def _good(rows: list[dict[str, Any]], attack: str) -> list[dict[str, Any]]:
+    return [row for row in rows if row["attack"] == attack and "failed" not in row]
+
+
+def _interval(values: list[float]) -> list[str]:
+    """Mean, and both ends of the 95% interval where there is one."""
+    if not values:
+        return ["", "", ""]
+    mean = f"{sum(values) / len(values):.2f}"
+    if len(values) < 2:
+        return [mean, "", ""]
+    low, high = student_interval(values)
+    return [mean, f"{low:.2f}", f"{high:.2f}"]
+
+
+def picture(out: Path, file: Path) -> None:
+    """Draws what both attacks made of the first batch of each of some cells, beside the truth."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = ("truth", *NAMED)
+    blocks = [cell[2] for cell in SHOWN]
+    figure = plt.figure(figsize=(0.95 * sum(blocks) + 1.3, 3.9))
+    parts = figure.subfigures(1, len(blocks), width_ratios=[blocks[0] + 1.3, *blocks[1:]])
+    for place, (part, (cell, title)) in enumerate(zip(parts, SHOWN.items(), strict=True)):
+        folder = out / "pictures" / "-".join(map(str, cell)).replace(" ", "-")
+        found = {own: read_tensors(folder / f"{own}-0.safetensors") for own in NAMED}
+        truth = found[NAMED[0]]["truth"]
+        panels = part.subplots(len(rows), len(truth), squeeze=False)
+        part.subplots_adjust(0.26 if not place else 0.02, 0.08, 0.98, 0.9, wspace=0.06, hspace=0.2)
+        panels[0, 0].set_title(title, loc="left", fontsize=10)
+        for name, line in zip(rows, panels, strict=True):
+            for column, panel in enumerate(line):
+                image = truth[column] if name == "truth" else found[name]["images"][column]
+                panel.imshow(image.permute(1, 2, 0).numpy())
+                panel.set(xticks=[], yticks=[])
+                if name != "truth":
+                    error = float((image - truth[column]).square().mean().log10())
+                    panel.set_xlabel(f"{-10 * error:.1f} dB", fontsize=8, labelpad=2)
+            if not place:
+                label = name.replace("_", "\n")
+                line[0].set_ylabel(label, rotation=0, ha="right", va="center")
+    figure.savefig(file, dpi=100)
+
+
+def main() -> None:
+    """Runs one of the stages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("what", choices=("attack", "table", "picture"))
+    parser.add_argument("out", type=Path, help="folder of weights and of measured batches")
+    parser.add_argument("file", type=Path, nargs="?", help="picture to write")
+    parser.add_argument("--batches", type=int, default=3, help="batches of each cell")
+    parser.add_argument("--only", nargs="+", default=[], help="cells and attacks with these words")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    if asked.what == "attack":
+        attack(asked.out, asked.only, asked.batches)
+    elif asked.what == "picture":
+        picture(asked.out, asked.file)
+    else:
+        table(asked.out)
+
+
+if __name__ == "__main__":
+    main()
