@@ -3,8 +3,9 @@
 Victims are fully connected networks (256 and 128 neurons, ReLU), fresh and trained, on digits and
 CIFAR-10, and ResNet-18 (torchvision's stem, group norm) with weights that
 `benchmarks/honest_features.py train` has kept, or fresh. For each attack and batch size it prints a
-line: how many features have a relative error below 0.001, how many were called determined, how many
-of these were wrong, labels, seconds.
+line: how many features and images have a relative error below 0.001, how many were called
+determined, how many of these were wrong (in features or image, by more than 0.03), labels, seconds
+of CPU time of one thread. `--csv` adds a line for each batch to a file.
 
     python benchmarks/layer_inputs.py mlp --images cifar10-images.zip --batches 5
     python benchmarks/layer_inputs.py resnet --images cifar10-images.zip --weights FILE --batches 5
@@ -13,6 +14,7 @@ of these were wrong, labels, seconds.
 from __future__ import annotations
 
 import argparse
+import csv
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -42,8 +44,14 @@ MLP: list[tuple[str, dict[str, Any], int]] = [
     ("spear", {"search": "descent", "iterations": 20}, 20),
     ("spear", {"search": "descent", "iterations": 20}, 32),
     ("extreme_rays", {}, 20),
+    ("extreme_rays", {}, 32),
+    ("cocktail_party", {"iterations": 1000}, 20),
 ]
 """Attack, parameters, images."""
+COLUMNS = [
+    *("victim", "images", "steps", "attack", "options", "batch_size", "batch"),
+    *("exact_features", "exact_images", "determined", "wrong", "labels", "cpu_seconds"),
+]
 RESNET: list[tuple[str, dict[str, Any], int]] = [
     ("extreme_rays", {}, count) for count in (8, 16, 32)
 ]
@@ -60,6 +68,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=0, help="of training an mlp, B = 32")
     parser.add_argument("--digits", action="store_true")
     parser.add_argument("--only", default="")
+    parser.add_argument("--csv", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     source = Digits() if given.digits else ImageFolder(path=given.images, limit=200)
@@ -91,42 +100,74 @@ def main() -> None:
             if weights:
                 observation, truth = with_weights(observation, truth, weights)
             lines.append(measured(attack, options, observation, truth))
+            if given.csv:
+                keep(given.csv, given, attack, options, count, batch, lines[-1])
         total = torch.tensor(lines).double()
-        found, certain, wrong, right = (int(n) for n in total[:, :4].sum(0))
-        whole = sum(line[0] == count for line in lines)
+        found, shown, certain, wrong, right = (int(n) for n in total[:, :5].sum(0))
+        whole = sum(line[1 if given.victim == "mlp" else 0] == count for line in lines)
         print(
             f"{given.victim} {attack} {options} B={count}: exact {found}/{count * len(lines)}, "
-            f"whole batches {whole}/{len(lines)}, determined {certain}, of these wrong {wrong}, "
-            f"labels {right}, {total[:, 4].median():.1f} s (longest {total[:, 4].max():.1f})",
+            f"images {shown}, whole batches {whole}/{len(lines)}, "
+            f"determined {certain}, of these wrong {wrong}, labels {right}, "
+            f"{total[:, 5].median():.1f} s (longest {total[:, 5].max():.1f})",
             flush=True,
         )
 
 
+def keep(
+    path: Path,
+    given: argparse.Namespace,
+    attack: str,
+    options: Mapping[str, Any],
+    count: int,
+    batch: int,
+    line: tuple[float, ...],
+) -> None:
+    """Adds a batch to a file."""
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        rows = csv.writer(file)
+        if new:
+            rows.writerow(COLUMNS)
+        images = "digits" if given.digits else "cifar10"
+        what = " ".join(f"{key}={value}" for key, value in options.items())
+        numbers = [*(int(n) for n in line[:5]), f"{line[5]:.2f}"]
+        rows.writerow([given.victim, images, given.steps, attack, what, count, batch, *numbers])
+
+
 def measured(
     attack: str, options: Mapping[str, Any], observation: Observation, truth: GroundTruth
-) -> tuple[float, float, float, float, float]:
-    """Attacks; counts exact features, determined ones, wrong ones of these, labels; and seconds."""
-    start = time.perf_counter()
+) -> tuple[float, float, float, float, float, float]:
+    """Attacks; counts exact features and images, determined ones, wrong of these, labels; seconds.
+
+    A determined one is wrong if it is near no image of the batch.
+    """
+    start = time.process_time()
     try:
         found = solve(create(attack, options), observation, Knowledge(), 0).reconstruction
     except AttackFailed as error:
         print(" ", error)
-        return 0, 0, 0, 0, time.perf_counter() - start
-    seconds = time.perf_counter() - start
+        return 0, 0, 0, 0, 0, time.process_time() - start
+    seconds = time.process_time() - start
     assert found.features is not None and truth.features is not None
-    assert found.determined is not None
-    costs = torch.cdist(truth.features.double(), found.features.double())
-    order = torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
-    errors = costs.gather(1, order[:, None])[:, 0] / truth.features.norm(dim=1)
-    certain = found.determined[order]
+    certain = found.determined
+    if certain is None:
+        certain = torch.zeros(len(found.features), dtype=torch.bool)
+    order, errors, nearest = compared(found.features, truth.features)
+    wrong, shown = nearest > 0.03, 0
+    if found.images is not None:
+        _, pixels, nearest_image = compared(found.images.flatten(1), truth.images.flatten(1))
+        shown, wrong = int((pixels < 1e-3).sum()), wrong | (nearest_image > 0.03)
     right = 0 if found.labels is None else int((found.labels[order] == truth.labels).sum())
-    return (
-        int((errors < 1e-3).sum()),
-        int(certain.sum()),
-        int((certain & (errors > 0.03)).sum()),
-        right,
-        seconds,
-    )
+    exact = int((errors < 1e-3).sum())
+    return exact, shown, int(certain.sum()), int((certain & wrong).sum()), right, seconds
+
+
+def compared(found: Tensor, true: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Matches rows; returns which is whose, each true one's error, and each found one's least."""
+    costs = torch.cdist(true.double(), found.double()) / true.double().norm(dim=1, keepdim=True)
+    order = torch.from_numpy(linear_sum_assignment(costs.numpy())[1])
+    return order, costs.gather(1, order[:, None])[:, 0], costs.amin(0)
 
 
 def trained(

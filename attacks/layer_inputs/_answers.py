@@ -23,6 +23,9 @@ _DETERMINED = 0.03
 _CONSISTENT = 0.02
 """Relative error of an image's error signal that its own features imply."""
 
+_WIDTHS = (4.0, 2.0, 1.0, 0.0)
+"""Standard deviations up to which an input may be 0, as they are tried in turn."""
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -67,12 +70,17 @@ def earlier(inputs: Inputs, layers: list[Layer], count: int) -> Inputs | None:
         return None
     values = inputs.values
     error = inputs.errors * values.norm(dim=1) / values.shape[1] ** 0.5
-    off = values < 10 * error[:, None] + 1e-6 * values.amax(1, keepdim=True)
+    rounding = 1e-6 * values.amax(1)
     combinations = []
-    for row in off:
-        if int(row.sum()) < count - 1:
+    for row, near, least in zip(values, error, rounding, strict=True):
+        for width in _WIDTHS:  # the narrower, the fewer inputs near 0 are taken for 0
+            off = row < width * near + least
+            signal = space.signal(off)
+            if signal is not None and signal.combination is not None:
+                break
+        else:
             return None
-        combinations.append(torch.linalg.svd(space.columns[row])[2][-1])
+        combinations.append(signal.combination)
     found = disaggregated(before, space, torch.stack(combinations))
     outputs = (found.values @ before.weights.T + before.bias).clamp_min(0)
     wrong = (outputs - values).norm(dim=1) > _CONSISTENT * values.norm(dim=1)

@@ -2,41 +2,60 @@
 
 A layer's inputs after ReLU are points of the row space of its gradient without a negative entry.
 All such points are a cone. An input with zeros at entries that leave no other direction of the row
-space is one of its extreme rays, and these are solutions of linear programs: the least weighted sum
-of entries, over the points of the cone at which a linear function is 1, is taken at one of them. A
-function that is 0 at all inputs found so far leads to another; which one, is up to the weights,
-which are drawn. An extreme ray that is no input has zeros by coincidence, without each of which it
-would be none; an input has more zeros than are needed.
+space is one of its extreme rays, and these are solutions of linear programs: the least value of any
+linear function, over the points of the cone whose entries sum to 1, is taken at one of them.
+An extreme ray that is no input has zeros by coincidence, without each of which it would be none; an
+input has more zeros than are needed. A function that is 0 at all inputs found so far leads to
+another.
 
 That is how non-negative matrix factorization is unique (Donoho and Stodden, When Does Non-Negative
 Matrix Factorization Give a Correct Decomposition into Parts?, NeurIPS 2003).
+
+Where ReLU follows the layer, too, an input tells at which neurons its own error signal is 0, and
+with it the combination q of the gradient's columns that this signal is. All other inputs are
+combinations of the rows that are orthogonal to q. So each input found leaves a cone of one
+dimension less, in which the others are easier to find, and one that contradicts the gradient is
+known for none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
+from fedsim_attacks.layer_inputs._row_space import Signal
 from fedsim_attacks.layer_inputs._sharpening import sharpened
 
-_NEGATIVE = 10.0
-"""Standard deviations of its error, down to which an entry may be negative."""
+_NEGATIVE = 30.0
+"""Standard deviations of its error, down to which an entry may be negative: rounding is not the
+same in each."""
 _FEWEST = 0.05
 """Share of its entries that an input has zeros at least, besides those of any extreme ray."""
 _FRUITLESS = 12
-"""Draws without a new input, after which there will be none."""
+"""Linear programs at each slack without a new input, after which there will be none."""
 _REWEIGHTED = 3
 """Times that a linear program is tried again with other weights."""
 _NEAR = 0.1
 """Of the mean entry: what is nearer to 0 than that weighs alike."""
-_SLACK = 1e-8
-"""How far below 0 entries may be: solvers round."""
-_SAME = 1e-3
-"""Relative distance up to which two rays are the same."""
+_SLACK, _SLACKS = 1e-8, 4
+"""How far below 0 entries may be that sum to 1, as solvers round; and how many wider bounds are
+tried in turn where noise in the weakest direction is larger."""
+_SAME, _SURELY = 1e-3, 6.0
+"""Relative distance up to which two rays are the same, and that in standard deviations."""
+_BETTER = 0.5
+"""Share of the error that remains when a ray is worth another's place."""
+_VAGUE = 0.1
+"""Relative error from which on a ray is known too little to be one."""
+
+SignalOf = Callable[[Tensor, float], Signal | None]
+"""From what the rows were combined to (n,) and its relative error, to its error signal; None if the
+gradient has no such input."""
 
 
 @dataclass(frozen=True)
@@ -52,79 +71,142 @@ class Rays:
 
 
 def extreme_rays(
-    entries: Tensor, rows: Tensor, deviation: float, generator: torch.Generator
+    entries: Tensor,
+    rows: Tensor,
+    deviation: float,
+    generator: torch.Generator,
+    signal_of: SignalOf | None = None,
 ) -> Rays:
     """Finds combinations of `rows` whose `entries` are non-negative, many of them 0.
 
     Args:
         entries: (r, e), linear in the rows: what must not be negative.
-        rows: (r, n) whose entries have errors of `deviation` and no less.
+        rows: (r, n) whose entries have errors of `deviation` and no less, orthogonal.
         deviation: of an entry of either.
         generator: draws linear functions.
+        signal_of: what an input tells of its error signal, if anything.
     """
     rank = len(entries)
     if rank == 1:  # the only ray, whether it has zeros or not
         error = deviation * rows.shape[1] ** 0.5
         return Rays(entries.sum(1, keepdim=True).sign(), rows.new_tensor([error]), 0)
     alive = entries.norm(dim=0) > 10 * deviation * rank**0.5
-    cone = entries[:, alive].cpu()
-    energy = rows.square().sum(1).sqrt().cpu()
-    search = _Search(cone, energy, deviation)
-    found: list[Tensor] = []
-    spread: list[float] = []
+    search = _Search(entries[:, alive].cpu(), rows.cpu(), deviation)
+    rays: list[_Ray] = []
+    widths = search.slacks()
     fruitless = 0
-    while len(found) < rank and fruitless < _FRUITLESS:
+    while len(rays) < rank and fruitless < _FRUITLESS * len(widths):
         fruitless += 1
-        aim = torch.randn(rank, generator=generator, dtype=torch.float64)
-        if found:
-            known = torch.stack(found) * energy
-            known = known / known.norm(dim=1, keepdim=True)
-            aim -= torch.linalg.pinv(known) @ (known @ aim)
-        aim = aim / aim.norm()
-        weights = torch.rand(cone.shape[1], generator=generator, dtype=torch.float64)
-        reached = search.sparse_ray(aim, weights) or search.sparse_ray(-aim, weights)
-        if reached is None:
+        ray = search.sparse_ray(rays, widths[search.aims % len(widths)], fruitless > 1, generator)
+        if ray is None:
             continue
-        combination, zeros = reached
-        ray = combination @ rows.cpu()
-        if any(_apart(ray, other @ rows.cpu()) < _SAME for other in found):
-            continue
-        inverse = torch.linalg.pinv(zeros @ zeros.T, rcond=1e-14)
-        variance = float((energy.square() * inverse.diagonal()).sum())
-        spread.append(deviation * (variance + rows.shape[1]) ** 0.5)
-        found.append(combination)
-        fruitless = 0
-    combinations = torch.stack(found) if found else cone.new_zeros(0, rank)
-    return Rays(combinations.to(rows), rows.new_tensor(spread), search.programs)
+        if signal_of is not None:
+            signal = signal_of(ray.values, ray.error)
+            if signal is None:
+                continue
+            ray = replace(ray, signal=signal)
+        same = [place for place, other in enumerate(rays) if other.is_like(ray)]
+        if not same:
+            rays.append(ray)
+            fruitless = 0
+        elif len(same) == 1 and ray.error < _BETTER * rays[same[0]].error:
+            rays[same[0]] = ray
+    last = search.last(rays)
+    if last is not None and signal_of is not None:
+        signal = signal_of(last.values, last.error)
+        if signal is not None and signal.combination is not None:
+            rays.append(last)
+    combinations = [ray.combination for ray in rays]
+    return Rays(
+        torch.stack(combinations).to(rows) if rays else rows.new_zeros(0, rank),
+        rows.new_tensor([ray.error * float(ray.values.norm()) for ray in rays]),
+        search.programs,
+    )
+
+
+@dataclass(frozen=True)
+class _Ray:
+    combination: Tensor
+    """(r,), of unit length."""
+    values: Tensor
+    """(n,)."""
+    error: float
+    """Standard deviation of all values together, over their norm."""
+    signal: Signal | None = None
+    """Of its image, if that is the only one it may be."""
+
+    @property
+    def bound(self) -> Tensor | None:
+        """(r,): what all other inputs are orthogonal to, if it is known."""
+        return None if self.signal is None else self.signal.combination
+
+    def is_like(self, other: _Ray) -> bool:
+        """Says whether two rays are the same but for their errors."""
+        first, second = self.values, other.values
+        apart = float((first / first.norm() - second / second.norm()).norm())
+        return apart < max(_SAME, _SURELY * max(self.error, other.error))
 
 
 @dataclass
 class _Search:
-    """Linear programs over the points of a cone at which a linear function is 1."""
+    """Linear programs over the points of a cone whose entries sum to 1."""
 
     cone: Tensor
     """(r, e)."""
-    energy: Tensor
-    """(r,): lengths of the rows, by which variables are scaled."""
+    rows: Tensor
+    """(r, n), by whose lengths variables are scaled."""
     deviation: float
+    aims: int = 0
+    """How many linear functions were drawn."""
     programs: int = 0
-    """How many were solved."""
+    """How many linear programs were solved."""
 
-    def sparse_ray(self, aim: Tensor, weights: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Returns an input (r,) at which `aim` (r,) is positive, and the cone at its zeros (r, z).
+    def slacks(self) -> list[float]:
+        """Returns how far below 0 entries may be: by rounding, and up to noise."""
+        weakest = float(self.rows.norm(dim=1).min())
+        noise = 3 * self.deviation / weakest / self.cone.shape[1] ** 0.5
+        if noise < 3 * _SLACK:
+            return [_SLACK]
+        return torch.logspace(math.log10(_SLACK), math.log10(noise), _SLACKS).tolist()
 
-        The sum of its entries with `weights` (e,) is least, or nearly so: where a program ends at
-        an extreme ray that is no input, the next one weighs entries by how near to 0 they were
-        (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1 Minimization, 2008).
+    def sparse_ray(
+        self, rays: list[_Ray], slack: float, above: bool, generator: torch.Generator
+    ) -> _Ray | None:
+        """Returns a ray near the least of a linear function that is drawn.
+
+        Where a program ends at an extreme ray that is no input, the next one weighs entries by how
+        near to 0 they were there (Candès, Wakin and Boyd, Enhancing Sparsity by Reweighted l1
+        Minimization, 2008).
+
+        Args:
+            rays: that are found. Those whose signals are known bound the cone; at the others the
+                function is 0, or above it.
+            slack: how far below 0 entries may be.
+            above: whether the function is above 0 at the others.
+            generator: draws it.
         """
-        scaled = self.cone / self.energy[:, None]
+        self.aims += 1
+        lengths = self.rows.norm(dim=1)
+        bounds = [ray.bound for ray in rays if ray.bound is not None]
+        basis = torch.eye(len(lengths), dtype=lengths.dtype)
+        if bounds:
+            basis = torch.linalg.svd(torch.stack(bounds))[2][len(bounds) :]
+        scaled = basis @ (self.cone / lengths[:, None])
+        aim = torch.randn(len(basis), generator=generator, dtype=torch.float64)
+        others = [basis @ (ray.combination * lengths) for ray in rays if ray.bound is None]
+        if others:
+            known = torch.nn.functional.normalize(torch.stack(others))
+            dual = torch.linalg.pinv(known)
+            aim -= dual @ (known @ aim)
+            rising = dual @ torch.rand(len(known), generator=generator, dtype=torch.float64)
+            aim = aim / aim.norm() + float(above) * rising / rising.norm()
         for _ in range(_REWEIGHTED + 1):
             self.programs += 1
             solved = linprog(
-                (scaled @ weights).numpy(),
+                (aim / aim.norm()).numpy(),
                 A_ub=-scaled.T.numpy(),
-                b_ub=np.full(scaled.shape[1], _SLACK),
-                A_eq=aim[None].numpy(),
+                b_ub=np.full(scaled.shape[1], slack),
+                A_eq=scaled.sum(1)[None].numpy(),
                 b_eq=[1.0],
                 bounds=(None, None),
                 method="highs",
@@ -132,28 +214,55 @@ class _Search:
             if solved.x is None:
                 return None
             solution = torch.from_numpy(solved.x)
-            precise = _polished(solution / self.energy, self.cone, self.deviation)
-            if precise is not None:
-                return precise
+            ray = self._polished((solution @ basis) / lengths)
+            if ray is not None:
+                return ray
             at = (solution @ scaled).clamp_min(0)
-            weights = _NEAR * at.mean() / (at + _NEAR * at.mean())
+            aim = scaled @ (1 / (at + _NEAR * at.mean()))
         return None
 
+    def last(self, rays: list[_Ray]) -> _Ray | None:
+        """Returns the only ray that all others leave, if one is missing, whatever its zeros are."""
+        bounds = [ray.bound for ray in rays if ray.bound is not None]
+        if len(bounds) != len(rays) or len(rays) != len(self.rows) - 1:
+            return None
+        lengths = self.rows.norm(dim=1)
+        across = torch.stack(bounds)
+        direction = torch.linalg.svd(across)[2][-1]
+        combination = torch.nn.functional.normalize(direction / lengths, dim=0)
+        combination = combination * (combination @ self.cone).sum().sign()
+        if float((combination @ self.cone).min()) < -_NEGATIVE * self.deviation:
+            return None
+        values, along = combination @ self.rows, combination * lengths
+        errors = [ray.signal.errors for ray in rays if ray.signal is not None]
+        turned = [along @ each for each in errors if each is not None]
+        moved = torch.linalg.pinv(across) * torch.stack(turned).norm(dim=1)
+        variance = float(moved.square().sum()) + self.deviation**2 * len(values)
+        error = variance**0.5 / float(values.norm())
+        return None if error > _VAGUE else _Ray(combination, values, error)
 
-def _polished(start: Tensor, cone: Tensor, deviation: float) -> tuple[Tensor, Tensor] | None:
-    """Makes a combination (r,) precise; returns it and the cone at its zeros (r, z).
+    def _polished(self, start: Tensor) -> _Ray | None:
+        """Makes a combination (r,) precise.
 
-    None if others are negative, or one of the zeros does not follow from the rest.
-    """
-    surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])
-    precise = sharpened(start, cone, deviation, surely)
-    if precise is None:
-        return None
-    combination, zeros = precise[0], cone[:, precise[1]]
-    combination = combination * (combination @ cone).sum().sign()
-    at = combination @ cone
-    return None if float(at.min()) < -_NEGATIVE * deviation else (combination, zeros)
-
-
-def _apart(first: Tensor, second: Tensor) -> float:
-    return float((first / first.norm() - second / second.norm()).norm())
+        None if entries are negative, one of the zeros does not follow from the rest, or they leave
+        it too vague.
+        """
+        cone, deviation = self.cone, self.deviation
+        surely = len(cone) - 1 + int(_FEWEST * cone.shape[1])
+        precise = sharpened(start, cone, deviation, surely)
+        if precise is None:
+            return None
+        combination, zeros = precise[0], cone[:, precise[1]]
+        combination = combination * (combination @ cone).sum().sign()
+        values = combination @ self.rows
+        # Errors of zeros move it along the directions that they hold least. Its scale stays open.
+        left, held, _ = torch.linalg.svd(zeros, full_matrices=False)
+        lengths = self.rows.norm(dim=1)
+        along = torch.nn.functional.normalize(lengths * combination, dim=0)
+        moved = lengths[:, None] * left[:, :-1] / held[:-1]
+        moved -= along[:, None] * (along @ moved)
+        variance = float(moved.square().sum()) + len(values)
+        error = deviation * variance**0.5 / float(values.norm())
+        if error > _VAGUE or float((combination @ cone).min()) < -_NEGATIVE * deviation:
+            return None
+        return _Ray(combination, values, error)

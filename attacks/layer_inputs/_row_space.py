@@ -14,6 +14,20 @@ _ROUNDING = 2.0**-24
 """Relative error of an entry in float32, of the gradient's rms."""
 _VISIBLE = 3.0
 """Times the largest singular value of mere noise, from which on one is an image's."""
+_CLEAR, _ZERO = 5.0, 8.0
+"""Times what rows leave of it that they leave of any other combination of columns at least, and
+standard deviations of their errors that they leave of it at most: rounding is not the same in
+each."""
+
+
+@dataclass(frozen=True)
+class Signal:
+    """What is known of an image's error signal."""
+
+    combination: Tensor | None
+    """(r,), of the gradient's columns, of unit length. None where several may be."""
+    errors: Tensor | None = None
+    """(r, r - 1), of the combination: independent, and each of one standard deviation."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,22 @@ class RowSpace:
             deviation=deviation,
             separate=visible == count,
         )
+
+    def signal(self, off: Tensor) -> Signal | None:
+        """Finds the combination of columns that is 0 at rows `off` (m,): an image's error signal.
+
+        None if no combination is.
+        """
+        number = int(off.sum())
+        if number < self.rank:
+            return Signal(None)
+        _, lengths, right = torch.linalg.svd(self.columns[off], full_matrices=False)
+        noise = self.deviation * number**0.5
+        if float(lengths[-1]) > _ZERO * noise:
+            return None
+        if self.rank > 1 and float(lengths[-2]) < _CLEAR * max(noise, float(lengths[-1])):
+            return Signal(None)
+        return Signal(right[-1], self.deviation * right[:-1].T / lengths[:-1])
 
     @property
     def rank(self) -> int:

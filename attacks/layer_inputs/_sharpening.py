@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 _ESSENTIAL = 0.99
 """Leverage of a zero from which on it does not follow from the others."""
+_NARROWER, _LAST = 0.3, 6
+"""Factor by which the width of the weights shrinks, and iterations at its least: a start may be
+nearer to other zeros than errors are."""
 ZERO = 4.0
 """Standard deviations of its error, up to which an entry may be 0."""
 
@@ -29,8 +34,9 @@ def sharpened(
     combination = start / start.norm()
     at = combination @ vectors
     width = float(at.abs().sort()[0][min(surely, len(at) - 1)])
-    while width > deviation:
-        width = max(0.3 * width, deviation)
+    width = max(width, deviation)
+    for _ in range(_LAST + math.ceil(math.log(width / deviation) / -math.log(_NARROWER))):
+        width = max(_NARROWER * width, deviation)
         weighted = vectors / (at.square() + width**2).sqrt()
         combination = torch.linalg.svd(weighted, full_matrices=False)[0][:, -1]
         at = combination @ vectors

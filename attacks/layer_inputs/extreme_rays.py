@@ -20,9 +20,13 @@ from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
 from fedsim_attacks.layer_inputs._certificates import certified
-from fedsim_attacks.layer_inputs._cone import extreme_rays
+from fedsim_attacks.layer_inputs._cone import SignalOf, extreme_rays
 from fedsim_attacks.layer_inputs._layers import Layer, traced
-from fedsim_attacks.layer_inputs._row_space import RowSpace
+from fedsim_attacks.layer_inputs._row_space import RowSpace, Signal
+
+_OFF, _ROUNDING = 5.0, 1e-6
+"""Standard deviations that a neuron's input is below 0 at least, where ReLU has surely made it 0;
+and the share of the largest that rounding may be."""
 
 
 @final
@@ -96,7 +100,7 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
     """Finds inputs of `layer` at their scale; also returns how many programs that took."""
     space = RowSpace.of(layer, count)
     entries = _pixel_bounds(space.rows, spec) if layer.pixels else space.rows
-    rays = extreme_rays(entries, space.rows, space.deviation, rng)
+    rays = extreme_rays(entries, space.rows, space.deviation, rng, _signals(layer, space))
     values = rays.combinations @ space.rows
     errors = rays.spread / values.norm(dim=1)
     if layer.bias is None:
@@ -105,6 +109,22 @@ def _inputs(layer: Layer, count: int, spec: ModelSpec, rng: torch.Generator) -> 
     scale = values[:, -1:]
     errors = errors * (1 + values.norm(dim=1) / scale[:, 0].abs() / values.shape[1] ** 0.5)
     return Inputs(layer, values[:, :-1] / scale, errors, space.separate), rays.tried
+
+
+def _signals(layer: Layer, space: RowSpace) -> SignalOf | None:
+    """Returns what finds an input's error signal, where ReLU makes it 0: at neurons left off."""
+    bias = layer.bias
+    if bias is None or not layer.rectified:
+        return None
+    reach = layer.weights.norm(dim=1)
+
+    def signal_of(combined: Tensor, error: float) -> Signal | None:
+        values = combined[:-1] / combined[-1]
+        outputs = layer.weights @ values + bias
+        entry = error * float(values.norm()) / len(values) ** 0.5
+        return space.signal(outputs < -_OFF * entry * reach - _ROUNDING * outputs.abs().max())
+
+    return signal_of
 
 
 def _pixel_bounds(rows: Tensor, spec: ModelSpec) -> Tensor:

@@ -18,6 +18,7 @@ from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import extreme_rays
 from fedsim_attacks.layer_inputs._layers import traced
+from fedsim_attacks.layer_inputs._row_space import RowSpace, Signal
 from fedsim_attacks.layer_inputs.cocktail_party import CocktailParty
 from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 from fedsim_attacks.layer_inputs.spear import Spear
@@ -273,3 +274,53 @@ def test_a_mixture_of_images_that_activate_the_same_neurons_is_not_determined(
     assert found.images is not None and found.determined is not None
     assert float((found.images[:1] - truth.images).abs().amax((1, 2, 3)).min()) > 0.1
     assert not bool(found.determined.any())
+
+
+def test_more_images_than_plain_programs_find_are_exact() -> None:
+    """Of 32 images of a network of 256 and 128 neurons each one found makes the others easier."""
+    stream = rng.generator(3, "many")
+    images = torch.rand(32, 1, 12, 12, generator=stream)
+    labels = torch.randint(10, (32,), generator=stream)
+    observation, truth = make_observation(images, labels, model="mlp")
+    found = attacked(ExtremeRays(), observation)
+    assert found.images is not None and found.determined is not None
+    whose = order(found.images, truth.images)
+    torch.testing.assert_close(found.images[whose], truth.images, atol=1e-4, rtol=0)
+    assert bool(found.determined.all())
+
+
+def test_an_error_signal_bounds_the_cone_of_the_others() -> None:
+    """Dense inputs are no extreme rays: the last one follows from the signals of all others."""
+    stream = rng.generator(4, "bounds")
+    sparse = torch.rand(5, 60, generator=stream, dtype=torch.float64)
+    sparse *= torch.rand(5, 60, generator=stream) > 0.5
+    sparse[-1] = 0.5 + torch.rand(60, generator=stream, dtype=torch.float64)
+    signals = torch.randn(40, 5, generator=stream, dtype=torch.float64)
+    left, lengths, right = torch.linalg.svd(signals @ sparse, full_matrices=False)
+    left, lengths, right = left[:, :5], lengths[:5], right[:5]
+    rows = lengths[:, None] * right
+    unit = torch.nn.functional.normalize(sparse)
+    combinations = torch.linalg.pinv(left * lengths) @ signals
+
+    def signal_of(values: Tensor, error: float) -> Signal | None:
+        near = unit @ torch.nn.functional.normalize(values, dim=0)
+        if float(near.max()) < 1 - 1e-6:
+            return None
+        combination = torch.nn.functional.normalize(combinations[:, int(near.argmax())], dim=0)
+        return Signal(combination, 1e-12 * torch.eye(5, dtype=torch.float64)[:, 1:])
+
+    found = extreme_rays(rows, rows, 1e-13, stream, signal_of)
+    values = torch.nn.functional.normalize(found.combinations @ rows)
+    torch.testing.assert_close(values[order(values, unit)], unit, atol=1e-6, rtol=0)
+    alone = extreme_rays(rows, rows, 1e-13, stream)
+    assert len(alone.combinations) == 4
+
+
+def test_an_input_that_its_own_error_signal_contradicts_is_refused() -> None:
+    observation, _ = observe(6)
+    layer = next(layer for layer in traced(observation) if layer.nonnegative)
+    space = RowSpace.of(layer, 6)
+    off = torch.zeros(len(layer.weights), dtype=torch.bool)
+    assert space.signal(off) == Signal(None)
+    off[:] = True
+    assert space.signal(off) is None
