@@ -103,12 +103,17 @@ def test_the_imprint_module_is_that_of_its_file() -> None:
             same(cell, one(rows("imprint"), defense=stack, batch_size=batch), "psnr")
 
 
-def test_the_quickstart_is_that_of_its_file() -> None:
-    shown = [row for row in table("defense | strongest attack") if row[2]]
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [("defense | strongest attack", "quickstart"), ("defense | best attack", "lenet")],
+)
+def test_a_small_networks_faces_are_those_of_its_file(first: str, name: str) -> None:
+    file = name
+    shown = [row for row in table(first) if row[2]]
     assert len(shown) == 3
     for name, attack, round_, psnr, gain, accuracy, _ in shown:
         row = one(
-            rows("quickstart"),
+            rows(file),
             defense=name.partition(" ")[0],
             attack=attack,
             batch_size="1",
@@ -118,6 +123,47 @@ def test_the_quickstart_is_that_of_its_file() -> None:
         same(gain.replace("+", ""), row, "gain")
         if accuracy:
             assert accuracy.startswith(f"{float(row['test_accuracy']):.0%} ")
+
+
+WAYS = {
+    "none": "none",
+    "clipping to a tenth of the norm": "clip",
+    "pruning 0.9": "pruning 0.9",
+    "8 bits": "8 bits",
+    "noise of 0.001 of the update's rms": "noise 0.001",
+    "noise of 0.01": "noise 0.01",
+    "noise of 0.1": "noise 0.1",
+    "five local steps of 0.01": "5 steps",
+}
+VICTIMS = {"fresh": "0", "one epoch": "1", "five epochs": "5"}
+
+
+def same_psnr(cell: str, row: dict[str, str]) -> None:
+    """`cell` is a mean and its interval, or the values of fewer than three batches."""
+    numbers = [float(text) for text in re.findall(r"-?\d+(?:\.\d+)?", cell.partition("(")[0])]
+    wanted = [float(row["psnr"]), float(row["low"] or 0), float(row["high"] or 0)]
+    if "[" not in cell:
+        assert len(numbers) == int(row["n"]) < 3
+        numbers, wanted = [sum(numbers) / len(numbers)], wanted[:1]
+    assert numbers == pytest.approx(wanted, abs=0.11)
+
+
+def test_honest_images_are_those_of_their_file() -> None:
+    found = rows("honest-images")
+    for victim, _, rival, ours, _, count in table("victim, B | guess"):
+        kind, number = victim.split(", B = ")
+        way = "equal labels" if "one class" in kind else "none"
+        way = "5 steps" if "five local steps" in kind else way
+        cell = {"epochs": VICTIMS[kind.partition(",")[0]], "B": number, "defense": way}
+        for attack, told in (("inverting_gradients", rival), ("factored_inversion", ours)):
+            row = one(found, attack=attack, **cell)
+            same_psnr(told, row)
+            assert row["n"] in count
+    for defense, _, rival, ours, _ in table("defense | features: exact share"):
+        if defense in WAYS and WAYS[defense] != "5 steps":
+            cell = {"epochs": "5", "B": "2", "defense": WAYS[defense]}
+            same_psnr(rival, one(found, attack="inverting_gradients", **cell))
+            same_psnr(ours, one(found, attack="factored_inversion", **cell))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.csv")))
