@@ -16,6 +16,8 @@ _IMAGES = 256
 """Images of noise whose features are watched as they drift."""
 _BRIGHTNESS = 0.5
 """Standard deviation of their means, in units of that of their pixels."""
+_TRIED = 128
+"""Others on which it is tried how well their drift is told."""
 _RIDGE = 1e-2
 """Of the regression of the drift, over the mean square of a feature."""
 
@@ -40,10 +42,13 @@ class Drift:
 
     def __init__(self, observation: Observation, middle: float, rng: torch.Generator) -> None:
         """Watches features of noise at both ends of the path and at its `middle`."""
-        shape = torch.Size((_IMAGES, *observation.model.input_shape))
+        shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
         images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
-        ends = [_features(observation, share, images) for share in (0.0, 1.0)]
-        self.features = _features(observation, middle, images)
+        ends, others = zip(
+            *(_features(observation, share, images).split(_IMAGES) for share in (0.0, 1.0)),
+            strict=True,
+        )
+        self.features, tried = _features(observation, middle, images).split(_IMAGES)
         """(P, d), of the noise, at the middle."""
         self._middle = middle
         mean_square = self.features.square().sum(1).mean()
@@ -59,6 +64,10 @@ class Drift:
         # Of a (s - m) + b (s - m)², both ends tell a and b.
         self._curved = end / (1 - middle) + start / middle
         self._straight = self._curved * middle - start / middle
+        missed = [self(tried, share) - end for share, end in zip((0.0, 1.0), others, strict=True)]
+        spread = (tried - tried.mean(0)).norm()
+        self.unexplained = float(torch.stack(missed).norm(dim=(1, 2)).max() / spread)
+        """Error of the drift of other noise, over how far features are apart."""
 
     def __call__(self, features: Tensor, share: float) -> Tensor:
         """Moves `features` (N, d) from the middle to where a `share` of the update is made."""

@@ -29,6 +29,9 @@ _MIDDLE_ERROR = 0.02
 """Root mean square error of an entry, over that of all, where the steps are taken for one."""
 _ERRORS = (0.01, 0.005, 0.003, 0.003)
 """And after each correction: the last are what the drift of features leaves."""
+_FOLLOWED = 0.25
+"""Largest unexplained drift of a path that is followed: 0.05 to 0.14 where that helps, and 0.4 to
+1.2 in fresh networks, whose features drift farther than they are apart."""
 _ITERATIONS = 60
 """Of the fit after each correction."""
 
@@ -55,6 +58,11 @@ class LocalPath:
         body = len(observation.parameters) > 1 + int(classifier.biased)
         exact = classifier.exact and not classifier.factors
         return bool(classifier.rates) and observation.num_clients == 1 and body and exact
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a linear map tells how features drift, so that corrections mean anything."""
+        return self.drift.unexplained <= _FOLLOWED
 
     @property
     def classifier(self) -> ClassifierGradient:

@@ -10,6 +10,7 @@ long before it hides them from the fit, whose errors are those that the noise al
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, final
 
 import torch
@@ -197,6 +198,8 @@ class Profile:
         """Goes on from a `fit` with what is known beforehand: that features differ only so much."""
         for _ in range(NARROWED):
             spread = _WIDER * self.spread(fit.points[0], fit.labels[0])
+            if not 0 < spread < math.inf:  # features that are all alike tell nothing of it
+                break
             fit = Profile(self.classifier, spread).descend(fit.points, fit.labels, iterations)
         return fit
 

@@ -240,7 +240,10 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         path = None
         if small and LocalPath.suits(observation, classifier):
             path = LocalPath(observation, rng)
-            observation, classifier = path.observation, path.classifier
+            if path.is_told:
+                observation, classifier = path.observation, path.classifier
+            else:
+                path = None
         model = rebuild(observation)
         noise = torch.randn(_POOL, *observation.model.input_shape, generator=rng)
         device = classifier.weights.device

@@ -26,6 +26,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGr
 from fedsim_attacks.classifier_features._drift import Drift, natural_noise
 from fedsim_attacks.classifier_features._local_steps import LocalPath
 from fedsim_attacks.classifier_features._path import as_one_gradient, middle, positions
+from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 
@@ -179,6 +180,22 @@ def test_features_over_five_steps_come_out_and_none_is_called_certain() -> None:
     end = features_at(observation, 1.0, truth).float()
     ends = (found.features[whose] - end).norm(dim=1) / truth.features.norm(dim=1)
     assert float(lengths.mean()) < 0.5 * float(ends.mean())
+
+
+def test_a_path_on_which_features_drift_too_far_is_not_followed() -> None:
+    """Large steps of a fresh network: the middle says nothing of its features then."""
+    near, far = (observe(training=training(lr=lr))[0] for lr in (0.001, 0.1))
+    paths = [LocalPath(each, rng.generator(0, "noise")) for each in (near, far)]
+    assert [path.is_told for path in paths] == [True, False]
+
+
+def test_features_without_a_spread_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = Profile(ClassifierGradient.of(observe(training=None)[0]))
+    start = problem.unknowns(torch.rand(1, 4, problem.classifier.weights.shape[1] - 1))
+    fit = problem.descend(start, torch.tensor([[0, 1, 2, 3]]), 5)
+    for spread in (0.0, torch.nan, torch.inf):
+        monkeypatch.setattr(Profile, "spread", lambda *_, spread=spread: spread)
+        assert problem.narrowed(fit, 5) is fit
 
 
 def test_an_approximation_is_never_certified() -> None:
