@@ -18,6 +18,7 @@ _BRIGHTNESS = 0.5
 """Standard deviation of their means, in units of that of their pixels."""
 _TRIED = 128
 """Others on which it is tried how well their drift is told."""
+_PARTS = slice(_IMAGES), slice(_IMAGES, None)
 _RIDGE = 1e-2
 """Of the regression of the drift, over the mean square of a feature."""
 
@@ -44,11 +45,9 @@ class Drift:
         """Watches features of noise at both ends of the path and at its `middle`."""
         shape = torch.Size((_IMAGES + _TRIED, *observation.model.input_shape))
         images = natural_noise(shape, rng).to(next(iter(observation.parameters.values())).device)
-        ends, others = zip(
-            *(_features(observation, share, images).split(_IMAGES) for share in (0.0, 1.0)),
-            strict=True,
-        )
-        self.features, tried = _features(observation, middle, images).split(_IMAGES)
+        whole = [_features(observation, share, images) for share in (0.0, 1.0)]
+        ends, others = ([each[part] for each in whole] for part in _PARTS)
+        self.features, tried = (_features(observation, middle, images)[part] for part in _PARTS)
         """(P, d), of the noise, at the middle."""
         self._middle = middle
         mean_square = self.features.square().sum(1).mean()
