@@ -57,8 +57,9 @@ class ExtremeRays(DirectAttack):
         eligible = [layer for layer in layers if _is_eligible(layer)]
         if not eligible:
             raise AttackFailed(
-                "the model has no linear layer, or convolution to a single pixel, whose inputs "
-                "are never negative, whose scale is known, and from which all features follow"
+                "the model has no linear layer before its classifier, or convolution to a single "
+                "pixel, whose inputs are never negative, whose scale is known, and from which all "
+                "features follow; classifier_fit needs none, but fewer images than classes"
             )
         best: Inputs | None = None
         programs, reasons = 0, []

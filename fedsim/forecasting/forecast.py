@@ -66,8 +66,8 @@ class Forecast:
         return {
             "yes": f"Attackable: {what}, first by {self.first_attack}; {told}.",
             "with luck": f"Attackable with luck: {what}, first by {self.first_attack}; {told}.",
-            "no": f"Not attackable by what fedsim has: {what}; {told}; try {self.first_attack} "
-            "to be sure.",
+            "no": f"Hardly attackable by matching gradients: {what}; {told}. "
+            f"Run {self.first_attack} to know what it gains.",
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
@@ -116,7 +116,8 @@ def _first_attack(plan: Plan, found: Estimate) -> str:
     """Names the attack to begin with, of those that are installed.
 
     A closed form first; of a two-layer head the features; L-BFGS where the update is exact and
-    smooth; and the direction of the update where it is neither.
+    smooth. Else the features of an ordinary classifier of more classes than images, or the
+    direction of the update.
     """
     spec, effect = plan.first.model, plan.first.effect
     smooth = effect.exact and found.stall < 0.5 and plan.training.algorithm == "fedsgd"
@@ -124,9 +125,12 @@ def _first_attack(plan: Plan, found: Estimate) -> str:
     wanted = [
         ("imprint", found.closed_form and bool(spec.parameters.get("imprint"))),
         ("spline_inversion", found.closed_form and spec.name == "kan"),
+        ("patch_inversion", spec.name == "vit" and plan.first.num_images == 1),
         ("factored_inversion", bool(spec.parameters.get("head"))),
         ("idlg", smooth and known),
-        ("deep_leakage", smooth or not known),
+        ("deep_leakage", smooth),
+        ("factored_inversion", plan.first.num_images < spec.num_classes),
+        ("deep_leakage", not known),
         ("inverting_gradients", True),
     ]
     installed = {plugin.name for plugin in plugins.installed("fedsim.attacks")}
