@@ -151,7 +151,8 @@ class ClassifierGradient:
             return ""
         return (
             f"a classifier of {number_of(classes, 'class', 'classes')} determines the features of "
-            f"{number_of(most, 'image')} at most, and the update is of {self.num_images}"
+            f"{number_of(most, 'image')} at most, and the update is of {self.num_images}; "
+            "extreme_rays may read more off a layer before it"
         )
 
     @cached_property

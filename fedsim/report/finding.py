@@ -165,7 +165,7 @@ def evidence_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Findi
         parts.append(f"the best image at {best:.1f} dB PSNR")
     attempts = verdict.gain.compared if verdict.gain else 1
     if attempts > 1:
-        attacks = number_of(len({r.attack for r in rows if r.n_ok}), "attack")
+        attacks = number_of(len({r.attack for r in rows if r.n_ok and r.gain}), "attack")
         parts.append(f"the best of {attempts} attempts with {attacks}")
     if row.no_control:
         parts.append(row.no_control)

@@ -199,6 +199,15 @@ def test_labels_leak_where_pictures_do_not(tmp_path: Path) -> None:
     assert "gets labels: 100% of labels recovered (guessing: 20%)" in answer.sentence
 
 
+def test_attempts_count_no_attack_that_recovers_features_alone(tmp_path: Path) -> None:
+    other = trials(FAILS, attack="dlg")
+    features = trials(FAILS, attack="classifier_fit", subspace_error=0.1)
+    for row in features:
+        del row["metrics"]["psnr"], row["baseline"]["psnr"]
+    answer = answered(tmp_path, [*WORKS, *trials(FAILS), *other, *features])[1]
+    assert "the best of 2 attempts with 2 attacks" in answer.sentence
+
+
 def test_the_choice_among_attacks_widens_the_interval(tmp_path: Path) -> None:
     twice = [
         *trials(FAILS, privacy=PROVEN),
