@@ -9,6 +9,7 @@ unknown too.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple, final
 
 import torch
@@ -28,6 +29,9 @@ _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
 _NOTHING = 1e-100
 """Least singular value, so that squares of its inverse are finite."""
+
+# The first forward derivative has torch load a module in which it uses torch.jit.script itself.
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
 
 
 class Fits(NamedTuple):

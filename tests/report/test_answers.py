@@ -201,7 +201,7 @@ def test_labels_leak_where_pictures_do_not(tmp_path: Path) -> None:
 
 def test_attempts_count_no_attack_that_recovers_features_alone(tmp_path: Path) -> None:
     other = trials(FAILS, attack="dlg")
-    features = trials(FAILS, attack="classifier_fit", subspace_error=0.1)
+    features = trials(FAILS, attack="classifier_fit", subspace_error=1.0)
     for row in features:
         del row["metrics"]["psnr"], row["baseline"]["psnr"]
     answer = answered(tmp_path, [*WORKS, *trials(FAILS), *other, *features])[1]
