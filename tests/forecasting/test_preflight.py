@@ -82,6 +82,13 @@ def test_one_image_of_a_linear_layer_is_attackable() -> None:
     assert named(forecast, "rank, last layer").number == 1
 
 
+def test_what_to_begin_with_follows_from_images_and_classes() -> None:
+    noisy = noise(1e-3)
+    few, many = (told(smooth(), size, defenses=noisy) for size in (2, CLASSES))
+    assert few.first_attack == "factored_inversion"
+    assert many.first_attack == "inverting_gradients"
+
+
 def test_noise_a_hundred_times_the_signal_hides_it() -> None:
     model = smooth()
     rms = named(told(model, defenses=noise(1e-3)), "noise over update").number / 1e-3
