@@ -18,7 +18,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
+from fedsim_attacks.layer_inputs._answers import Inputs, drifting, earlier, reconstruction
 from fedsim_attacks.layer_inputs._certificates import certified
 from fedsim_attacks.layer_inputs._cone import SignalOf, extreme_rays
 from fedsim_attacks.layer_inputs._layers import Layer, traced
@@ -76,13 +76,15 @@ class ExtremeRays(DirectAttack):
         if best is None or not len(best.values):
             names = ", ".join(layer.name for layer in eligible)
             raise AttackFailed("; ".join(reasons) or f"no input of {names} stands out")
-        assert best.layer.features is not None
-        features = best.layer.features(best.values)
         pixels: Inputs | None = best if len(best.values) == count else None
         while pixels is not None and not pixels.layer.pixels:
             pixels = earlier(pixels, layers, count)
         if best.layer.pixels:
             pixels = best
+        elif pixels is not None and drifting(observation):
+            best = pixels
+        assert best.layer.features is not None
+        features = best.layer.features(best.values)
         answer = reconstruction(observation, best, pixels, features, programs)
         return replace(answer, certified=certified(observation, answer))
 
