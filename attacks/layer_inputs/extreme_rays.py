@@ -58,7 +58,8 @@ class ExtremeRays(DirectAttack):
         if not eligible:
             raise AttackFailed(
                 "the model has no linear layer, or convolution to a single pixel, whose inputs "
-                "are never negative, whose scale is known, and from which all features follow"
+                "are never negative, whose scale is known, and from which each image's features "
+                "follow (batch norm in training mode makes them depend on the other images)"
             )
         best: Inputs | None = None
         programs, reasons = 0, []

@@ -161,6 +161,27 @@ def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> No
     assert layers["layer4.0.conv1"].gradient.shape == (128, 64 * 4)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_batch_norm_in_training_mode_is_refused(noise: float) -> None:
+    """Of two images, noise leaves one input, and batch norm makes no features of a single one."""
+    norm = {"model_parameters": {**RESNET["model_parameters"], "norm": "batch"}}
+    stream = rng.generator(5, "batch norm")
+    observation, _ = make_observation(
+        torch.rand(2, 3, 32, 32, generator=stream),
+        torch.tensor([0, 1]),
+        num_classes=2,
+        **{**RESNET, **norm},
+    )
+    noisy = {
+        name: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=stream)
+        for name, tensor in observation.update.items()
+    }
+    observation = replace(observation, update=noisy)
+    assert not any(layer.scale_free for layer in traced(observation))
+    with pytest.raises(AttackFailed, match="batch norm in training mode"):
+        attacked(ExtremeRays(), observation)
+
+
 def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
     """Inputs without zeros of their own are no extreme rays: nothing is found in their place."""
     stream = rng.generator(0, "rays")
