@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
+from fedsim.models.local import step_weights
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._implied import implied
@@ -108,6 +109,15 @@ def disaggregated(layer: Layer, space: RowSpace, combinations: Tensor) -> Inputs
     return Inputs(layer, values, errors, space.separate)
 
 
+def drifting(observation: Observation) -> bool:
+    """Says whether a client's local steps have changed the inputs of all layers but the first.
+
+    The update is of inputs on the way: a drift in one direction leaves their row space as it is,
+    and nothing shows how far it went.
+    """
+    return len(step_weights(observation.training)) > 1
+
+
 def reconstruction(
     observation: Observation,
     inputs: Inputs,
@@ -118,7 +128,8 @@ def reconstruction(
     """Returns images, features and labels; means stand for images that were not found.
 
     Labels are read off all features together: there are none where one is missing. The loss is the
-    share of the classifier's gradient that features leave unexplained.
+    share of the classifier's gradient that features leave unexplained. Over several local steps
+    only images stay as they are: what other inputs tell is never called determined.
 
     Args:
         observation: of N images.
@@ -128,7 +139,7 @@ def reconstruction(
         iterations: that it took.
     """
     count, found = observation.num_images, len(features)
-    certain = inputs.certain
+    certain = inputs.certain & (inputs.layer.pixels or not drifting(observation))
     missing = features.mean(0, keepdim=True).expand(count - found, -1)
     whole = torch.cat([features.double(), missing.double()])
     classifier = ClassifierGradient.of(observation)

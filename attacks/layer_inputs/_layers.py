@@ -29,8 +29,11 @@ _SPARSE = 0.05
 """Least share of zeros of inputs that ReLU has left."""
 _SAME = 1e-4
 """Relative difference of features up to which they are the same."""
-_RESCALED = 1.3
-"""Factor that features do not depend on where the scale of a layer's input is lost."""
+_RESCALED = (0.7, 1.3)
+"""Factors of the first and the last image, of which features do not depend on any where the scale
+of a layer's input is lost: batch norm loses one that all images share, and no image's own."""
+_PART = 3
+"""Images whose features are the same without the others."""
 
 Features = Callable[[Tensor], Tensor]
 """From a layer's inputs (N, n) to the features (N, d) of the model."""
@@ -58,7 +61,7 @@ class Layer:
     length: float
     """Root mean square of its inputs' norms on images of noise."""
     features: Features | None
-    """None where features depend on more than its input."""
+    """None where an image's features depend on more than its own input."""
     scale_free: bool
     """Whether features do not depend on the scale of its input."""
 
@@ -103,6 +106,7 @@ def traced(observation: Observation) -> list[Layer]:
             slopes = observation.update[f"{call.name}.bias"].double() * factor
             gradient = torch.cat([gradient, slopes[:, None]], 1)
         tail = _closing_tail(model, call, calls, others, features)
+        factors = torch.linspace(*_RESCALED, len(inside)).to(inside)[:, None]
         nonnegative = bool((inside >= 0).all())
         found.append(
             Layer(
@@ -116,7 +120,7 @@ def traced(observation: Observation) -> list[Layer]:
                 fed_by=feeding.get(_place(call.before)),
                 length=float(inside.double().square().sum(1).mean().sqrt()),
                 features=tail,
-                scale_free=tail is not None and _alike(tail(_RESCALED * inside), features),
+                scale_free=tail is not None and _alike(tail(factors * inside), features),
             )
         )
         if _place(call.after) in rectified:
@@ -166,7 +170,8 @@ def _closing_tail(
 ) -> _Tail | None:
     """Finds the module from whose input, which is that of `call`, all features follow.
 
-    What bypasses it, as around a block, does not end there. None if there is no such module.
+    What bypasses it, as around a block, does not end there. None if there is no such module, or if
+    an image's features depend on the other images, as behind batch norm in training mode.
 
     Args:
         model: computes features.
@@ -178,8 +183,8 @@ def _closing_tail(
     for entry in calls:
         once = sum(c.module is entry.module for c in calls) == 1
         if once and entry.module is not model and _place(entry.before) == _place(call.before):
-            tail = _Tail(model, entry.module, images)
-            if _alike(tail(call.before.flatten(1)), features):
+            tail, inside = _Tail(model, entry.module, images), call.before.flatten(1)
+            if _alike(tail(inside), features) and _alike(tail(inside[:_PART]), features[:_PART]):
                 return tail
     return None
 

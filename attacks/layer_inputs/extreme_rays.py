@@ -18,7 +18,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.layer_inputs._answers import Inputs, earlier, reconstruction
+from fedsim_attacks.layer_inputs._answers import Inputs, drifting, earlier, reconstruction
 from fedsim_attacks.layer_inputs._certificates import certified
 from fedsim_attacks.layer_inputs._cone import SignalOf, extreme_rays
 from fedsim_attacks.layer_inputs._layers import Layer, traced
@@ -58,8 +58,9 @@ class ExtremeRays(DirectAttack):
         if not eligible:
             raise AttackFailed(
                 "the model has no linear layer before its classifier, or convolution to a single "
-                "pixel, whose inputs are never negative, whose scale is known, and from which all "
-                "features follow; classifier_fit needs none, but fewer images than classes"
+                "pixel, whose inputs are never negative, whose scale is known, and from which each "
+                "image's features follow (batch norm in training mode makes them depend on the "
+                "other images); classifier_fit needs none, but fewer images than classes"
             )
         best: Inputs | None = None
         programs, reasons = 0, []
@@ -77,13 +78,15 @@ class ExtremeRays(DirectAttack):
         if best is None or not len(best.values):
             names = ", ".join(layer.name for layer in eligible)
             raise AttackFailed("; ".join(reasons) or f"no input of {names} stands out")
-        assert best.layer.features is not None
-        features = best.layer.features(best.values)
         pixels: Inputs | None = best if len(best.values) == count else None
         while pixels is not None and not pixels.layer.pixels:
             pixels = earlier(pixels, layers, count)
         if best.layer.pixels:
             pixels = best
+        elif pixels is not None and drifting(observation):
+            best = pixels
+        assert best.layer.features is not None
+        features = best.layer.features(best.values)
         answer = reconstruction(observation, best, pixels, features, programs)
         return replace(answer, certified=certified(observation, answer))
 

@@ -15,7 +15,7 @@ from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
-from fedsim.types import GroundTruth, Observation, Reconstruction
+from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
 from fedsim_attacks.layer_inputs._cone import extreme_rays
 from fedsim_attacks.layer_inputs._layers import traced
 from fedsim_attacks.layer_inputs._row_space import RowSpace, Signal
@@ -161,6 +161,27 @@ def test_layers_of_a_residual_network_say_what_follows_from_their_inputs() -> No
     assert layers["layer4.0.conv1"].gradient.shape == (128, 64 * 4)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-3])
+def test_batch_norm_in_training_mode_is_refused(noise: float) -> None:
+    """Of two images, noise leaves one input, and batch norm makes no features of a single one."""
+    norm = {"model_parameters": {**RESNET["model_parameters"], "norm": "batch"}}
+    stream = rng.generator(5, "batch norm")
+    observation, _ = make_observation(
+        torch.rand(2, 3, 32, 32, generator=stream),
+        torch.tensor([0, 1]),
+        num_classes=2,
+        **{**RESNET, **norm},
+    )
+    noisy = {
+        name: tensor + noise * tensor.std() * torch.randn(tensor.shape, generator=stream)
+        for name, tensor in observation.update.items()
+    }
+    observation = replace(observation, update=noisy)
+    assert not any(layer.scale_free for layer in traced(observation))
+    with pytest.raises(AttackFailed, match="batch norm in training mode"):
+        attacked(ExtremeRays(), observation)
+
+
 def test_an_extreme_ray_that_is_no_input_is_not_returned() -> None:
     """Inputs without zeros of their own are no extreme rays: nothing is found in their place."""
     stream = rng.generator(0, "rays")
@@ -222,6 +243,31 @@ def test_nothing_is_certified_of_what_is_not_the_clients_own_gradient(change: st
     if change == "fewer":
         observation = replace(observation, training=replace(observation.training, batch_size=3))
     found = attacked(ExtremeRays(), observation)
+    assert found.certified is not None and not bool(found.certified.any())
+
+
+@pytest.mark.parametrize(("count", "rate", "steps"), [(4, 0.01, 10), (6, 0.03, 3), (6, 0.01, 10)])
+def test_inputs_that_drift_over_local_steps_are_not_called_determined(
+    count: int, rate: float, steps: int
+) -> None:
+    training = LocalTraining(
+        algorithm="fedavg", steps=steps, batch_size=count, lr=rate, batches="same"
+    )
+    observation, truth = observe(count, seed=2, training=training)
+    found = attacked(ExtremeRays(), observation)
+    assert found.features is not None and found.determined is not None
+    errors = torch.cdist(found.features, truth.features) / found.features.norm(dim=1)[:, None]
+    assert not bool((found.determined & (errors.amin(1) > 0.03)).any())
+
+
+def test_features_over_local_steps_are_those_of_the_images() -> None:
+    training = LocalTraining(algorithm="fedavg", steps=3, batch_size=6, lr=0.003, batches="same")
+    observation, truth = observe(6, training=training)
+    found = attacked(ExtremeRays(), observation)
+    assert found.images is not None and found.features is not None
+    whose = order(found.images, truth.images)
+    torch.testing.assert_close(found.features[whose], truth.features, atol=1e-4, rtol=1e-3)
+    assert found.determined is not None and bool(found.determined.all())
     assert found.certified is not None and not bool(found.certified.any())
 
 
