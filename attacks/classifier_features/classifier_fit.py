@@ -256,7 +256,6 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         )
         labels = infer_labels(observation).sort()[0]
         whole = small and not classifier.rates and classifier.factors <= 1
-        clipped = classifier.factors == 1 and classifier.exact
         if classifier.removed and not whole:
             raise AttackFailed(
                 "a defense sets entries to zero, which is made up for after one local step without "
@@ -266,7 +265,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
         return ClassifierSolver(
             loss=torch.full((), torch.inf),
             problem=Profile(classifier) if whole else Consistency(classifier),
-            other=Consistency(classifier) if whole and clipped else None,
+            other=Consistency(classifier) if whole and classifier.exact and not path else None,
             path=path,
             pool=pool,
             rng=rng,
