@@ -23,6 +23,8 @@ OVERVIEW = "overview.png"
 _SIDE = 1.0
 """Side of an image in the picture, in inches."""
 
+_LINE = 0.16
+"""Inches that a further line of the note takes."""
 _LETTERS = 14
 """Letters of the note that fit into an inch."""
 
@@ -85,7 +87,10 @@ def _draw(shown: Lineup, note: str) -> bytes:
     victims, defenses = shown.victims, shown.defenses
     height, width = victims[0].image.shape[-2:]
     across = _SIDE * width / height
-    size = (1.9 + (across + 0.08) * len(victims), (_SIDE + 0.3) * (len(defenses) + 1) + 0.55)
+    wide = 1.9 + (across + 0.08) * len(victims)
+    lines = textwrap.fill(note, int(_LETTERS * wide))
+    below = 0.45 + _LINE * lines.count("\n")
+    size = (wide, (_SIDE + 0.3) * (len(defenses) + 1) + 0.1 + below)
     with rc_context({"font.size": 9, "text.parse_math": False}):
         figure = Figure(figsize=size, dpi=110)
         axes = figure.subplots(len(defenses) + 1, len(victims), squeeze=False)
@@ -93,7 +98,7 @@ def _draw(shown: Lineup, note: str) -> bytes:
             left=1.75 / size[0],
             right=1 - 0.1 / size[0],
             top=1 - 0.35 / size[1],
-            bottom=0.45 / size[1],
+            bottom=below / size[1],
             wspace=0.08,
             hspace=0.3,
         )
@@ -111,7 +116,6 @@ def _draw(shown: Lineup, note: str) -> bytes:
         for row, behind in enumerate(defenses, start=1):
             name = [*_short(behind.variant), *_short(behind.defense), behind.attack]
             _name(axes[row][0], "\n".join(name))
-        lines = textwrap.fill(note, int(_LETTERS * size[0]))
         figure.text(0.15 / size[0], 0.1 / size[1], lines, fontsize=8, color="0.35")
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})

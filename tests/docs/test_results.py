@@ -166,6 +166,16 @@ def test_honest_images_are_those_of_their_file() -> None:
             same_psnr(ours, one(found, attack="factored_inversion", **cell))
 
 
+def test_the_honest_convnet_is_that_of_its_file() -> None:
+    stacks = {"none": "none", "clip 1": "clip", "pruning 0.9": "prune-0.9", "noise 0.001": "noise"}
+    shown = table("defense | B | guess | inverting_gradients | factored_inversion")
+    assert len(shown) == 8
+    for defense, batch, _, rival, ours, *_ in shown:
+        cell = {"defense": stacks[defense], "batch_size": batch}
+        same(rival, one(rows("honest-small"), attack="inverting_gradients", **cell), "psnr")
+        same(ours, one(rows("honest-small"), attack="factored_inversion", **cell), "psnr")
+
+
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.csv")))
 def test_a_page_leads_to_each_file(name: str) -> None:
     pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md")]
