@@ -139,13 +139,26 @@ def cells() -> dict[str, tuple[str, int, int, str]]:
 
 
 def observed(
-    out: Path, kept: dict[str, Tensor], cell: tuple[str, int, int, str], trial: int
+    out: Path,
+    kept: dict[str, Tensor],
+    cell: tuple[str, int, int, str],
+    trial: int,
+    chosen: Tensor | None = None,
 ) -> tuple[Observation, GroundTruth]:
-    """The update of a held-out batch of `cell`."""
+    """The update of a held-out batch of `cell`.
+
+    Args:
+        out: folder of the weights.
+        kept: images and their classes, as of `data`.
+        cell: as of `cells`.
+        trial: number of the batch.
+        chosen: which images (N,) it has; None: drawn from all.
+    """
     name, epoch, count, way = cell
     model, parameters, classes = MODELS[name]
-    stream = rng.generator(SEED, "batch", name, epoch, count, trial)
-    chosen = torch.randperm(len(kept["images"]), generator=stream)[:count]
+    if chosen is None:
+        stream = rng.generator(SEED, "batch", name, epoch, count, trial)
+        chosen = torch.randperm(len(kept["images"]), generator=stream)[:count]
     training, noise, defense = WAYS[way] if way != "none" else (None, 0.0, [])
     local = None
     if training:

@@ -33,7 +33,6 @@ from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scoring import score, student_interval
 from fedsim.scoring.baselines import baseline
 from fedsim.scoring.guess import Guesser
-from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 
 ATTACKS: dict[str, dict[str, Any]] = {
@@ -73,19 +72,11 @@ def observed(
     name, epoch, count, way = cell
     if way != EQUAL:
         return features.observed(out, kept, cell, trial)
-    model, parameters, classes = features.MODELS[name]
+    classes = kept[str(features.MODELS[name][2])]
     stream = rng.generator(features.SEED, EQUAL, name, epoch, count, trial)
-    own = (kept[str(classes)] == trial % classes).nonzero().flatten()
+    own = (classes == trial % (int(classes.max()) + 1)).nonzero().flatten()
     chosen = own[torch.randperm(len(own), generator=stream)[:count]]
-    return make_observation(
-        kept["images"][chosen].float() / 255,
-        kept[str(classes)][chosen],
-        model=model,
-        model_parameters=parameters,
-        num_classes=classes,
-        seed=trial,
-        weights=read_tensors(out / f"{name}-{epoch}.safetensors"),
-    )
+    return features.observed(out, kept, (name, epoch, count, "none"), trial, chosen)
 
 
 def measured(

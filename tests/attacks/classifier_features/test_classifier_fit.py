@@ -137,6 +137,22 @@ def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
     torch.testing.assert_close(found.features, features.float())
 
 
+def test_a_second_problem_is_searched_where_the_first_fails(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of any exact update, clipped or not; starts lead elsewhere there."""
+    plain = Profile.descend
+
+    def nowhere(self: Profile, points: Tensor, labels: Tensor, iterations: int, *_: float) -> Any:
+        return plain(self, torch.zeros_like(points), labels, 0)
+
+    monkeypatch.setattr(Profile, "descend", nowhere)
+    for case in ({}, {"defense": [{"name": "clip", "norm": 0.01}]}):
+        observation, truth = observe(3, **case)
+        errors, _ = compared(fit(observation, labelings=20), truth)
+        assert float(errors.max()) < 1e-3
+
+
 def test_one_image_that_is_open_leaves_the_others_less_certain() -> None:
     """Bounds of first order hold where none is, and one without a signal costs a bounded factor."""
     sure = torch.tensor([1e-6, 0.01, 0.9]).double()
