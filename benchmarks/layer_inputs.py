@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("--digits", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--csv", type=Path)
+    parser.add_argument("--seed", type=int, default=7, help="of the batches")
     given = parser.parse_args()
     torch.set_num_threads(1)
     source = Digits() if given.digits else ImageFolder(path=given.images, limit=200)
@@ -86,7 +87,7 @@ def main() -> None:
             continue
         lines = []
         for batch in range(given.batches):
-            stream = rng.generator(7, "layer inputs", batch)
+            stream = rng.generator(given.seed, "layer inputs", batch)
             chosen = torch.randperm(len(images), generator=stream)[:count]
             observation, truth = make_observation(
                 images[chosen],
