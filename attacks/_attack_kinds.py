@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Generic, TypeVar, final
+from typing import Annotated, ClassVar, Generic, TypeVar, final
 
 import torch
 from pydantic import Field
@@ -25,6 +25,8 @@ class Answered(AttackState):
 
 class DirectAttack(Attack[Answered]):
     """Computes its answer in closed form, without iterations."""
+
+    on_processor: ClassVar[bool] = True
 
     @abstractmethod
     def reconstruct(

@@ -9,6 +9,7 @@ PSNR is compared.
 
     python benchmarks/attack.py [--quick] [--case NAME] [--batches 1 4 8] [--profile]
                                 [--quality N [--victims N]] [--images FILE_OR_FOLDER] [--json FILE]
+                                [--device cuda]
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, root_of
 from fedsim.recording.truth import load_truth
+from fedsim.system.device import moved, resolve_device
 from fedsim.system.memory import keep_freed
 from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction
 
@@ -62,12 +64,17 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 
 
 def victim(
-    case: str, batch: int, images: Tensor, index: int = 0
+    case: str, batch: int, images: Tensor, index: int = 0, device: str = "cpu"
 ) -> tuple[Observation, GroundTruth]:
     """An undefended gradient of `batch` images (in eval mode for a single one), and the truth.
 
-    Or of a folder of recordings, in place of a case, the one at `index`.
+    Or of a folder of recordings, in place of a case, the one at `index`. Both lie on `device`.
     """
+    observation, truth = _victim(case, batch, images, index)
+    return moved(observation, device), moved(truth, device)
+
+
+def _victim(case: str, batch: int, images: Tensor, index: int) -> tuple[Observation, GroundTruth]:
     if case not in CASES:
         path = sorted(Path(case).glob("*-t*.json"))[index]
         root = root_of(path)
@@ -149,9 +156,9 @@ def plain_runner(observation: Observation, truth: GroundTruth) -> Runner:
         loss = loss_function(model, dict(observation.buffers), observation.training)
         target = list(observation.update.values())
         images = torch.randn(truth.images.shape, generator=torch.Generator().manual_seed(0))
-        images.requires_grad_()
-        low = normalize(torch.zeros(1, 3, 1, 1), observation.model)
-        high = normalize(torch.ones(1, 3, 1, 1), observation.model)
+        images = images.to(truth.images.device).requires_grad_()
+        low = normalize(images.new_zeros(1, 3, 1, 1), observation.model)
+        high = normalize(images.new_ones(1, 3, 1, 1), observation.model)
         optimizer = torch.optim.Adam([images], lr=0.1)
         at = [int(iterations * f) for f in (3 / 8, 5 / 8, 7 / 8)]
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, at, gamma=0.1)
@@ -222,7 +229,7 @@ def breaching_runner(
             model,
             torch.nn.CrossEntropyLoss(),
             config,
-            {"dtype": torch.float, "device": torch.device("cpu")},
+            {"dtype": torch.float, "device": truth.images.device},
         )
         torch.manual_seed(0)
         found, _ = attacker.reconstruct([payload], [shared], server_secrets={})
@@ -232,21 +239,29 @@ def breaching_runner(
 
 
 def psnr(pixels: Tensor, truth: GroundTruth) -> float:
-    claim = Reconstruction(images=pixels, loss=0.0, iterations=0)
-    value = scoring.score(claim, truth)["psnr"]
+    claim = Reconstruction(images=pixels.cpu(), loss=0.0, iterations=0)
+    value = scoring.score(claim, moved(truth, "cpu"))["psnr"]
     assert value is not None
     return value
 
 
-def floating_point_peak() -> float:
-    """Measured float32 peak of a matrix product here, in GFLOP/s."""
-    a = torch.randn(2048, 2048)
+def floating_point_peak(device: str = "cpu") -> float:
+    """Measured float32 peak of a matrix product on `device`, in GFLOP/s."""
+    side = 2048 if device == "cpu" else 8192
+    a = torch.randn(side, side, device=device)
     times = []
     for _ in range(5):
         start = time.perf_counter()
         torch.mm(a, a)
+        finish(device)
         times.append(time.perf_counter() - start)
-    return 2 * 2048**3 / min(times) / 1e9
+    return 2 * side**3 / min(times) / 1e9
+
+
+def finish(device: str) -> None:
+    """Wait for what `device` has been asked to compute."""
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def forward_gflop(observation: Observation, truth: GroundTruth) -> float:
@@ -280,10 +295,18 @@ def profile(run: Runner) -> str:
 class Suite:
     """One suite in a process of its own, as its users run it: none inherits another's memory."""
 
-    def __init__(self, name: str, case: str, batch: int, images: str | None, threads: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        case: str,
+        batch: int,
+        images: str | None,
+        threads: int,
+        device: str = "cpu",
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._line, line = context.Pipe()
-        arguments = (line, name, case, batch, images, threads)
+        arguments = (line, name, case, batch, images, threads, device)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         line.close()
@@ -300,8 +323,15 @@ class Suite:
 
 
 def _serve(
-    line: Connection, name: str, case: str, batch: int, images: str | None, threads: int
+    line: Connection,
+    name: str,
+    case: str,
+    batch: int,
+    images: str | None,
+    threads: int,
+    device: str,
 ) -> None:
+    device = resolve_device(device)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(threads)
@@ -310,10 +340,10 @@ def _serve(
     while True:
         what, *arguments = line.recv()
         if what == "available":
-            line.send(RUNNERS[name](*victim(case, batch, pictures)) is not None)
+            line.send(RUNNERS[name](*victim(case, batch, pictures, 0, device)) is not None)
             continue
         iterations, length, index = arguments
-        observation, truth = victim(case, batch, pictures, index)
+        observation, truth = victim(case, batch, pictures, index, device)
         run = RUNNERS[name](observation, truth)
         assert run is not None
         if what == "profile":
@@ -321,6 +351,7 @@ def _serve(
             continue
         start = time.perf_counter()
         found = run(iterations, length)
+        finish(device)
         line.send((time.perf_counter() - start, psnr(found, truth)))
 
 
@@ -331,6 +362,10 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of a timed run of the plain one"
+    )
     parser.add_argument("--quality", type=int, default=0, metavar="ITERATIONS")
     parser.add_argument("--victims", type=int, default=20, help="whose PSNR --quality compares")
     parser.add_argument("--images", type=str, help="image folder or zip; default: bundled photos")
@@ -338,20 +373,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    device = resolve_device(arguments.device)
     quick = arguments.quick
     cases = arguments.case or (["convnet", "resnet18-imagenet"] if quick else list(CASES))
     rows = []
-    print(f"threads {arguments.threads}, matrix product peak {floating_point_peak():.0f} GFLOP/s")
+    peak = floating_point_peak(device)
+    print(f"{device}, threads {arguments.threads}, matrix product peak {peak:.0f} GFLOP/s")
     for case in cases:
         for batch in [1] if quick else arguments.batches:
-            suites = {n: Suite(n, case, batch, arguments.images, arguments.threads) for n in SUITES}
+            suites = {
+                n: Suite(n, case, batch, arguments.images, arguments.threads, device)
+                for n in SUITES
+            }
             suites = {n: suite for n, suite in suites.items() if suite.ask("available")}
             row: dict[str, Any] = {"case": case, "batch": batch}
             if arguments.quality:
                 suites.pop("plain").close()
                 row |= quality(suites, arguments.quality, arguments.victims)
             else:
-                row |= speed(suites, 2 if quick else arguments.repeats)
+                row |= speed(suites, 2 if quick else arguments.repeats, arguments.seconds)
                 row["gflop_forward"] = forward_gflop(
                     *victim(case, batch, Photos().load().train_images)
                 )
@@ -365,8 +405,10 @@ def main() -> None:
                 arguments.json.write_text(json.dumps(rows, indent=2) + "\n")
 
 
-def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
+def speed(suites: dict[str, Suite], repeats: int, seconds: float = 10.0) -> dict[str, Any]:
     """Seconds an iteration of a full-length attack, by the difference of two runs of its start.
+
+    Each is of as many iterations as the plain suite does in so many `seconds`.
 
     No set-up is in it, nor what fedsim takes to record an iteration
     (`fedsim_attacks.fast_autograd._tape`).
@@ -376,8 +418,8 @@ def speed(suites: dict[str, Suite], repeats: int) -> dict[str, Any]:
     for suite in suites.values():
         suite.ask("run", short, _LENGTH, 0)
     once = min(suites["plain"].ask("run", short, _LENGTH, 0)[0] for _ in range(2))
-    # Some ten seconds of the plain one: set-up, recording and noise are then small beside it.
-    long = short + max(6, round(10 * short / once))
+    # Long enough that set-up, recording and noise are small beside it.
+    long = short + max(6, round(seconds * short / once))
     for _ in range(repeats):
         for name, suite in suites.items():
             less, more = (suite.ask("run", n, _LENGTH, 0)[0] for n in (short, long))

@@ -9,6 +9,7 @@ passes' worth that autograd takes seven are needed, and Winograd's convolutions 
 a quarter of the operations of others.
 
     python benchmarks/roofline.py [--case NAME] [--batches 1 4 8] [--repeats N] [--json FILE]
+                                  [--device cuda]
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attack import CASES, Runner, Suite, floating_point_peak, plain_runner, speed, victim
+from attack import CASES, Runner, Suite, finish, floating_point_peak, plain_runner, speed, victim
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedsim.data.bundled import Photos
+from fedsim.system.device import resolve_device
 
 _PRODUCTS = ("convolution", "convolution_backward", "mm", "addmm", "bmm")
 
@@ -59,14 +61,15 @@ def counted(run: Runner) -> tuple[float, float]:
     return operations[1] - operations[0], traffic[1] - traffic[0]
 
 
-def bandwidth() -> float:
-    """Measured bandwidth of a copy of 256 MB, in GB/s read and written."""
-    source = torch.zeros(64 * 2**20)
+def bandwidth(device: str) -> float:
+    """Measured bandwidth of a copy of 256 MB (of 4 GB on a GPU), in GB/s read and written."""
+    source = torch.rand(2**26 if device == "cpu" else 2**30, device=device)
     target = torch.empty_like(source)
     times = []
     for _ in range(5):
         start = time.perf_counter()
         target.copy_(source)
+        finish(device)
         times.append(time.perf_counter() - start)
     return 2 * source.nbytes / min(times) / 1e9
 
@@ -77,23 +80,28 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument(
+        "--seconds", type=float, default=10.0, help="of a timed run of the plain one"
+    )
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    device = resolve_device(arguments.device)
     rows = []
     for case in arguments.case or list(CASES):
         for batch in arguments.batches:
             suites = {
-                name: Suite(name, case, batch, None, arguments.threads)
+                name: Suite(name, case, batch, None, arguments.threads, device)
                 for name in ("fedsim", "plain")
             }
-            measured = speed(suites, arguments.repeats)["iterations_per_second"]
+            measured = speed(suites, arguments.repeats, arguments.seconds)["iterations_per_second"]
             for suite in suites.values():
                 suite.close()
             gflop, gigabytes = counted(
                 plain_runner(*victim(case, batch, Photos().load().train_images))
             )
-            peak, rate = floating_point_peak(), bandwidth()
+            peak, rate = floating_point_peak(device), bandwidth(device)
             limit = max(gflop / peak, gigabytes / rate)
             row = {
                 "case": case,

@@ -58,6 +58,7 @@ class Search(AttackState):
 class RowReconstruction(Attack[Search]):
     """Estimates the missing row from the release and all other rows: the mean of its posterior."""
 
+    on_processor: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Balle, Cherubin and Hayes, Reconstructing Training Data with Informed Adversaries, S&P "
         "2022, section III (coefficients); for sketches the maximum-likelihood estimate of Tipping "

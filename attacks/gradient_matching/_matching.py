@@ -23,7 +23,7 @@ from fedsim.models.victim import rebuild
 from fedsim.types import LocalTraining, Observation, Tensors
 from fedsim_attacks.fast_autograd._second_order import accelerate, drop_dead_weights
 from fedsim_attacks.fast_autograd._smooth_slopes import smooth
-from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._candidate import Candidate
 from fedsim_attacks.gradient_matching._contrast import valid_range
 from fedsim_attacks.gradient_matching._distances import Distance, Target, inner_product
@@ -60,7 +60,7 @@ class Matching:
             AttackFailed: of the `body` alone, and the model has none, or its update is zero.
         """
         self._observation = observation
-        self._replays = calls >= PAYS
+        self._replays = pays(calls, self.device)
         self._bound: tuple[Distance, Tensor | None, Callable[..., tuple[Tensor, ...]]] | None = None
         self._dtype = dtype
         model = rebuild(observation).to(dtype)

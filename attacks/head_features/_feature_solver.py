@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from torch import Tensor
 
@@ -40,6 +40,8 @@ S = TypeVar("S", bound=FeatureSolver)
 
 class FeatureAttack(Attack[S], Generic[S]):
     """Runs the solver that its `init` makes until that is finished."""
+
+    on_processor: ClassVar[bool] = True
 
     def step(self, state: S) -> S:
         state.improve()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedsim.types import Observation
-from fedsim_attacks.fast_autograd._tape import PAYS, Tape
+from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.images_from_features._body import Body, Part, relaid
 from fedsim_attacks.images_from_features._later_steps import LaterSteps
 from fedsim_attacks.images_from_features._part_update import PartUpdate, nonzero_energy
@@ -75,7 +75,7 @@ class PartGradient:
         self._outputs, self._errors = outputs.flatten(1), errors.flatten(1)
         self._lengths = self._outputs.square().sum(1, keepdim=True)
         # A tape would go on as before a correction.
-        replayed = calls >= PAYS and later is None
+        replayed = pays(calls, outputs.device) and later is None
         self._slopes = Tape(self._differentiate) if replayed else self._differentiate
 
     def __call__(self, inputs: Tensor) -> Misfit:

@@ -14,6 +14,7 @@ from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
+from fedsim.system.device import moved
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
@@ -25,11 +26,14 @@ Head = HeadGradient | ClassifierGradient
 
 
 def head_of(observation: Observation) -> Head:
-    """Reads the gradient of the head off an observation.
+    """Reads the gradient of the head off an observation, into the memory of the processor.
+
+    What is solved there are many small problems, which an accelerator makes slower.
 
     Raises:
         AttackFailed: the head is of neither kind, or nothing is left of a two-layer head's update.
     """
+    observation = moved(observation, "cpu")
     if isinstance(rebuild(observation).head, TwoLayerHead):
         return HeadGradient.of(observation)
     return ClassifierGradient.of(observation)

@@ -35,6 +35,7 @@ _CHANCE = 4.0
 
 def explained(head: Head, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the head's gradient but for noise."""
+    features = features.cpu()
     if isinstance(head, ClassifierGradient):
         return _classifier_answers.explained(head, features)
     most = 1 + _CHANCE * _explained_by_chance(head, features) if head.noise else _ALL
@@ -47,6 +48,7 @@ def determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bo
     It does if features of which two have `exchanged` a part of their difference explain it worse,
     by more than what the given ones leave unexplained.
     """
+    features = features.cpu()
     if isinstance(head, ClassifierGradient):
         return _classifier_answers.determined(head, features)
     if head.exact:
@@ -64,6 +66,11 @@ def fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     In the images' order. None where `features` explain it already, but for noise: fitted ones would
     be noise.
     """
+    found = _fitted(head, features.cpu(), other.cpu())
+    return None if found is None else found.to(features.device)
+
+
+def _fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     if isinstance(head, ClassifierGradient):
         return _classifier_answers.fitted(head, features, other)
     if head.noisy:
@@ -107,5 +114,5 @@ def _explained_by_chance(head: HeadGradient, features: Tensor) -> float:
 
 def _permuted(refit: Tensor, reference: Tensor) -> Tensor:
     """Permutes `features` (N, d) so that each is nearest to that of `reference` in its place."""
-    _, nearest = linear_sum_assignment(torch.cdist(reference, refit).cpu().numpy())
-    return refit[torch.from_numpy(nearest).to(refit.device)]
+    _, nearest = linear_sum_assignment(torch.cdist(reference, refit).numpy())
+    return refit[torch.from_numpy(nearest)]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedsim.types import Observation
+from fedsim_attacks.fast_autograd._tape import Tape, pays
 from fedsim_attacks.gradient_matching._schedules import half_cosine
 from fedsim_attacks.images_from_features._body import relaid
 from fedsim_attacks.images_from_features._body_gradient import Misfit
@@ -88,6 +89,9 @@ class Relaxation:
         ]
         self._energy = nonzero_energy(torch.stack([each.energy for each in self._updates]).sum())
         self._done, self._steps = 0, steps
+        # A tape would go on as before a correction.
+        replayed = pays(steps, features.device) and later is None
+        self._slopes = Tape(self._differentiate) if replayed else self._differentiate
         self.maps, distances = self._initial_maps(images, maps, min(_FAR, _CLEAR * clear**0.25))
         self.step_size = _SHARE * distances[0]
         """Of images at first, as of normalized pixels."""
@@ -108,11 +112,10 @@ class Relaxation:
         corrected = self._later is not None and self._later.correct(
             self._updates, images, self._done, self._steps
         )
-        variable = relaid(images).requires_grad_()
-        with torch.enable_grad():
-            update, distance = self._misfits([variable, *self.maps])
-            loss = update + _LOOSE * (self.final_weight / _LOOSE) ** done * distance
-            slope, *slopes = torch.autograd.grad(loss, [variable, *self.maps])
+        weight = images.new_tensor(_LOOSE * (self.final_weight / _LOOSE) ** done)
+        update, distance, slope, *slopes = self._slopes(
+            weight, images, *(each.detach() for each in self.maps)
+        )
         residuals = half_cosine(done, _FINAL)
         for each, of, group, size in zip(
             self.maps, slopes, self._adam.param_groups, self._sizes, strict=True
@@ -124,9 +127,21 @@ class Relaxation:
             if stage.positive:
                 each.detach().clamp_(min=0)
         self._done += 1
-        return Misfit(
-            update.detach(), distance.detach(), slope.contiguous(), target_changed=corrected
-        )
+        return Misfit(update, distance, slope, target_changed=corrected)
+
+    def _differentiate(self, weight: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Computes both misfits (0-d) at all stages' `inputs`, and the slopes of their sum there.
+
+        The distance of maps counts `weight` (0-d) times.
+        """
+        images, *maps = inputs
+        variables = [relaid(images), *(each.detach().clone() for each in maps)]
+        for each in variables:
+            each.requires_grad_()
+        with torch.enable_grad():
+            update, distance = self._misfits(variables)
+            slopes = torch.autograd.grad(update + weight * distance, variables)
+        return update.detach(), distance.detach(), *(each.contiguous() for each in slopes)
 
     def _initial_maps(
         self, images: Tensor, maps: list[Tensor], unknown_distance: float

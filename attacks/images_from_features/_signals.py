@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim.models.victim import rebuild
+from fedsim.system.device import moved
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._implied import implied
@@ -36,6 +37,12 @@ def signals(observation: Observation, features: Tensor) -> Signals:
     and error signals are read off instead: with ∂L/∂W = S X, e_i = Σ_j s_ji w_j, whatever the
     neurons that were dropped, and scaled as the update is.
     """
+    device = features.device
+    found = _signals(moved(observation, "cpu"), features.cpu())
+    return Signals(*(each.to(device) for each in found))
+
+
+def _signals(observation: Observation, features: Tensor) -> Signals:
     head = head_of(observation)
     if isinstance(head, ClassifierGradient):
         return Signals(*implied(head, features))

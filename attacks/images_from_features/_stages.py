@@ -48,7 +48,9 @@ class StagedBody:
         self, observation: Observation, num_images: int, rng: torch.Generator, *, width: float
     ) -> None:
         """Cuts the body into stages; `width` is as for `Body`, at first."""
-        self._full, self._width = width, torch.tensor(float(width))
+        self._full = width
+        device = next(iter(observation.parameters.values())).device
+        self._width = torch.tensor(float(width), device=device)
         self.body = Body(observation, self._width)
         self.stages = stages(self.body, num_images, rng)
 

@@ -108,6 +108,7 @@ class SplineInversion(IterativeAttack[Posterior]):
     at valid pixels, so that where nothing is left of the images they are close to its mean.
     """
 
+    on_processor: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "fedsim: Marsden's identity, quadrics of the spline curve and simultaneous diagonalization "
         "(De Lathauwer et al., 2007; Johnston et al., FOCS 2023); variational Bayes under noise"

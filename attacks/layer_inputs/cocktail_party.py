@@ -50,6 +50,7 @@ class CocktailParty(IterativeAttack[Unmixing]):
     paper leaves open, is that of the gradient in the bias.
     """
 
+    on_processor: ClassVar[bool] = True
     paper: ClassVar[str] = "Kariyappa et al., Cocktail Party Attack, ICML 2023"
 
     iterations: Annotated[int, Field(ge=1)] = 5000

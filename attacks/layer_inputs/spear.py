@@ -52,6 +52,7 @@ class Spear(IterativeAttack[Sampling]):
     image. Inputs of a first layer are the images.
     """
 
+    on_processor: ClassVar[bool] = True
     paper: ClassVar[str] = (
         "Dimitrov et al., SPEAR, NeurIPS 2024, algorithms 1 and 2; `search: descent` is fedsim's"
     )

@@ -8,11 +8,9 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from fedsim import rng
@@ -21,6 +19,7 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models import live
 from fedsim.models.base import Classifier
 from fedsim.system import processes, threads
+from fedsim.system.device import moved
 from fedsim.types import FedsimError, Observation, Reconstruction
 
 
@@ -101,7 +100,7 @@ def answered(index: int, questions: bytes) -> bytes:
     """
     around = _prepared()
     observation, rest = pickle.loads(questions)  # noqa: S301 - this process's parent wrote it
-    observation = _moved(observation, around.device)
+    observation = moved(observation, around.device)
     answers: list[Answer] = []
     for written in rest:
         attack, known, seed, restarts = pickle.loads(written)  # noqa: S301 - as above
@@ -109,7 +108,7 @@ def answered(index: int, questions: bytes) -> bytes:
         asked = Question(
             attack=attack,
             observation=observation,
-            knowledge=_moved(known, around.device, but=("other_rows", "candidate")),
+            knowledge=moved(known, around.device, but=("other_rows", "candidate")),
             seed=seed,
             restarts=restarts,
         )
@@ -159,20 +158,3 @@ def _prepared() -> Surroundings:
     threads.fix(around.threads)
     live.adopt(around.models)
     return around
-
-
-T = TypeVar("T", Observation, Knowledge)
-
-
-def _moved(value: T, device: str, but: tuple[str, ...] = ()) -> T:
-    """`value` with its tensors, and mappings of tensors, on `device`, `but` for some fields."""
-    if device == "cpu":
-        return value
-    own = {field.name: getattr(value, field.name) for field in fields(value)}
-    found: dict[str, Any] = {}
-    for name in own.keys() - set(but):
-        if isinstance(own[name], Tensor):
-            found[name] = own[name].to(device)
-        elif isinstance(own[name], dict) and all(map(torch.is_tensor, own[name].values())):
-            found[name] = {key: tensor.to(device) for key, tensor in own[name].items()}
-    return replace(value, **found)

@@ -24,6 +24,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
+from fedsim.system.device import moved
 from fedsim.system.paths import from_home
 from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
@@ -54,6 +55,9 @@ class Attack(Plugin, Generic[S]):
     """Whether it says, of a given row, if that took part. Else it recovers one that did."""
     follows_tensor_rate: ClassVar[bool] = False
     """Whether `fedsim.privacy.recovery.tensor_rate` is what theory predicts of its error."""
+    on_processor: ClassVar[bool] = False
+    """Whether it computes on the CPU wherever the observation lies. Many small problems in float64
+    are slower on an accelerator; `solve` moves what they read, and what they answer back."""
 
     def required(self) -> Grant:
         """What it needs with these parameters: `needs`, unless one of them asks for more."""
@@ -177,6 +181,9 @@ def solve(
     """
     _refuse_unusable(observation)
     memory.keep_freed()
+    device = _device(observation)
+    if attack.on_processor and device.type != "cpu":
+        observation, knowledge = moved(observation, "cpu"), moved(knowledge, "cpu")
     start = time.perf_counter()
     found: list[Reconstruction] = []
     for restart in range(restarts):
@@ -202,12 +209,12 @@ def solve(
     if not math.isfinite(losses[best]):
         raise AttackFailed(f"no restart ended at a finite loss (losses: {losses})")
     return Solution(
-        reconstruction=found[best],
+        reconstruction=moved(found[best], device),
         restart=best,
         losses=losses,
         seconds=time.perf_counter() - start,
         iterations=sum(result.iterations for result in found),
-        peak_memory_bytes=memory.peak(_device(observation)),
+        peak_memory_bytes=memory.peak(device),
     )
 
 

@@ -1,0 +1,92 @@
+"""Attacks compute where the observation lies, and mix no tensors of two devices.
+
+Where there is a GPU, on that; everywhere, on a pretended device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import test_attack_contracts
+import torch
+from pretended_device import DEVICE, here_only, pretended
+
+from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.plugins import load, names
+from fedsim.system.device import compute_exactly, moved
+from fedsim.testing.attack import AnyAttackContract
+
+_OTHERS_ROWS = ("other_rows", "candidate")
+"""What of an attacker's knowledge stays in CPU memory."""
+_SUITES = [
+    suite
+    for name, suite in vars(test_attack_contracts).items()
+    if name.startswith("Test") and issubclass(suite, AnyAttackContract)
+    # That suite writes the file which its attack reads, in a fixture.
+    if name != "TestGenerativePriorOfAFile"
+]
+over_suites = pytest.mark.parametrize("suite", _SUITES, ids=lambda suite: suite.__name__)
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yields the name of a device that this process pretends to have."""
+    with pretended(monkeypatch):
+        yield DEVICE
+
+
+@over_suites
+def test_an_attack_mixes_no_devices(
+    suite: type[AnyAttackContract], elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _plain_on_the_processor(monkeypatch)
+    _attack_there(suite, elsewhere)
+
+
+@pytest.mark.gpu
+@over_suites
+def test_an_attack_on_a_gpu(suite: type[AnyAttackContract]) -> None:
+    compute_exactly()
+    _attack_there(suite, "cuda")
+
+
+def test_tensors_of_two_devices_are_noticed(elsewhere: str) -> None:
+    """The pretence itself: what would fail on a GPU fails."""
+    there = torch.ones(3).to(elsewhere)
+    assert (there + 1).device.type == elsewhere
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(3)
+
+
+def _attack_there(suite: type[AnyAttackContract], device: str) -> None:
+    answers = 0
+    for size in suite.batch_sizes:
+        for most in (False, True):
+            given, known = suite().case(size, most)
+            observation = moved(given, device)
+            knowledge = moved(known, device, but=_OTHERS_ROWS)
+            try:
+                found = solve(suite().make(), observation, knowledge, 5).reconstruction
+            except AttackFailed:
+                continue
+            _lies_on(found, device)
+            suite().check(found, observation)
+            answers += 1
+    assert answers, "every case was refused"
+
+
+def _lies_on(found: Any, device: str) -> None:
+    tensors = [each for each in vars(found).values() if isinstance(each, torch.Tensor)]
+    assert tensors
+    assert {tensor.device.type for tensor in tensors} == {device}
+
+
+def _plain_on_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes attacks that compute in CPU memory out of the pretence, those within others too."""
+    for name in names("fedsim.attacks"):
+        cls = load("fedsim.attacks", name)
+        if cls.on_processor:
+            for step in ("init", "step", "postprocess"):
+                monkeypatch.setattr(cls, step, here_only(getattr(cls, step)))
