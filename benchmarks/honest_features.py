@@ -50,6 +50,14 @@ MODELS: dict[str, tuple[str, dict[str, Any], int]] = {
     "resnet18-group-100": ("resnet18", {"stem": "imagenet", "norm": "group"}, 100),
 }
 """Name: (model, parameters, classes)."""
+PLANTED = "resnet18-planted"
+"""A victim with the body of the first one, and the two-layer head of `scenarios/reconstruction`'s
+tables, most of whose neurons a malicious server has planted."""
+_HEAD = {"width": 16384, "planted": 12288, "planted_std": 1.0, "planted_gain": 0.01}
+_VICTIMS = {
+    **MODELS,
+    PLANTED: ("resnet18", {"stem": "imagenet", "norm": "group", "head": _HEAD}, 10),
+}
 WAYS: dict[str, tuple[int | None, float, list[dict[str, Any]]]] = {
     "clip": (None, 0.0, []),
     "pruning 0.9": (None, 0.0, [{"name": "gradient_pruning", "ratio": 0.9}]),
@@ -58,6 +66,17 @@ WAYS: dict[str, tuple[int | None, float, list[dict[str, Any]]]] = {
     "3 steps": (3, 0.0, []),
     "5 steps": (5, 0.0, []),
 }
+TABLE3: dict[str, list[dict[str, Any]]] = {
+    **{
+        f"std {std:g}": [{"name": "gaussian_noise", "std": std}] for std in (0.001, 0.01, 0.05, 0.1)
+    },
+    **{
+        f"pruned {ratio:g}": [{"name": "gradient_pruning", "ratio": ratio}]
+        for ratio in (0.3, 0.5, 0.7, 0.9, 0.99)
+    },
+    **{f"norm {norm:g}": [{"name": "clip", "norm": norm}] for norm in (2.0, 4.0, 8.0)},
+}
+"""The defenses of that table of Liu et al., in absolute units."""
 """What stands in the way: (local steps, noise over the update's rms, defenses). `clip` is to a
 tenth of the update's norm."""
 LR, EXACT = 0.01, 0.999
@@ -65,7 +84,7 @@ LR, EXACT = 0.01, 0.999
 
 def specification(name: str) -> ModelSpec:
     """The model of a victim, as `fedsim.testing.make_observation` builds it."""
-    model, parameters, classes = MODELS[name]
+    model, parameters, classes = _VICTIMS[name]
     return ModelSpec(
         name=model,
         parameters=parameters,
@@ -138,6 +157,16 @@ def cells() -> dict[str, tuple[str, int, int, str]]:
     return {"/".join(map(str, cell)): cell for cell in found}
 
 
+def weights(out: Path, name: str, epoch: int) -> dict[str, Tensor]:
+    """A victim's weights, as `train` keeps them; a planted one's body is the first victim's."""
+    if name != PLANTED:
+        return read_tensors(out / f"{name}-{epoch}.safetensors")
+    body = read_tensors(out / f"{next(iter(MODELS))}-{epoch}.safetensors")
+    model = build(specification(name), rng.derive(TRAINING_SEED, "model", name))
+    planted: dict[str, Tensor] = model.state_dict()
+    return planted | {key: tensor for key, tensor in body.items() if key in planted}
+
+
 def observed(
     out: Path,
     kept: dict[str, Tensor],
@@ -155,11 +184,11 @@ def observed(
         chosen: which images (N,) it has; None: drawn from all.
     """
     name, epoch, count, way = cell
-    model, parameters, classes = MODELS[name]
+    model, parameters, classes = _VICTIMS[name]
     if chosen is None:
         stream = rng.generator(SEED, "batch", name, epoch, count, trial)
         chosen = torch.randperm(len(kept["images"]), generator=stream)[:count]
-    training, noise, defense = WAYS[way] if way != "none" else (None, 0.0, [])
+    training, noise, defense = WAYS.get(way, (None, 0.0, TABLE3.get(way, [])))
     local = None
     if training:
         local = LocalTraining(
@@ -174,7 +203,7 @@ def observed(
         num_classes=classes,
         training=local,
         seed=trial,
-        weights=read_tensors(out / f"{name}-{epoch}.safetensors"),
+        weights=weights(out, name, epoch),
     )
     if noise or way == "clip":
         update, _ = made()

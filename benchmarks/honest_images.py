@@ -5,10 +5,12 @@ Nothing is planted or granted and labels are inferred. Every attack of a cell ge
 `equal labels` is of batches whose images have one class.
 
     python benchmarks/honest_images.py attack OUT [--only WORD ...] [--batches N]
+                                              [--device cuda --workers 14]
     python benchmarks/honest_images.py table OUT > docs/results/honest-images.csv
     python benchmarks/honest_images.py picture OUT FILE
 
 `attack` keeps a line for each batch and attack in OUT, with the images, and goes on where it ended.
+A cell whose model is `resnet18-planted` has a malicious server and stands beside for comparison.
 `picture` draws the first batch of some cells.
 """
 
@@ -17,8 +19,10 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import multiprocessing
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,34 +37,47 @@ from fedsim.recording.files import read_tensors, write_tensors
 from fedsim.scoring import score, student_interval
 from fedsim.scoring.baselines import baseline
 from fedsim.scoring.guess import Guesser
+from fedsim.system.device import compute_exactly, moved, resolve_device
 from fedsim.types import GroundTruth, Observation
 
-ATTACKS: dict[str, dict[str, Any]] = {
-    "factored_inversion": {"iterations": 1000},
-    "inverting_gradients": {"iterations": 1000},
-    "grad_inversion": {"iterations": 250},
-    "feature_inversion": {"prior": "pixel", "iterations": 1000},
+ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "factored_inversion": ("factored_inversion", {"iterations": 1000}),
+    "inverting_gradients": ("inverting_gradients", {"iterations": 1000}),
+    "grad_inversion": ("grad_inversion", {"iterations": 250}),
+    "feature_inversion": ("feature_inversion", {"prior": "pixel", "iterations": 1000}),
+    "factored_inversion, long": ("factored_inversion", {"iterations": 4800}),
+    "inverting_gradients, published": ("inverting_gradients", {}),
+    "feature_inversion, published": ("feature_inversion", {}),
+    "grad_inversion, published": ("grad_inversion", {}),
 }
+"""Of about equal time, and as long as their authors have them."""
 EQUAL = "equal labels"
 NAMED = ("factored_inversion", "inverting_gradients")
+LONG = ("factored_inversion, long", "inverting_gradients, published")
 Cell = tuple[str, int, int, str]
 """Victim, epochs, images, what stands in the way."""
+GROUP = "resnet18-group"
 CELLS: dict[Cell, tuple[str, ...]] = {
-    **{("resnet18-group", epoch, count, "none"): NAMED for epoch in (0, 5) for count in (2, 4, 8)},
-    ("resnet18-group", 0, 4, "none"): tuple(ATTACKS),
-    **{("resnet18-group", 0, count, EQUAL): NAMED for count in (2, 4, 8)},
+    **{(GROUP, epoch, count, "none"): (*NAMED, *LONG) for epoch in (0, 5) for count in (2, 4, 8)},
+    (GROUP, 0, 4, "none"): tuple(ATTACKS),
+    (GROUP, 5, 4, "none"): tuple(ATTACKS),
+    **{(GROUP, 0, count, EQUAL): NAMED for count in (2, 4, 8)},
     **{
-        ("resnet18-group", 5, 2, way): NAMED
+        (GROUP, 5, 2, way): NAMED
         for way in ("clip", "pruning 0.9", "8 bits", "noise 0.001", "noise 0.01", "noise 0.1")
     },
-    ("resnet18-group", 1, 4, "none"): NAMED,
-    ("resnet18-group", 0, 2, "5 steps"): NAMED,
+    (GROUP, 1, 4, "none"): NAMED,
+    (GROUP, 0, 2, "5 steps"): NAMED,
+    (GROUP, 0, 16, "none"): NAMED,
+    (GROUP, 5, 16, "none"): NAMED,
+    **{(features.PLANTED, 0, count, "none"): NAMED for count in (2, 4, 8)},
+    (features.PLANTED, 5, 4, "none"): NAMED,
+    **{(name, 5, 4, way): NAMED for way in features.TABLE3 for name in (GROUP, features.PLANTED)},
 }
-"""Each cell, and the attacks that try it."""
 SHOWN: dict[Cell, str] = {
-    ("resnet18-group", 0, 4, "none"): "fresh, four classes",
-    ("resnet18-group", 0, 4, EQUAL): "fresh, one class",
-    ("resnet18-group", 5, 4, "none"): "after five epochs",
+    (GROUP, 0, 4, "none"): "fresh, four classes",
+    (GROUP, 0, 4, EQUAL): "fresh, one class",
+    (GROUP, 5, 4, "none"): "after five epochs",
 }
 """Cells of the picture, and their titles."""
 
@@ -80,49 +97,70 @@ def observed(
 
 
 def measured(
-    attack: str, observation: Observation, truth: GroundTruth, trial: int
+    attack: str, observation: Observation, truth: GroundTruth, trial: int, device: str
 ) -> tuple[dict[str, Any], Tensor]:
     """Scores one attack on one batch: its figures, and its images in the truth's order."""
-    start = time.process_time()
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    start = clock()
     found = solve(
-        create(attack, ATTACKS[attack]), observation, Knowledge(), seed=trial
+        create(*ATTACKS[attack]), moved(observation, device), Knowledge(), seed=trial
     ).reconstruction
-    seconds = time.process_time() - start
+    found = moved(found, "cpu")
+    seconds = clock() - start
     assert found.images is not None
     scores = score(found, truth)
     figures = {key: scores[key] for key in ("psnr", "ssim", "label_accuracy")}
-    return {**figures, "seconds": seconds}, found.images[scores.assignment]
+    return {**figures, "seconds": seconds, "device": device}, found.images[scores.assignment]
 
 
-def attack(out: Path, only: list[str], batches: int) -> None:
+Task = tuple[Cell, int, str]
+"""A cell, which of its batches, and who attacks it."""
+
+
+def attack(out: Path, only: list[str], batches: int, device: str, workers: int) -> None:
     """Attacks the batches of every cell, the first of each before the second of any."""
-    kept, file = read_tensors(out / "images.safetensors"), out / "images.jsonl"
-    guesser = Guesser(kept["test"], kept["test_10"])
+    file = out / "images.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    done = {(row["cell"], row["attack"], row["trial"]) for row in map(json.loads, lines)}
-    for trial in range(batches):
-        for cell, attacks in CELLS.items():
-            name = "/".join(map(str, cell))
-            wanted = [own for own in attacks if (name, own, trial) not in done]
-            wanted = [own for own in wanted if all(word in f"{name}/{own}" for word in only)]
-            if not wanted:
-                continue
-            observation, truth = observed(out, kept, cell, trial)
-            guess = baseline(guesser(len(truth.labels)), truth)["psnr"]
-            for own in wanted:
-                row: dict[str, Any] = {"cell": name, "attack": own, "trial": trial, "guess": guess}
-                try:
-                    figures, images = measured(own, observation, truth, trial)
-                    row |= figures
-                    pictures = out / "pictures" / name.replace("/", "-").replace(" ", "-")
-                    pictures.mkdir(parents=True, exist_ok=True)
-                    both = {"truth": truth.images, "images": images}
-                    write_tensors(pictures / f"{own}-{trial}.safetensors", both)
-                except AttackFailed as error:
-                    row |= {"failed": str(error)}
-                with file.open("a") as stream:
-                    stream.write(json.dumps(row) + "\n")
-                print(json.dumps(row), flush=True)
+    done = {(row["cell"], row["trial"], row["attack"]) for row in map(json.loads, lines)}
+    tasks: list[Task] = [
+        (cell, trial, own)
+        for trial in range(batches)
+        for cell, attacks in CELLS.items()
+        for own in attacks
+        if ("/".join(map(str, cell)), trial, own) not in done
+        if all(word in f"{'/'.join(map(str, cell))}/{own}" for word in only)
+    ]
+    with multiprocessing.get_context("spawn").Pool(workers, _prepare) as pool:
+        ask = partial(_attacked, out, resolve_device(device))
+        for number, row in enumerate(pool.imap_unordered(ask, tasks)):
+            with file.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+            print(f"{number + 1}/{len(tasks)} {json.dumps(row)}", flush=True)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+
+
+def _attacked(out: Path, device: str, task: Task) -> dict[str, Any]:
+    """The row of one task; its images are kept."""
+    cell, trial, own = task
+    if device != "cpu":
+        compute_exactly()
+    kept, name = read_tensors(out / "images.safetensors"), "/".join(map(str, cell))
+    observation, truth = observed(out, kept, cell, trial)
+    guesser = Guesser(kept["test"], kept["test_10"])
+    guess = baseline(guesser(len(truth.labels)), truth)["psnr"]
+    row: dict[str, Any] = {"cell": name, "attack": own, "trial": trial, "guess": guess}
+    try:
+        figures, images = measured(own, observation, truth, trial, device)
+    except AttackFailed as error:
+        return row | {"failed": str(error)}
+    pictures = out / "pictures" / name.replace("/", "-").replace(" ", "-")
+    pictures.mkdir(parents=True, exist_ok=True)
+    both = {"truth": truth.images, "images": images}
+    write_tensors(pictures / f"{own}-{trial}.safetensors", both)
+    return row | figures
 
 
 def table(out: Path) -> None:
@@ -201,10 +239,11 @@ def main() -> None:
     parser.add_argument("file", type=Path, nargs="?", help="picture to write")
     parser.add_argument("--batches", type=int, default=3, help="batches of each cell")
     parser.add_argument("--only", nargs="+", default=[], help="cells and attacks with these words")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:N or auto")
+    parser.add_argument("--workers", type=int, default=1, help="processes that attack")
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     if asked.what == "attack":
-        attack(asked.out, asked.only, asked.batches)
+        attack(asked.out, asked.only, asked.batches, asked.device, asked.workers)
     elif asked.what == "picture":
         picture(asked.out, asked.file)
     else:
