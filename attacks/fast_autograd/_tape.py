@@ -10,6 +10,7 @@ which is checked before it is used.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import final
 
@@ -84,8 +85,15 @@ class _Graph:
                 function(*self._inputs)
         present.wait_stream(beside)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._results = function(*self._inputs)
+        # A graph that the collector frees while another is captured would spoil that one.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.graph(self._graph):
+                self._results = function(*self._inputs)
+        finally:
+            if collects:
+                gc.enable()
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for own, given in zip(self._inputs, inputs, strict=True):
