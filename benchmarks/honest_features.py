@@ -164,7 +164,7 @@ def weights(out: Path, name: str, epoch: int) -> dict[str, Tensor]:
     body = read_tensors(out / f"{next(iter(MODELS))}-{epoch}.safetensors")
     model = build(specification(name), rng.derive(TRAINING_SEED, "model", name))
     planted: dict[str, Tensor] = model.state_dict()
-    return planted | {key: tensor for key, tensor in body.items() if key in planted}
+    return planted | {key: tensor for key, tensor in body.items() if key.startswith("body.")}
 
 
 def observed(

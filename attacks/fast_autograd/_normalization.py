@@ -88,6 +88,7 @@ class _Normalization(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
+        x = _laid_out(x, x)
         y: Tensor
         if layer.groups is None:
             fixed = layer.fixed or (None, None)
@@ -126,6 +127,7 @@ class _NormalizationGradient(torch.autograd.Function):
         layer: _Layer,
         wants: list[bool],
     ) -> tuple[Tensor | None, ...]:
+        gy = _laid_out(gy, x)
         ctx.save_for_backward(gy, x, gamma, mean, r)
         ctx.layer = layer
         if layer.groups is None:
@@ -190,3 +192,15 @@ class _NormalizationGradient(torch.autograd.Function):
             None if to_gamma is None else layer.channel(to_gamma),
             *(None,) * 4,
         )
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Brings a tensor (N, C, H, W) into the memory order of `like`, or leaves it there.
+
+    PyTorch's kernels read both as if they lay alike: up to 2.11, whether or not they do.
+    """
+    last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
+    last = last and not like.is_contiguous()
+    return tensor.contiguous(
+        memory_format=torch.channels_last if last else torch.contiguous_format
+    )
