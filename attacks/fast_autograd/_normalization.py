@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from fedsim_attacks.fast_autograd._memory_order import laid_out
 from fedsim_attacks.fast_autograd._pruned import is_wanted
 
 _aten = torch.ops.aten
@@ -88,7 +89,7 @@ class _Normalization(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
-        x = _laid_out(x, x)
+        x = laid_out(x, x)
         y: Tensor
         if layer.groups is None:
             fixed = layer.fixed or (None, None)
@@ -127,7 +128,7 @@ class _NormalizationGradient(torch.autograd.Function):
         layer: _Layer,
         wants: list[bool],
     ) -> tuple[Tensor | None, ...]:
-        gy = _laid_out(gy, x)
+        gy = laid_out(gy, x)
         ctx.save_for_backward(gy, x, gamma, mean, r)
         ctx.layer = layer
         if layer.groups is None:
@@ -192,15 +193,3 @@ class _NormalizationGradient(torch.autograd.Function):
             None if to_gamma is None else layer.channel(to_gamma),
             *(None,) * 4,
         )
-
-
-def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
-    """Brings a tensor (N, C, H, W) into the memory order of `like`, or leaves it there.
-
-    PyTorch's kernels read both as if they lay alike: up to 2.11, whether or not they do.
-    """
-    last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
-    last = last and not like.is_contiguous()
-    return tensor.contiguous(
-        memory_format=torch.channels_last if last else torch.contiguous_format
-    )
