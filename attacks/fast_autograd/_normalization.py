@@ -80,7 +80,7 @@ class _Layer(NamedTuple):
 
 
 def _normalize(x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
-    y: Tensor = _Normalization.apply(x, gamma, beta, layer)
+    y: Tensor = _Normalization.apply(laid_out(x, x), gamma, beta, layer)
     return y
 
 
@@ -89,7 +89,6 @@ class _Normalization(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, gamma: Tensor, beta: Tensor, layer: _Layer) -> Tensor:
-        x = laid_out(x, x)
         y: Tensor
         if layer.groups is None:
             fixed = layer.fixed or (None, None)
