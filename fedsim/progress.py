@@ -55,10 +55,12 @@ class Quiet:
 
 
 class Live:
-    """Shows bars on a terminal; one line per stage and note where the output is no terminal."""
+    """Shows bars on a terminal; lines for stages and notes, and now and then one of how far it is,
+    where the output is no terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
+        self._title, self._done, self._total, self._told = "", 0, 0, 0.0
         self._bars = Progress(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -89,12 +91,16 @@ class Live:
     def stage(self, title: str, total: int, done: int = 0) -> None:
         self._running.clear()
         self._task = self._bars.add_task(title, total=total, completed=done, detail="")
+        self._title, self._done, self._total = title, done, total
         if not self._console.is_terminal:
+            self._told = time.monotonic()
             self.note(f"{title}: {total - done} of {total} to do")
 
     def advance(self, detail: str) -> None:
         if self._task is not None:
             self._bars.update(self._task, advance=1, detail=detail)
+        self._done += 1
+        self._tell(detail)
 
     def detail(self, key: str, text: str) -> None:
         self._running.pop(key, None)
@@ -103,11 +109,21 @@ class Live:
             del self._running[next(iter(self._running))]
         if self._task is not None:
             self._bars.update(self._task, detail=" · ".join(self._running.values()))
+        self._tell(text)
 
     def note(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
+    def _tell(self, detail: str) -> None:
+        """Writes how far the stage is, where there is no bar and it has been silent for long."""
+        now = time.monotonic()
+        if not self._console.is_terminal and now - self._told >= _SILENCE:
+            self._told = now
+            self.note(f"{self._title}: {self._done} of {self._total} done; {detail}")
 
+
+_SILENCE = 30.0
+"""Seconds between two lines about a stage in a file."""
 _PATIENCE, _EVERY = 1.0, 5.0
 """Seconds of silence before a line about an accountant's work, and between two of them."""
 
