@@ -184,7 +184,8 @@ def table(out: Path) -> None:
     rows = [json.loads(line) for line in (out / "images.jsonl").read_text().splitlines()]
     names = ["model", "epochs", "B", "defense", "attack", "n", "failed", "psnr", "low", "high"]
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow([*names, "ssim", "labels", "guess", "seconds", "lead", "lead_low", "lead_high"])
+    figures = ["ssim", "labels", "guess", "seconds", "device", "lead", "lead_low", "lead_high"]
+    writer.writerow([*names, *figures])
     for cell in CELLS:
         of_cell = [row for row in rows if row["cell"] == "/".join(map(str, cell))]
         rival = {r["trial"]: r["psnr"] for r in _good(of_cell, "inverting_gradients")}
@@ -197,11 +198,12 @@ def table(out: Path) -> None:
             line = [*cell, attack, len(good), failed, *_interval([row["psnr"] for row in good])]
             means = ("ssim", "label_accuracy", "guess", "seconds")
             line += [f"{sum(row[key] for row in good) / len(good):.2f}" for key in means]
+            line.append("+".join(sorted({row["device"] for row in good})))
             writer.writerow(line + ([] if attack == "inverting_gradients" else _interval(leads)))
 
 
 def _good(rows: list[dict[str, Any]], attack: str) -> list[dict[str, Any]]:
-    return [row for row in rows if row["attack"] == attack and "failed" not in row]
+    return [row for row in rows if row["attack"] == attack and "psnr" in row]
 
 
 def _interval(values: list[float]) -> list[str]:

@@ -5,18 +5,20 @@ time goes to Python and autograd around them: 13 % on the default ConvNet, 3 to 
 a processor, and most of it on a GPU, which waits for the next operation to be asked for. The
 operations of one iteration are those of every other, so that they are recorded once and then run
 without either. A replay computes the same bits (on a GPU, the same but for the order of its sums),
-which is checked before it is used.
+which is checked once, before it is used. What is recorded stays as it was: see `Tape`.
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Function = Callable[..., tuple[Tensor, ...]]
 
@@ -27,6 +29,8 @@ PAYS_ON_GPU = 20
 """And on a GPU, where recording takes as long as a few calls."""
 _WARM = 2
 """Calls outside of the graph before it is captured: libraries prepare themselves in them."""
+_READING = {"_local_scalar_dense", "nonzero", "masked_select", "item", "equal"}
+"""Operations whose result decides, on the processor, what is done next."""
 _ALIKE = 1e-3
 """Relative distance of a GPU's results, up to which they are the same in another order."""
 
@@ -71,12 +75,32 @@ class Tape:
 
 
 @final
+class _NoReading(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations for which the processor waits: they cannot be captured."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        tensors = [each for each in tree_leaves((args, result)) if isinstance(each, Tensor)]
+        if name in _READING or len({each.device for each in tensors}) > 1:
+            raise RuntimeError(f"{name} reads a value, or reads from another device")
+        return result
+
+
+@final
 class _Graph:
     """A function's operations on a GPU as a CUDA graph, which one call starts as a whole."""
 
     def __init__(self, function: Function, inputs: tuple[Tensor, ...]) -> None:
-        """Captures the operations of `function` on copies of `inputs`."""
+        """Captures the operations of `function` on copies of `inputs`, which lie on one device."""
         self._inputs = [each.detach().clone() for each in inputs]
+        self._device = inputs[0].device
+        with torch.cuda.device(self._device):
+            self._capture(function)
+
+    def _capture(self, function: Function) -> None:
         present = torch.cuda.current_stream()
         beside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         beside.wait_stream(present)
@@ -98,15 +122,21 @@ class _Graph:
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
-        self._graph.replay()
+        with torch.cuda.device(self._device):
+            self._graph.replay()
         return tuple(each.detach().clone() for each in self._results)
 
 
 def _record(function: Function, inputs: tuple[Tensor, ...]) -> Function | None:
     try:
+        copies = [each.detach().clone() for each in inputs]
         if inputs[0].is_cuda:
+            # A capture that fails may leave its stream behind: what reads values is not captured.
+            with _NoReading():  # type: ignore[no-untyped-call]
+                function(*copies)
             return _Graph(function, inputs)
-        recorded: Function = make_fx(function)(*(each.detach().clone() for each in inputs))
+        # `make_fx` counts the arguments of a method wrongly.
+        recorded: Function = make_fx(lambda *given: function(*given))(*copies)
     except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError):
         return None
     return recorded

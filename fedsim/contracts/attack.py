@@ -24,7 +24,7 @@ from fedsim.contracts import plugins
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.contracts.plugins import Plugin
 from fedsim.system import memory
-from fedsim.system.device import moved
+from fedsim.system.device import compute_exactly, moved
 from fedsim.system.paths import from_home
 from fedsim.types import FedsimError, Observation, Payload, Reconstruction
 
@@ -182,7 +182,9 @@ def solve(
     _refuse_unusable(observation)
     memory.keep_freed()
     device = _device(observation)
-    if attack.on_processor and device.type != "cpu":
+    compute_exactly(device)
+    elsewhere = attack.on_processor and device.type != "cpu"
+    if elsewhere:
         observation, knowledge = moved(observation, "cpu"), moved(knowledge, "cpu")
     start = time.perf_counter()
     found: list[Reconstruction] = []
@@ -209,7 +211,7 @@ def solve(
     if not math.isfinite(losses[best]):
         raise AttackFailed(f"no restart ended at a finite loss (losses: {losses})")
     return Solution(
-        reconstruction=moved(found[best], device),
+        reconstruction=moved(found[best], device) if elsewhere else found[best],
         restart=best,
         losses=losses,
         seconds=time.perf_counter() - start,

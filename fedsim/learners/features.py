@@ -10,6 +10,7 @@ from fedsim import rng
 from fedsim.contracts.learner import Problem, model_spec
 from fedsim.models.base import build, normalize
 from fedsim.models.weights import read_weights
+from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset
 
@@ -32,6 +33,7 @@ class Features:
         dataset = problem.dataset
         assert isinstance(dataset, Dataset)
         self._device = problem.device
+        compute_exactly(self._device)
         self._spec = model_spec(problem) if problem.model else None
         if self._spec:
             self._model = build(self._spec, rng.derive(problem.seed, "model"))

@@ -28,6 +28,7 @@ from fedsim.models.base import Classifier, build, normalize
 from fedsim.models.local import features_of, gradient, local_update, loss_function
 from fedsim.models.planting import honest, planted
 from fedsim.models.weights import read_weights
+from fedsim.system.device import compute_exactly
 from fedsim.system.paths import from_home
 from fedsim.types import Dataset, FedsimError, GroundTruth, LocalTraining, ModelSpec, Tensors
 
@@ -68,6 +69,7 @@ class _Training(Computation):
         self._stack = problem.stack
         self._dataset = dataset
         self._device = problem.device
+        compute_exactly(self._device)
         self.spec = model_spec(problem)
         self.model = build(self.spec, rng.derive(problem.seed, "model")).to(self._device)
         self.releases_statistics = any(

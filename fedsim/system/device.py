@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
@@ -18,8 +18,6 @@ T = TypeVar("T")
 def resolve_device(device: str) -> str:
     """Returns `device`; `auto` becomes `cuda` where torch has it, else `cpu`.
 
-    A CUDA device computes from then on as a processor does: see `compute_exactly`.
-
     Raises:
         FedsimError: it is no name of a device, or a CUDA device is asked for and there is none.
     """
@@ -28,18 +26,18 @@ def resolve_device(device: str) -> str:
     available = torch.cuda.is_available()
     if device.startswith("cuda") and not available:
         raise FedsimError(f"device: {device} is not available here; use cpu or auto")
-    chosen = ("cuda" if available else "cpu") if device == "auto" else device
-    if chosen != "cpu":
-        compute_exactly()
-    return chosen
+    return ("cuda" if available else "cpu") if device == "auto" else device
 
 
-def compute_exactly() -> None:
-    """Lets accelerators compute float32 as float32, and the same every time.
+def compute_exactly(device: str | torch.device) -> None:
+    """Lets this process compute float32 as float32 on `device`; its convolutions repeat their bits.
 
     By default torch rounds what goes into a convolution on CUDA to ten bits (TF32): an attack that
-    explains an update to rounding would meet a thousand times as much of it.
+    explains an update to rounding would meet a thousand times as much of it. Whoever computes on a
+    device asks for this, as each process has settings of its own.
     """
+    if torch.device(device).type == "cpu":
+        return
     torch.backends.cudnn.allow_tf32 = False
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.deterministic = True
@@ -61,6 +59,6 @@ def moved(value: T, device: str | torch.device, but: Collection[str] = ()) -> T:
             continue
         if isinstance(own, Tensor):
             found[field.name] = own.to(device)
-        elif isinstance(own, dict) and own and all(map(torch.is_tensor, own.values())):
+        elif isinstance(own, Mapping) and own and all(map(torch.is_tensor, own.values())):
             found[field.name] = {key: tensor.to(device) for key, tensor in own.items()}
     return replace(value, **found)

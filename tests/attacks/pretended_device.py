@@ -1,8 +1,8 @@
 """A device that is not the processor, on a machine that has no other.
 
 Tensors there are wrappers of ones in CPU memory, and torch is told that they lie elsewhere: an
-operation on some of there and some of here fails as it does on a GPU. Only that is shown: kernels
-are the processor's.
+operation on some of there and some of here fails as on a GPU. Only that is shown: kernels are the
+processor's, and so are generators.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 DEVICE = "lazy"
 """A type of device that torch names and that needs no driver; autograd serves it like the CPU."""
-_COPIES = {"_to_copy", "copy_", "index", "index_put", "index_put_", "_index_put_impl_"}
-"""Operations between devices: copies, and indices, which may lie here."""
+_COPIES = {"_to_copy", "copy_"}
+_INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+"""Operations whose indices may lie here where what they are of lies there."""
+_JOINING = {"stack", "cat"}
+"""Operations for which a number here is one tensor more, and no number."""
 
 
 class _There(Tensor):
@@ -98,8 +101,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     there = [each for each in tensors if isinstance(each, _There)]
     name = function.overloadpacket.__name__
-    here = [each for each in tensors if not isinstance(each, _There) and each.ndim]
-    if there and here and name not in _COPIES:
+    here = [each for each in tensors if not isinstance(each, _There)]
+    if there and here and name not in _COPIES and _collide(name, args, here):
         raise RuntimeError(f"Expected all tensors to be on the same device: {function}")
     if (device := kwargs.get("device")) is not None:
         result_there = torch.device(device).type == DEVICE
@@ -112,6 +115,18 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return found
     known = {id(each.here): each for each in there}
     return tree_map(lambda t: known.get(id(t), _There(t)) if isinstance(t, Tensor) else t, found)
+
+
+def _collide(name: str, args: Any, here: list[Tensor]) -> bool:
+    """Whether an operation on some of there and some of `here` fails: numbers may be read."""
+    first = args[0] if args else None
+    if isinstance(first, Tensor) and not isinstance(first, _There):
+        written = name.endswith("_") or name in _INDEXING
+        return written or bool(first.ndim) or any(each.ndim for each in here)
+    if name in _INDEXING:
+        values = [each for each in args[2:3] if isinstance(each, Tensor)]
+        return any(each.ndim and not isinstance(each, _There) for each in values)
+    return name in _JOINING or any(each.ndim for each in here)
 
 
 def _here(value: Any) -> Any:

@@ -17,6 +17,7 @@ from fedsim.contracts.attack import AttackFailed, solve
 from fedsim.contracts.plugins import load, names
 from fedsim.system.device import compute_exactly, moved
 from fedsim.testing.attack import AnyAttackContract
+from fedsim_attacks.fast_autograd import _tape
 
 _OTHERS_ROWS = ("other_rows", "candidate")
 """What of an attacker's knowledge stays in CPU memory."""
@@ -48,8 +49,58 @@ def test_an_attack_mixes_no_devices(
 @pytest.mark.gpu
 @over_suites
 def test_an_attack_on_a_gpu(suite: type[AnyAttackContract]) -> None:
-    compute_exactly()
     _attack_there(suite, "cuda")
+
+
+@pytest.mark.gpu
+@over_suites
+def test_graphs_of_an_attack_on_a_gpu(
+    suite: type[AnyAttackContract], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the third call on, whatever the attack would repeat is a graph."""
+    monkeypatch.setattr(_tape, "PAYS_ON_GPU", 1)
+    _attack_there(suite, "cuda")
+
+
+@pytest.mark.parametrize(
+    "suite",
+    [
+        test_attack_contracts.TestInvertingGradients,
+        test_attack_contracts.TestInvertingGradientsOnConvolutions,
+        test_attack_contracts.TestFactoredInversionOfAnOrdinaryClassifier,
+        test_attack_contracts.TestDeepLeakage,
+        test_attack_contracts.TestGradInversion,
+    ],
+    ids=lambda suite: suite.__name__,
+)
+def test_what_becomes_a_graph_reads_no_value(
+    suite: type[AnyAttackContract], elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor a number that lies on the processor, which a graph would keep as it was."""
+    recorded = []
+
+    def record(function: _tape.Function, inputs: tuple[torch.Tensor, ...]) -> None:
+        with _tape._NoReading():
+            function(*(each.detach().clone() for each in inputs))
+        recorded.append(function)
+
+    monkeypatch.setattr(_tape, "_record", record)
+    monkeypatch.setattr(_tape, "PAYS", 1)
+    _plain_on_the_processor(monkeypatch)
+    _attack_there(suite, elsewhere)
+    assert recorded
+
+
+def test_a_process_that_attacks_computes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has settings of its own, and workers attack."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", False)
+    compute_exactly("cpu")
+    assert torch.backends.cudnn.allow_tf32
+    with pretended(monkeypatch):
+        _attack_there(test_attack_contracts.TestInvertingGradients, DEVICE)
+    assert not torch.backends.cudnn.allow_tf32
+    assert torch.backends.cudnn.deterministic
 
 
 def test_tensors_of_two_devices_are_noticed(elsewhere: str) -> None:
