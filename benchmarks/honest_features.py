@@ -186,7 +186,9 @@ def observed(
     name, epoch, count, way = cell
     model, parameters, classes = _VICTIMS[name]
     if chosen is None:
-        stream = rng.generator(SEED, "batch", name, epoch, count, trial)
+        # A planted victim gets the batches of the one whose body it has.
+        whose = next(iter(MODELS)) if name == PLANTED else name
+        stream = rng.generator(SEED, "batch", whose, epoch, count, trial)
         chosen = torch.randperm(len(kept["images"]), generator=stream)[:count]
     training, noise, defense = WAYS.get(way, (None, 0.0, TABLE3.get(way, [])))
     local = None
