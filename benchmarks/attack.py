@@ -42,7 +42,7 @@ from fedsim.models.local import gradient, loss_function
 from fedsim.models.victim import rebuild
 from fedsim.recording.files import load_observation, root_of
 from fedsim.recording.truth import load_truth
-from fedsim.system.device import moved, resolve_device
+from fedsim.system.device import compute_exactly, moved, resolve_device
 from fedsim.system.memory import keep_freed
 from fedsim.types import Effect, GroundTruth, LocalTraining, ModelSpec, Observation, Reconstruction
 
@@ -332,6 +332,7 @@ def _serve(
     device: str,
 ) -> None:
     device = resolve_device(device)
+    compute_exactly(device)  # the rivals, too
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(threads)

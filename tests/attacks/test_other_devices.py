@@ -11,13 +11,16 @@ from typing import Any
 import pytest
 import test_attack_contracts
 import torch
+from deep_victims import observe
 from pretended_device import DEVICE, here_only, pretended
 
 from fedsim.contracts.attack import AttackFailed, solve
+from fedsim.contracts.grant import Knowledge
 from fedsim.contracts.plugins import load, names
 from fedsim.system.device import compute_exactly, moved
 from fedsim.testing.attack import AnyAttackContract
 from fedsim_attacks.fast_autograd import _tape
+from fedsim_attacks.images_from_features.factored_inversion import FactoredInversion
 
 _OTHERS_ROWS = ("other_rows", "candidate")
 """What of an attacker's knowledge stays in CPU memory."""
@@ -89,6 +92,29 @@ def test_what_becomes_a_graph_reads_no_value(
     _plain_on_the_processor(monkeypatch)
     _attack_there(suite, elsewhere)
     assert recorded
+
+
+def test_stages_of_a_deep_body_become_graphs_that_read_no_value(
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor the width of jumps, which narrows: it has to lie where the images do."""
+    recorded = []
+
+    def record(function: _tape.Function, inputs: tuple[torch.Tensor, ...]) -> None:
+        with _tape._NoReading():  # type: ignore[no-untyped-call]
+            function(*(each.detach().clone() for each in inputs))
+        recorded.append(function)
+
+    monkeypatch.setattr(_tape, "_record", record)
+    monkeypatch.setattr(_tape, "PAYS", 1)
+    _plain_on_the_processor(monkeypatch)
+    observation, _ = observe([])
+    found = solve(FactoredInversion(iterations=12), moved(observation, elsewhere), Knowledge(), 5)
+    _lies_on(found.reconstruction, elsewhere)
+    assert {function.__self__.__class__.__name__ for function in recorded} == {  # type: ignore[attr-defined]
+        "PartGradient",
+        "Relaxation",
+    }
 
 
 def test_a_process_that_attacks_computes_float32(monkeypatch: pytest.MonkeyPatch) -> None:
