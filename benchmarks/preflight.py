@@ -29,7 +29,7 @@ from torch import nn
 
 import fedsim
 from fedsim.data.bundled import Digits
-from fedsim.forecasting.forecast import forecast
+from fedsim.forecasting.forecast import band_of, forecast
 from fedsim.forecasting.sources import plans_of_scenario
 from fedsim.report import leaderboard_rows
 from fedsim.scoring import Guesser, score
@@ -150,7 +150,7 @@ class OwnModel:
         """Gain and band."""
         pixels = self.data.test_images.float() / 255
         told = fedsim.preflight(self.model, **self.of, images=pixels, labels=self.data.test_labels)
-        return told.gain, *told.band
+        return told.estimate.gain, *band_of(told.estimate.gain)
 
     def measured(self) -> float:
         """Gain of the best attack, dB."""
@@ -181,7 +181,7 @@ def predicted(name: str, document: dict[str, Any], folder: Path) -> tuple[float,
     path.write_text(json.dumps({"name": name, **document}), encoding="utf-8")
     (plan,) = plans_of_scenario(path)
     told = forecast(plan)
-    return told.gain, *told.band
+    return told.estimate.gain, *band_of(told.estimate.gain)
 
 
 def measured(name: str, document: dict[str, Any], folder: Path) -> float:

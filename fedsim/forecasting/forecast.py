@@ -7,24 +7,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from fedsim.contracts import plugins
 from fedsim.forecasting.gain import MOST_GAIN, Estimate, estimate
 from fedsim.forecasting.indicators import Indicator, as_row, indicators
 from fedsim.forecasting.plan import Plan
+from fedsim.types import FedsimError
 from fedsim.words import number_of
 
-Answer = Literal["yes", "with luck", "no"]
+Answer = Literal["yes", "with luck", "no", "not told"]
+Band = tuple[float, float]
 
 LEAK = 3.0
 """dB over the guess from which fedsim says that a trial leaks."""
 _FACTOR, _MARGIN = 2.0, 2.0
 """The band: gain / factor - margin to gain * factor + margin, dB."""
 _WIDTH = 80
+_NO_IMAGES = "of an attack that recovers features or labels and no image, none is told"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Forecast:
-    """What attacks on one kind of update will gain."""
+    """What attacks on one kind of update will gain, where the formula says that."""
 
     stack: str
     rounds: tuple[int, ...]
@@ -35,44 +40,56 @@ class Forecast:
     indicators: tuple[Indicator, ...]
     estimate: Estimate
     first_attack: str
+    beyond: str
+    """What the first attack does that the formula knows nothing of; empty if it knows."""
     source: str
     """Of the stand-in images."""
 
     @property
-    def gain(self) -> float:
-        """Expected gain of the best attack, dB over the guess."""
-        return self.estimate.gain
+    def gain(self) -> float | None:
+        """Expected gain of the best attack, dB over the guess; None where there is a `reason`."""
+        return None if self.reason else self.estimate.gain
 
     @property
-    def band(self) -> tuple[float, float]:
-        """Where the measured gain is expected, dB."""
-        low = max(0.0, self.gain / _FACTOR - _MARGIN)
-        return low, min(MOST_GAIN + 2 * _MARGIN, self.gain * _FACTOR + _MARGIN)
+    def band(self) -> Band | None:
+        """Where the measured gain is expected, dB; None where there is a `reason`."""
+        return None if self.reason else band_of(self.estimate.gain)
+
+    @property
+    def reason(self) -> str:
+        """Why no gain is told, in a clause; empty if one is.
+
+        That matching gradients gains nothing says nothing of an attack that does not match them,
+        unless noise hides the images from any.
+        """
+        hidden = self.estimate.ceiling is not None and _answer(self.estimate.ceiling) == "no"
+        if not self.beyond or hidden or _answer(self.estimate.gain) != "no":
+            return ""
+        return (
+            f"{self.first_attack} {self.beyond}, of which the forecast knows nothing, and matching "
+            "gradients alone hardly gains anything"
+        )
 
     @property
     def attackable(self) -> Answer:
-        """`yes` or `no` where the whole band says so, else `with luck`."""
-        low, high = self.band
-        if low >= LEAK:
-            return "yes"
-        return "no" if high < LEAK else "with luck"
+        """`yes` or `no` where the whole band says so, else `with luck`; `not told` without one."""
+        return "not told" if self.reason else _answer(self.estimate.gain)
 
     @property
     def verdict(self) -> str:
         """One plain sentence."""
         what = f"{number_of(self.num_images, 'image')} behind {self.stack}"
-        low, high = self.band
-        told = f"expected gain {self.gain:.1f} dB ({low:.1f} to {high:.1f})"
+        run = f"Run {self.first_attack} to know what it gains."
+        told = f"expected gain {_worded(self.estimate.gain)[0]} dB {_worded(self.estimate.gain)[1]}"
         return {
             "yes": f"Attackable: {what}, first by {self.first_attack}; {told}.",
             "with luck": f"Attackable with luck: {what}, first by {self.first_attack}; {told}.",
-            "no": f"Hardly attackable by matching gradients: {what}; {told}. "
-            f"Run {self.first_attack} to know what it gains.",
+            "no": f"Hardly attackable by matching gradients: {what}; {told}. {run}",
+            "not told": f"No gain is told of {what}: {self.reason}. {run}",
         }[self.attackable]
 
     def as_row(self) -> dict[str, Any]:
         """Returns the forecast as it is written to JSON."""
-        low, high = self.band
         return {
             "stack": self.stack,
             "rounds": list(self.rounds),
@@ -81,10 +98,12 @@ class Forecast:
             "attackable": self.attackable,
             "first_attack": self.first_attack,
             "gain": self.gain,
-            "band": [low, high],
+            "band": self.band and list(self.band),
+            "reason": self.reason or None,
             "closed_form": self.estimate.closed_form,
             "stall": self.estimate.stall,
             "unfinished": self.estimate.unfinished,
+            "matching_gain": self.estimate.gain,
             "images_computed": self.estimate.images,
             "draws": self.estimate.draws,
             "source": self.source,
@@ -93,13 +112,41 @@ class Forecast:
         }
 
 
+def band_of(gain: float) -> Band:
+    """Returns where the measured gain is expected, dB, of which `gain` is."""
+    low = max(0.0, gain / _FACTOR - _MARGIN)
+    return low, min(MOST_GAIN + 2 * _MARGIN, gain * _FACTOR + _MARGIN)
+
+
+def _answer(gain: float) -> Answer:
+    """Says of attacks with this expected gain whether an update is attackable by them."""
+    low, high = band_of(gain)
+    if low >= LEAK:
+        return "yes"
+    return "no" if high < LEAK else "with luck"
+
+
+def _worded(gain: float) -> tuple[str, str]:
+    """Words a gain, and its band."""
+    low, high = band_of(gain)
+    return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
+
+
 def forecast(plan: Plan) -> Forecast:
     """Forecasts `plan` from a few gradients of stand-in images.
 
     Raises:
-        FedsimError: the model cannot compute such a batch.
+        FedsimError: the model cannot compute such a batch, or its weights are no numbers.
     """
+    for each in plan.observations:
+        for name, weights in each.parameters.items():
+            if not torch.isfinite(weights).all():
+                raise FedsimError(
+                    f"{plan.stack_name}, round {each.round}: {name} holds NaN or infinity, so that "
+                    "no gradient is a number; forecast at weights from before training diverged"
+                )
     found = estimate(plan)
+    first = _first_attack(plan, found)
     return Forecast(
         stack=plan.stack_name,
         rounds=tuple(each.round for each in plan.observations),
@@ -107,7 +154,8 @@ def forecast(plan: Plan) -> Forecast:
         num_images=plan.first.num_images,
         indicators=tuple(indicators(plan, found)),
         estimate=found,
-        first_attack=_first_attack(plan, found),
+        first_attack=first,
+        beyond=_BEYOND.get(first, ""),
         source=plan.stand_ins.source,
     )
 
@@ -138,13 +186,19 @@ def _first_attack(plan: Plan, found: Estimate) -> str:
     return next((name for name in fitting if name in installed), fitting[-1])
 
 
+_BEYOND = {
+    "factored_inversion": "recovers features first",
+    "patch_inversion": "solves equations of the position embedding",
+}
+"""Attack to begin with -> what it does other than match gradients or read a closed form."""
+
+
 def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
     """Returns `forecasts` as text: gains, the indicators of the most attackable, and a verdict."""
-    worst = max(forecasts, key=lambda each: each.gain)
+    worst = max(forecasts, key=lambda each: each.estimate.gain)
     lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
     for each in forecasts:
-        low, high = each.band
-        gain = f"{each.gain:.1f} ({low:.1f} to {high:.1f})"
+        gain = "–" if each.gain is None else " ".join(_worded(each.gain))
         lines.append(
             f"{_cut(each.stack, 16):16} {each.batch_size:>3} {each.num_images:>6}  "
             f"{each.attackable:10} {gain:>18}  {each.first_attack}"
@@ -159,7 +213,11 @@ def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
         lines += textwrap.wrap(one.why, width, initial_indent=start, subsequent_indent=indent)
     lines += ["", "+ helps the attacker, - the client. Gradients were computed of"]
     lines += textwrap.wrap(f"{worst.source}; no attack was run.", width)
+    lines += textwrap.wrap(f"Gains are of images: {_NO_IMAGES}.", width)
     lines += ["", *textwrap.wrap(worst.verdict, width)]
+    for reason in dict.fromkeys(each.reason for each in forecasts if each.reason):
+        if reason != worst.reason:
+            lines += textwrap.wrap(f"– in the table: {reason}.", width)
     return "\n".join(lines) + "\n"
 
 

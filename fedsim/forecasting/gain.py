@@ -1,4 +1,4 @@
-"""The expected gain of the best attack, of three terms, none of which runs an attack.
+"""The expected gain of the best matching attack, of three terms, none of which runs an attack.
 
 Mean squared errors add up, in units of the guess's own:
 
@@ -67,6 +67,8 @@ _WORK = 2e7
 """Parameters times images of all draws together, above which there are fewer draws."""
 _GRID = 4
 """Values of μ per decade."""
+_NO_DESCENT = 1e-12
+"""Least μ, in units of the eigenvalue that counts, of what needs no descent."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +76,16 @@ class Estimate:
     """The expected gain of one plan, and what it is made of."""
 
     gain: float
-    """dB over the guess, 0 to `MOST_GAIN`."""
+    """Of attacks that match gradients, or read a closed form: dB over the guess, 0 to
+    `MOST_GAIN`."""
     stall: float
     """t_s, 0 to 1."""
-    unfinished: float
-    """What noise, pruning and the limited steps leave of the squared error, 0 to 1."""
+    unfinished: float | None
+    """What noise, pruning and the limited steps leave of the squared error, 0 to 1; None where
+    descents stall at the guess, so that nothing else was looked at."""
+    ceiling: float | None
+    """dB that noise leaves to an attack which needs no descent, where noise is all that lies
+    between; None where something else does, or nothing."""
     closed_form: bool
     images: int
     """In the largest update that was computed."""
@@ -86,7 +93,7 @@ class Estimate:
 
 
 def estimate(plan: Plan) -> Estimate:
-    """Returns the expected gain of the best attack on the update of `plan`.
+    """Returns the expected gain of the best matching attack on the update of `plan`.
 
     A batch never gains more than a smaller one, nor a sum more than one client: whoever knew the
     other images would be left with that. So the gain is the least of those of one client and of
@@ -108,7 +115,12 @@ def estimate(plan: Plan) -> Estimate:
         return last
     before = found[-2]
     share = exponent - int(exponent)
-    return replace(last, gain=before.gain + share * (last.gain - before.gain))
+    gain = before.gain + share * (last.gain - before.gain)
+    return replace(last, gain=gain, ceiling=before.ceiling)
+
+
+def _mean_gain(errors: Sequence[float]) -> float:
+    return sum(map(gain_of, errors)) / len(errors)
 
 
 def gain_of(error: float) -> float:
@@ -131,7 +143,7 @@ def _at(plan: Plan, largest: int) -> Estimate:
     """The estimate at exactly this batch size."""
     closed = reads_in_closed_form(plan)
     power = 1 if plan.first.effect.scaled or plan.first.effect.scaled_examples else 2
-    floor = 1e-12 if closed else DESCENT_STEPS**-power
+    floor = _NO_DESCENT if closed else DESCENT_STEPS**-power
     count = plan.first.num_images
     size = sum(value.numel() for value in plan.first.parameters.values())
     draws = max(1, min(DRAWS, int(_WORK / (size * count))))
@@ -140,11 +152,14 @@ def _at(plan: Plan, largest: int) -> Estimate:
         for k in range(max(draws, len(plan.observations)))
     ]
     stall = 0.0 if closed or rows_are_the_image(plan) else _stall(cases)
-    left = [0.0 if stall >= 1 else _unfinished(case, floor) for case in cases]
+    noisy = all(case.disturbance.error is None and case.disturbance.std > 0 for case in cases)
+    stuck = stall >= 1
+    left = [] if stuck and not noisy else [_unfinished(case, floor) for case in cases]
     return Estimate(
-        gain=sum(gain_of(each + stall**2) for each in left) / len(left),
+        gain=0.0 if stuck else _mean_gain([each.descent + stall**2 for each in left]),
         stall=stall,
-        unfinished=10 ** (-sum(gain_of(each) for each in left) / (10 * len(left))),
+        unfinished=None if stuck else 10 ** (-_mean_gain([each.descent for each in left]) / 10),
+        ceiling=_mean_gain([each.noise for each in left]) if noisy else None,
         closed_form=closed,
         images=count,
         draws=len(cases),
@@ -191,26 +206,38 @@ def _stall(cases: Sequence[_Case]) -> float:
     return 0.0
 
 
-def _unfinished(case: _Case, floor: float) -> float:
+@dataclass(frozen=True)
+class _Left:
+    """What is left of the squared error, 0 to 1."""
+
+    descent: float
+    """By noise, pruning and the limited steps."""
+    noise: float
+    """By noise and pruning alone."""
+
+
+def _unfinished(case: _Case, floor: float) -> _Left:
     """What noise, pruning and the limited steps leave of the squared error.
 
     `floor` is the least μ, in units of the largest eigenvalue that counts.
     """
     length = float(case.way.norm())
     if length == 0:
-        return 1.0
+        return _Left(1.0, 1.0)
     own = spectrum(case.update_map, case.images, case.labels, case.way, length)
     displaced = _displaced(case, length)
     top = own.eigenvalues.sort(descending=True).values[:2]
     if float(top[0]) == 0:
-        return 1.0
+        return _Left(1.0, 1.0)
     counts = float(top[-1]) or float(top[0])
-    least = counts * floor
-    decades = math.log10(float(top[0]) / least) + 6
-    best = 1.0
-    for k in range(math.ceil(decades * _GRID)):
-        best = min(best, _error(own, displaced, least * 10 ** (k / _GRID), length))
-    return best
+
+    def best_above(floor: float) -> float:
+        least = counts * floor
+        decades = math.log10(float(top[0]) / least) + 6
+        tried = (least * 10 ** (k / _GRID) for k in range(math.ceil(decades * _GRID)))
+        return min([1.0, *(_error(own, displaced, mu, length) for mu in tried)])
+
+    return _Left(best_above(floor), best_above(_NO_DESCENT))
 
 
 def _error(own: Spectrum, displaced: Spectrum | None, mu: float, length: float) -> float:

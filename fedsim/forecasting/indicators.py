@@ -319,7 +319,7 @@ def _descent(estimate: Estimate) -> list[Indicator]:
             else "there jumps of the gradient are more than the slope shows",
         )
     ]
-    if estimate.stall < 1:
+    if estimate.unfinished is not None:
         found.append(
             Indicator(
                 name="left undone",

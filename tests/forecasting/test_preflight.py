@@ -23,6 +23,7 @@ from fedsim.models.base import Classifier
 from fedsim.types import FedsimError, LocalTraining
 
 SHAPE, CLASSES = (1, 8, 8), 10
+PRUNED = [{"name": "gradient_pruning", "ratio": 0.95}]
 SCENARIO = """\
 name: plan
 data: {source: {name: digits, size: 8}, clients: 2}
@@ -122,28 +123,61 @@ def test_rectified_units_stall_a_descent() -> None:
 
 
 def test_pruning_and_rounding_cost_gain() -> None:
-    bare = told(smooth()).gain
-    pruned = told(smooth(), defenses=[{"name": "gradient_pruning", "ratio": 0.95}]).gain
-    rounded = told(smooth(), defenses=[{"name": "quantization", "bits": 3}]).gain
+    bare = told(smooth()).estimate.gain
+    pruned = told(smooth(), defenses=PRUNED).estimate.gain
+    rounded = told(smooth(), defenses=[{"name": "quantization", "bits": 3}]).estimate.gain
     assert pruned < bare and rounded < bare
+
+
+def test_no_gain_is_told_of_what_the_first_attack_does_other_than_match() -> None:
+    """Matching gradients gains nothing here, which says nothing of features."""
+    forecast = told(smooth(), defenses=PRUNED)
+    assert forecast.first_attack == "factored_inversion" and forecast.estimate.gain < 0.5
+    assert (forecast.gain, forecast.band, forecast.attackable) == (None, None, "not told")
+    assert "recovers features first" in forecast.reason and forecast.reason in forecast.verdict
+    row = forecast.as_row()
+    assert row["gain"] is None and row["band"] is None and row["reason"] == forecast.reason
+    text = render([told(smooth()), forecast])
+    (line,) = [each for each in text.splitlines() if each.startswith("gradient_pruning")]
+    assert line.split()[3:] == ["not", "told", "–", "factored_inversion"]
+    assert forecast.reason in " ".join(text.split())
+
+
+def test_what_was_not_looked_at_has_no_number() -> None:
+    torch.manual_seed(0)
+    wide = [nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()]
+    model = nn.Sequential(nn.Flatten(), *wide, nn.Linear(256, CLASSES))
+    pruned = told(model, 8, defenses=[{"name": "gradient_pruning", "ratio": 0.999}])
+    assert pruned.estimate.stall == 1 and pruned.estimate.unfinished is None
+    assert all(each.name != "left undone" for each in pruned.indicators)
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    model = linear()
+    with torch.no_grad():
+        model[1].weight[0, 0] = math.nan  # type: ignore[index]
+    with pytest.raises(FedsimError, match="holds NaN or infinity"):
+        told(model)
 
 
 def test_more_noise_never_raises_the_gain() -> None:
     for before in ([], [{"name": "clip", "norm": 0.1}]):
         stds = [0.0001 * 4**k for k in range(8)]
-        gains = [told(smooth(), defenses=[*before, *noise(std)]).gain for std in stds]
+        found = [told(smooth(), defenses=[*before, *noise(std)]) for std in stds]
+        gains = [forecast.estimate.gain for forecast in found]
+        assert found[-1].attackable == "no" and found[-1].gain == gains[-1]
         assert all(after <= before for before, after in pairwise(gains))
         assert gains[-1] < gains[0]
 
 
 def test_a_larger_batch_never_raises_the_gain() -> None:
     for model in (smooth(), normed()):
-        gains = [told(model, size, mode="eval").gain for size in (1, 2, 3, 4, 6, 8)]
+        gains = [told(model, size, mode="eval").estimate.gain for size in (1, 2, 3, 4, 6, 8)]
         assert all(after <= before for before, after in pairwise(gains))
 
 
 def test_more_clients_in_a_sum_never_raise_the_gain() -> None:
-    alone, few, many = (told(smooth(), 2, clients=clients).gain for clients in (1, 2, 4))
+    alone, few, many = (told(smooth(), 2, clients=clients).estimate.gain for clients in (1, 2, 4))
     assert many <= alone and few <= alone
 
 
