@@ -12,6 +12,17 @@ def number_of(count: int, noun: str, plural: str = "") -> str:
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
 
 
+def in_trials(count: int, n: int) -> str:
+    """Words in how many of `n` trials something happened.
+
+    >>> in_trials(3, 3), in_trials(2, 3), in_trials(2, 2), in_trials(1, 1)
+    ('in all 3 trials', 'in 2 of 3 trials', 'in both trials', 'in the only trial')
+    """
+    if count < n or not n:
+        return f"in {count or 'none'} of {number_of(n, 'trial')}"
+    return {1: "in the only trial", 2: "in both trials"}.get(n, f"in all {number_of(n, 'trial')}")
+
+
 def printable(text: str) -> str:
     r"""Replaces what would move a terminal's cursor, or colour it, by spaces.
 

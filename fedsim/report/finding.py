@@ -22,7 +22,7 @@ from fedsim.report.row import (
 )
 from fedsim.report.sentences import label_sentence, membership_sentence
 from fedsim.report.verdict import Verdict
-from fedsim.words import number_of
+from fedsim.words import in_trials, number_of
 
 Finding = Literal[
     "recognizable",
@@ -48,7 +48,7 @@ _GETS: Mapping[Finding, str] = {
     "features": "features of the {subject}",
     "labels": "labels",
     "membership": "who took part",
-    "some trials": "something in some trials, and nothing reliably",
+    "some trials": "something {times}, and nothing for certain",
     "nothing": "nothing beyond the guess",
 }
 
@@ -110,7 +110,9 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
         return f"was not measured, for no attack on {row.subject} ran"
     subject = "pictures" if row.subject == "images" else "rows"
     coarse = "colors" if row.subject == "images" else "coarse values"
-    gets = _GETS[finding].format(subject=subject, coarse=coarse)
+    gets = _GETS[finding].format(subject=subject, coarse=coarse, times=_times(verdict))
+    if _is_seldom(rows, finding):
+        gets += f" {_recognizable_times(rows)}"
     if finding == "nothing" and not _is_bounded(verdict):
         gets = "nothing certain beyond the guess"
     if finding in LEAKS:
@@ -118,7 +120,31 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
         gets = f"{', '.join(others)} and {last}" if others else last
         if finding == "colors only" and not others:
             gets += " only"
-    return f"gets {gets}{' in some trials' if _is_seldom(rows, finding) else ''}"
+    return f"gets {gets}"
+
+
+def _times(verdict: Verdict) -> str:
+    """Words in how many trials something leaked that no interval makes certain."""
+    leaking = verdict.leaking
+    return in_trials(leaking.count, leaking.n) if leaking and leaking.count else "on average"
+
+
+def _recognizable_times(rows: Sequence[LeaderboardRow]) -> str:
+    """Words in how many trials pictures are recognizable, of the attack with most such trials.
+
+    How many trials expose a picture by its gain alone is not counted: it is one at least.
+    """
+    best = max(
+        (row for row in rows if row.exposed or _is_recognizable(row, rows)),
+        key=lambda row: row.recognizable / row.n,
+    )
+    leaking = best.leaking.count if best.leaking else 0
+    if best.recognizable and not (best.exposed and best.recognizable < leaking):
+        return in_trials(best.recognizable, best.n)
+    count = max(1, best.recognizable)
+    if best.n == 1:
+        return in_trials(count, best.n)
+    return f"in at least {count} of {number_of(best.n, 'trial')}"
 
 
 def _is_bounded(verdict: Verdict) -> bool:

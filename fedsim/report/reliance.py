@@ -53,7 +53,7 @@ def reliance_of(
     if finding == "unknown":
         return "not shown", f"no attack on {row.subject} was measured"
     if finding == "some trials":
-        return "not shown", "some trials gain what guessing does not"
+        return "not shown", "what it gets is more than guessing gives"
     if weakness := _weakness(row):
         return "not shown", f"only these attacks failed here, and {weakness}"
     if doubt := _untested(rows, undefended) or _scatter(rows) or _model_problem(rows):

@@ -20,7 +20,7 @@ from fedsim.report.level import (
 )
 from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
-from fedsim.words import number_of
+from fedsim.words import in_trials, number_of
 
 WEAK_EPSILON = 10.0
 """From this ε on a finite guarantee promises next to nothing."""
@@ -52,10 +52,10 @@ def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -
     if leaking is None or level not in ("unseen", "partial", "labels", "membership"):
         return ""
     over = "guessing and over another update" if row.over_other else "guessing"
+    times = in_trials(leaking.count, leaking.n)
     return (
-        f" In {leaking.count} of {number_of(leaking.n, 'trial')} {row.attack_on} gained "
-        f"{REQUIRED_GAIN:g} dB or more over {over}; {leaking.confidence:.0%} interval of that "
-        f"chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
+        f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
+        f"{leaking.confidence:.0%} interval of that chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
     )
 
 
@@ -103,9 +103,13 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
     worst = row.worst["psnr"]
     image = f" Best image: {row.exposed_image:.1f} dB PSNR." if row.exposed_image else ""
     if level == "partial" and row.own_gain and min(gain.certain, row.own_gain.certain) <= 0:
+        leaking = row.leaking
+        what = f"single {row.subject}"
+        if leaking and leaking.count:
+            what = f"{row.subject} {in_trials(leaking.count, leaking.n)}"
         return (
-            f"{row.attack_on} reconstructs {row.subject} in some trials, the best by "
-            f"{row.own_gain.max:.1f} dB, and not reliably: {_gain(gain, signed=True)} {where}."
+            f"{row.attack_on} reconstructs {what}, the best by {row.own_gain.max:.1f} dB, and not "
+            f"for certain: {_gain(gain, signed=True)} {where}."
             f"{image}"
         )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."

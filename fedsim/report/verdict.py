@@ -24,6 +24,7 @@ from fedsim.report.sentences import (
     success_sentence,
 )
 from fedsim.scoring import Share, Summary
+from fedsim.words import in_trials
 
 HEADLINES: dict[Level, str] = {
     "leak": "{Subject} leak",
@@ -67,7 +68,7 @@ class Verdict:
     def headline(self) -> str:
         """Names the level in two or three words."""
         if self.level == "unseen" and self.leaking and self.leaking.count:
-            return "Gain in some trials"
+            return f"Gain {in_trials(self.leaking.count, self.leaking.n)}"
         return HEADLINES[self.level].format(Subject=self.strongest.subject.capitalize())
 
 

@@ -47,6 +47,26 @@ def test_a_finding_follows_gain_and_likeness(
     assert behind(tmp_path, values, ssim=ssim).finding == finding
 
 
+@pytest.mark.parametrize(
+    ("values", "times", "count"),
+    [
+        ([17.0, 11.9, 11.9, 11.9, 11.9], "in 1 of 5 trials", "1 of 5"),
+        ([15.1, 15.2, 21.5], "in all 3 trials", "3 of 3"),  # the interval reaches below 0 dB
+    ],
+)
+def test_how_often_something_leaks_is_told_as_it_is_counted(
+    values: list[float], times: str, count: str, tmp_path: Path
+) -> None:
+    """A gain of 3 dB in each of few trials is not certain, and is no gain in some of them."""
+    answer = behind(tmp_path, values, ssim=0.1)
+    assert answer.finding == "some trials"
+    assert answer.gets == f"gets something {times}, and nothing for certain"
+    assert f"{count} with 3 dB or more" in answer.evidence
+    assert answer.judgement.headline == f"Gain {times}"
+    assert f" I{times[1:]} inverting_gradients gained" in answer.judgement.sentence
+    assert "some trials" not in f"{answer.sentence} {answer.judgement.sentence}"
+
+
 @pytest.mark.parametrize(("values", "finding"), [([20.0, 20.1, 20.2], "recognizable"),
                                                  ([19.7, 19.8, 19.9], "colors only")])  # fmt: skip
 def test_without_ssim_pixels_decide(values: list[float], finding: str, tmp_path: Path) -> None:

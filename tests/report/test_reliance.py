@@ -209,7 +209,7 @@ def test_one_exact_image_of_many_is_not_hidden_by_the_mean(tmp_path: Path) -> No
     rows[0]["per_image"] = {"psnr": [58.0, *[11.8] * 63]}
     answer = defended(tmp_path, rows)
     assert (answer.finding, answer.verdict) == ("recognizable", "do not rely")
-    assert "recognizable pictures in some trials" in answer.sentence
+    assert "recognizable pictures in at least 1 of 5 trials: " in answer.sentence
     assert "the best image at 58.0 dB PSNR" in answer.sentence
 
 
@@ -225,7 +225,7 @@ def test_recognizable_trials_are_not_hidden_by_the_mean(tmp_path: Path) -> None:
         row["metrics"]["ssim"] = likeness
     answer = defended(tmp_path, rows)
     assert answer.finding == "recognizable"
-    assert "recognizable pictures in some trials" in answer.sentence
+    assert "recognizable pictures in 1 of 5 trials: " in answer.sentence
 
 
 def test_a_certain_leak_is_not_hidden_by_a_larger_uncertain_one(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_exact_pictures_are_no_protection_though_a_trial_was_lost(tmp_path: Path
     (verdict,) = [v for v in verdicts(rows, control) if v.strongest.defense == "loses"]
     assert verdict.strongest.gain is not None and verdict.strongest.gain.certain < 0
     assert verdict.level == "partial"
-    assert "in some trials, the best by 48.0 dB" in verdict.sentence
+    assert "in 3 of 4 trials, the best by 48.0 dB" in verdict.sentence
 
 
 def test_every_line_carries_the_guess_and_the_other_update(tmp_path: Path) -> None:
@@ -640,7 +640,7 @@ def test_a_gain_in_one_trial_of_ten_is_not_called_none(tmp_path: Path) -> None:
     """Rule 13: also below what no attack gains by chance."""
     rows = board(tmp_path, [line(17.0 if t == 4 else 11.9, trial=t) for t in range(10)])
     verdict = judged(rows)
-    assert (verdict.level, verdict.headline) == ("unseen", "Gain in some trials")
+    assert (verdict.level, verdict.headline) == ("unseen", "Gain in 1 of 10 trials")
     assert "No gain measured" not in told(tmp_path, rows)
 
 
@@ -772,7 +772,7 @@ def test_of_too_few_trials_the_best_of_many_is_no_leak(tmp_path: Path) -> None:
     other = line(11.0, attack="other", other=8.0)
     assert judged(board(tmp_path, [line(16.0)])).level == "leak"
     verdict = judged(board(tmp_path, [line(16.0), other]))
-    assert (verdict.level, verdict.headline) == ("unseen", "Gain in some trials")
+    assert (verdict.level, verdict.headline) == ("unseen", "Gain in the only trial")
     assert judged(board(tmp_path, [line(22.5), other])).level == "leak"
 
 
