@@ -457,8 +457,8 @@ def preflight(
     SCENARIO is a YAML file; DIR is the folder of a run, of which up to three rounds are looked at.
     """
     with exits():
-        from fedsim.forecasting.forecast import render
         from fedsim.forecasting.preflight import preflight_file
+        from fedsim.forecasting.table import render
         from fedsim.system.threads import fixed
 
         with fixed(1):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,8 +21,6 @@ LEAK = 3.0
 """dB over the guess from which fedsim says that a trial leaks."""
 _FACTOR, _MARGIN = 2.0, 2.0
 """The band: gain / factor - margin to gain * factor + margin, dB."""
-_WIDTH = 80
-_NO_IMAGES = "of an attack that recovers features or labels and no image, none is told"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +76,7 @@ class Forecast:
         """One plain sentence."""
         what = f"{number_of(self.num_images, 'image')} behind {self.stack}"
         run = f"Run {self.first_attack} to know what it gains."
-        told = f"expected gain {_worded(self.estimate.gain)[0]} dB {_worded(self.estimate.gain)[1]}"
+        told = f"expected gain {worded(self.estimate.gain)[0]} dB {worded(self.estimate.gain)[1]}"
         return {
             "yes": f"Attackable: {what}, first by {self.first_attack}; {told}.",
             "with luck": f"Attackable with luck: {what}, first by {self.first_attack}; {told}.",
@@ -126,7 +122,7 @@ def _answer(gain: float) -> Answer:
     return "no" if high < LEAK else "with luck"
 
 
-def _worded(gain: float) -> tuple[str, str]:
+def worded(gain: float) -> tuple[str, str]:
     """Words a gain, and its band."""
     low, high = band_of(gain)
     return f"{gain:.1f}", f"({low:.1f} to {high:.1f})"
@@ -191,35 +187,3 @@ _BEYOND = {
     "patch_inversion": "solves equations of the position embedding",
 }
 """Attack to begin with -> what it does other than match gradients or read a closed form."""
-
-
-def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
-    """Returns `forecasts` as text: gains, the indicators of the most attackable, and a verdict."""
-    worst = max(forecasts, key=lambda each: each.estimate.gain)
-    lines = [f"{'defense':16} {'B':>3} {'images':>6}  {'attackable':10} {'gain dB':>18}  first"]
-    for each in forecasts:
-        gain = "–" if each.gain is None else " ".join(_worded(each.gain))
-        lines.append(
-            f"{_cut(each.stack, 16):16} {each.batch_size:>3} {each.num_images:>6}  "
-            f"{each.attackable:10} {gain:>18}  {each.first_attack}"
-        )
-    lines += ["", f"{worst.stack}, B = {worst.batch_size}:", ""]
-    names = max(len(each.name) for each in worst.indicators)
-    values = max(len(each.value) for each in worst.indicators)
-    marks = {"attacker": "+", "client": "-", "neither": " "}
-    for one in worst.indicators:
-        start = f"{marks[one.helps]} {one.name:{names}}  {one.value:{values}}  "
-        indent = " " * len(start)
-        lines += textwrap.wrap(one.why, width, initial_indent=start, subsequent_indent=indent)
-    lines += ["", "+ helps the attacker, - the client. Gradients were computed of"]
-    lines += textwrap.wrap(f"{worst.source}; no attack was run.", width)
-    lines += textwrap.wrap(f"Gains are of images: {_NO_IMAGES}.", width)
-    lines += ["", *textwrap.wrap(worst.verdict, width)]
-    for reason in dict.fromkeys(each.reason for each in forecasts if each.reason):
-        if reason != worst.reason:
-            lines += textwrap.wrap(f"– in the table: {reason}.", width)
-    return "\n".join(lines) + "\n"
-
-
-def _cut(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1] + "…"
