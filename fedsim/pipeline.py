@@ -22,6 +22,7 @@ from fedsim.recording import files, truth
 from fedsim.report import describe_variant, save_grids, save_overview, write_report
 from fedsim.report.loggers import chosen, log_run
 from fedsim.results import earlier, record, rows
+from fedsim.results.plan import Plan
 from fedsim.results.record import Run
 from fedsim.scenario import (
     Document,
@@ -105,6 +106,8 @@ def run(
         except FedsimError as error:
             raise locate(document, error) if isinstance(document, Document) else error from None
         try:
+            for plan in plans:
+                plan.announce()
             with progress.display(quiet) as display:
                 for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
                     display.note(f"WARNING: {line}")
@@ -216,6 +219,7 @@ def collect(
             link=None,
         )
         try:
+            plan.announce()
             with progress.display(quiet) as display:
                 plan.attack_again(display)
             write_report(root)
@@ -311,6 +315,11 @@ class _Plan:
         federation.check(self.scenario)
         self.deployed = Deployed.of(self.out, self.scenario, self.link, on_wait)
         return self.deployed.servers(self.scenario)
+
+    def announce(self) -> None:
+        """Write what is to be done, before any of it: who looks in between sees how far it is."""
+        rounds = self.scenario.training.rounds * len(self.servers)
+        Plan.of(self.scenario.name, self.variant, rounds, self._jobs()).save(self.out)
 
     def execute(self, display: progress.Display) -> None:
         """Federate every stack, attack every recording, write the record.

@@ -17,6 +17,7 @@ from one_process import attacks_here
 from test_imports import run_stripped
 
 import fedsim
+from fedsim.report import load_runs, unfinished
 from fedsim.results.record import Row, Run
 from fedsim.types import FedsimError, RunFailed
 
@@ -226,6 +227,11 @@ def test_killed_at_a_random_moment_and_resumed(finished: Run, tmp_path: Path, mo
     time.sleep(0.13 * (moment + 1))
     os.killpg(victim.pid, signal.SIGKILL)
     assert victim.wait() in (-signal.SIGKILL, 0), "on a fast machine it may have been done"
+    if (out / "plan.json").exists():  # before anything else that a run leaves behind
+        (left,) = load_runs([out])
+        (line,) = unfinished([left]) or [f"{left.attack_runs} of {left.attack_runs} --resume"]
+        assert f"{left.attack_runs} of " in line and "--resume" in line
     with attacks_here():
         fedsim.run(finished.out / "scenario.yaml", out=out, workers=1, resume=True)
     assert without_cost(Run(out).rows()) == without_cost(finished.rows())
+    assert not unfinished(load_runs([out]))

@@ -33,6 +33,7 @@ from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
 from fedsim.report import save_grids, save_overview, write_report
 from fedsim.results import record, rows
+from fedsim.results.plan import Plan as Announced
 from fedsim.results.record import Run
 from fedsim.system import paths
 from fedsim.system.lock import locked
@@ -237,17 +238,22 @@ def _attack(
     quiet: bool,
 ) -> None:
     """Runs every attack on every observation; its rows go to results.jsonl as they come."""
-    jobs = [
-        Job(
-            observation=files.path_of(folder, id),
-            attack=name,
-            label=name,
-            parameters=dict(create(name, parameters).model_dump(mode="json")),
-            restarts=1,
+    planned = [
+        (
+            Job(
+                observation=files.path_of(folder, id),
+                attack=name,
+                label=name,
+                parameters=dict(create(name, parameters).model_dump(mode="json")),
+                restarts=1,
+            ),
+            seen,
         )
         for name, parameters in attacks.items()
-        for id in context.seen
+        for id, (seen, _) in context.seen.items()
     ]
+    jobs = [job for job, _ in planned]
+    Announced.of(context.name, {}, 0, planned, resumable=False).save(folder)
     setting = Setting(
         root=folder,
         device="cpu",

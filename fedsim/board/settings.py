@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedsim.board.compact import SENTENCE, bound_text, exact, shortened
-from fedsim.report import facts
 from fedsim.report.answers import answers, runs_of
 from fedsim.report.control import describe_comparison, positive_controls, warnings
 from fedsim.report.figures import describe_variant, format_claim
@@ -72,8 +71,9 @@ class Settings:
         return {
             "title": shortened(", ".join(filter(None, (name, dataset, model)))),
             "folders": [shortened(str(run.folder)) for run in runs],
-            "waiting": [shortened(line) for line in facts.unfinished(runs)],
-            "attacked": any(run.rows or run.unscored for run in runs),
+            "attacked": any(
+                run.rows or run.unscored or (run.plan and run.plan.attack_runs) for run in runs
+            ),
             "claims": _claims(rows, runs),
         }
 
@@ -83,6 +83,7 @@ class Settings:
         return {
             "title": shortened(describe_comparison(key)),
             "valid": control.status == "passed",
+            "mark": control.mark,
             "control": shortened(control.reason, SENTENCE),
             "warnings": [shortened(line, SENTENCE) for line in warnings(rows)],
             "answers": {
@@ -133,7 +134,8 @@ def _of_row(row: LeaderboardRow) -> Setting:
 
 def _of_run(run: Run) -> Setting:
     """Returns the setting of a run without rows, as its scenario says it."""
-    assignment = {k: v for k, v in (run.record.get("variant") or {}).items() if k != _SEED}
-    name = run.setting("name") or run.folder.name
+    assignment = {k: v for k, v in run.variant.items() if k != _SEED}
+    planned = run.plan.scenario if run.plan else None
+    name = run.setting("name") or planned or run.folder.name
     source, model = run.setting("data", "source", "name"), run.setting("model", "name")
     return (str(name), describe_variant(assignment), str(source or ""), str(model or ""))

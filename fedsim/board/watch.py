@@ -12,10 +12,12 @@ from typing import Any
 
 from fedsim.board.compact import SENTENCE, shortened
 from fedsim.board.data import board_data, document
+from fedsim.results.plan import PLAN
 from fedsim.results.reading import RESULTS
+from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError
 
-_FILES = (RESULTS, "rounds.jsonl", "audit.jsonl", "record.json", "scenario.yaml")
+_FILES = (PLAN, RESULTS, "rounds.jsonl", "audit.jsonl", "record.json", "scenario.yaml")
 
 _Signature = tuple[tuple[str, int, int], ...]
 
@@ -68,8 +70,10 @@ class Watched:
         """Returns size and time of every file that the data depends on."""
         entries = []
         for folder in self._folders:
-            for results in sorted(folder.rglob(RESULTS)):
-                for path in (results.with_name(name) for name in _FILES):
+            found = [*folder.rglob(RESULTS), *folder.rglob(PLAN)]
+            for run in sorted({path.parent for path in found}):
+                entries.append((str(run), int(is_locked(run)), 0))  # a kill changes no file
+                for path in (run / name for name in _FILES):
                     try:
                         status = path.stat()
                     except OSError:

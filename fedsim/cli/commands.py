@@ -21,7 +21,7 @@ import typer
 from fedsim.cli import assess, network
 from fedsim.cli.exits import exits
 from fedsim.cli.options import Quiet, RootCertificates, ScenarioFile, Settings, SharedSeed
-from fedsim.cli.outcome import TableFormat, show
+from fedsim.cli.outcome import TableFormat, say_what_lacks, show
 from fedsim.cli.outcome import leaderboard as written_leaderboard
 from fedsim.cli.privacy import app as privacy_app
 
@@ -223,7 +223,7 @@ def leaderboard(
     DIR is the folder of a run, or one that holds folders of runs, as of a sweep.
     """
     with exits():
-        from fedsim.report import load_runs, unfinished, unseen
+        from fedsim.report import load_runs
         from fedsim.system.paths import writable_file
 
         if html:
@@ -231,11 +231,10 @@ def leaderboard(
 
             writable_file(html, "--html")
             typer.echo(write_board(folders, html))
-        else:
-            typer.echo(written_leaderboard(folders, format), nl=False)
         runs = load_runs(folders)
-        for line in unfinished(runs) + unseen(runs):
-            typer.echo(line, err=True)
+        if not html:
+            typer.echo(written_leaderboard(runs, format), nl=False)
+        say_what_lacks(runs)
 
 
 @app.command()
@@ -341,12 +340,13 @@ def report(
     DIR is the folder of a run, or of a sweep.
     """
     with exits():
-        from fedsim.report import write_report
+        from fedsim.report import load_runs, write_report
         from fedsim.system.paths import writable_file
 
         if out:
             writable_file(out, "--out")
         typer.echo(write_report(folder, out))
+        say_what_lacks(load_runs([folder]))
 
 
 @app.command()
@@ -361,12 +361,14 @@ def dossier(
     DIR is the folder of a finished run, or of a sweep.
     """
     with exits():
+        from fedsim.report import load_runs
         from fedsim.report.dossier import write_dossier
         from fedsim.system.paths import writable_folder
 
         writable_folder(out or folder, "--out" if out else "DIR")
         for path in write_dossier(folder, out):
             typer.echo(path)
+        say_what_lacks(load_runs([folder]))
 
 
 @app.command("list")

@@ -26,13 +26,19 @@ class TableFormat(StrEnum):
 
 def show(finished: Run) -> None:
     """Prints the leaderboard, what it lacks, and where the report is."""
-    from fedsim.report import load_runs, unfinished, unseen
+    from fedsim.report import load_runs
 
     typer.echo(outcome(finished.out))
-    runs = load_runs([finished.out])
+    say_what_lacks(load_runs([finished.out]))
+    typer.echo(f"report: {finished.report}")
+
+
+def say_what_lacks(runs: Sequence[reading.Run]) -> None:
+    """Prints a line on the standard error for each run whose tables lack rows."""
+    from fedsim.report import unfinished, unseen
+
     for line in unfinished(runs) + unseen(runs):
         typer.echo(line, err=True)
-    typer.echo(f"report: {finished.report}")
 
 
 def outcome(folder: Path) -> str:
@@ -51,21 +57,32 @@ def outcome(folder: Path) -> str:
     shown = (
         describe(utility(runs))
         if attacks_nothing(runs) or awaited(runs)
-        else leaderboard([folder], TableFormat.table)
+        else leaderboard(runs, TableFormat.table)
     )
     return "\n".join([shown.rstrip("\n"), *undeclared(runs), *standing_still(runs)])
 
 
-def leaderboard(folders: list[Path], format: TableFormat) -> str:
-    """Returns the leaderboard over several runs, as wide as the terminal, below its answers."""
+def leaderboard(runs: Sequence[reading.Run], format: TableFormat) -> str:
+    """Returns the leaderboard over several runs, as wide as the terminal, below its answers.
+
+    Runs may go on while it is written: all of it is of the same reading.
+    """
     from shutil import get_terminal_size
 
-    from fedsim.report import awaited, leaderboard_rows, load_runs, render
+    from fedsim.report import aggregate, awaited, render, unfinished
+    from fedsim.results.reading import measurements
 
     width = get_terminal_size((120, 24)).columns
-    rows, runs = leaderboard_rows(folders), load_runs(folders)
+    rows = aggregate(measurements(runs))
     waiting = awaited(runs)
-    table = render(rows, format.value, width=width, color=sys.stdout.isatty(), awaited=waiting)
+    table = render(
+        rows,
+        format.value,
+        width=width,
+        color=sys.stdout.isatty(),
+        awaited=waiting,
+        unfinished=unfinished(runs),
+    )
     return _answers(runs, width) + table if format is TableFormat.table else table
 
 

@@ -3,7 +3,7 @@
 from fedsim.report.control import invalid_reasons, positive_controls
 from fedsim.report.facts import awaited, standing_still, undeclared, unfinished, unseen
 from fedsim.report.figures import describe_variant
-from fedsim.report.leaderboard import leaderboard_rows
+from fedsim.report.leaderboard import aggregate, leaderboard_rows
 from fedsim.report.overview import save_overview
 from fedsim.report.page import write_report
 from fedsim.report.pictures import save_grid, save_grids
@@ -15,6 +15,7 @@ from fedsim.results.reading import ReportError, load_runs
 __all__ = [
     "LeaderboardRow",
     "ReportError",
+    "aggregate",
     "attacks_nothing",
     "awaited",
     "describe",

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from fedsim.report.control import Control, positive_controls
+from fedsim.report.control import NOT_ENDED, Control, positive_controls
 from fedsim.report.facts import unfinished
 from fedsim.report.finding import Finding, evidence_of, finding_of, gets_of
 from fedsim.report.leaderboard import aggregate
@@ -133,7 +133,7 @@ def answers(
     refuted = {audit.defense for run in runs for audit in run.audits if not audit.holds}
     trained = {row.round for run in runs for row in run.rounds}
     late = unfinished(runs)
-    pending = "the run has not ended, or is not scored to its end" if late else None
+    pending = NOT_ENDED if late else None
     seconds = round_seconds(runs)
     return [
         _answer(
@@ -234,7 +234,7 @@ def _answer(
         verdict="not shown" if unanswerable else reliance,
         reason=unanswerable or reason,
         labels=(label_sentence(rows) or "") if stands else "",
-        untried=_untried(rows, trained),
+        untried=() if pending else _untried(rows, trained),
         judgement=verdict,
     )
 

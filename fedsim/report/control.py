@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedsim.report.figures import format_number
@@ -23,25 +23,45 @@ class Control:
     comparison: Comparison
     status: Literal["passed", "failed", "absent"]
     reason: str
+    ended: bool = True
+    """Whether the runs have ended: until then nothing follows, whatever the status so far."""
+
+    @property
+    def mark(self) -> str:
+        """The word over a table from which nothing follows; empty if it does."""
+        if not self.ended:
+            return "UNFINISHED"
+        return "" if self.status == "passed" else "INVALID"
 
 
 def positive_controls(rows: Sequence[LeaderboardRow]) -> list[Control]:
     """Returns one control per comparison among `rows`."""
-    return [
-        _control(key, [row for row in rows if row.comparison == key])
-        for key in dict.fromkeys(row.comparison for row in rows)
-    ]
+    controls = []
+    for key in dict.fromkeys(row.comparison for row in rows):
+        members = [row for row in rows if row.comparison == key]
+        control = _control(key, members)
+        if not all(row.ended for row in members):
+            reason = control.reason if control.status == "passed" else NOT_ENDED
+            control = replace(control, ended=False, reason=reason)
+        controls.append(control)
+    return controls
 
+
+NOT_ENDED = "the run has not ended, or is not scored to its end"
+"""Why nothing follows from its rows yet."""
 
 _TRY = "; try more iterations or restarts, batch size 1, or another attack (`fedsim list attacks`)"
 
 
 def invalid_comparisons(rows: Sequence[LeaderboardRow]) -> dict[Comparison, str]:
-    """Maps each comparison whose control did not pass to why nothing follows from it."""
+    """Maps each comparison from which nothing follows to the reason.
+
+    Its control did not pass, or its runs have not ended.
+    """
     return {
-        control.comparison: control.reason
+        control.comparison: control.reason if control.ended else NOT_ENDED
         for control in positive_controls(rows)
-        if control.status != "passed"
+        if control.mark
     }
 
 
@@ -65,7 +85,8 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
             worst = min(poor, key=lambda row: row.guess_public_per_image or 0.0)
             sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
             lines[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
-        for reason in dict.fromkeys(row.no_control for row in members if row.no_control):
+        ended = [row for row in members if row.ended]
+        for reason in dict.fromkeys(row.no_control for row in ended if row.no_control):
             attacks = dict.fromkeys(row.attack for row in members if row.no_control == reason)
             lines[f"{where}{', '.join(attacks)}: {reason}{_NO_CONTROL}"] = None
     return list(lines)
@@ -77,18 +98,21 @@ _NO_CONTROL = (
 )
 
 
-def invalid_reasons(rows: Sequence[LeaderboardRow]) -> list[str]:
+def invalid_reasons(rows: Sequence[LeaderboardRow], *, unended: bool = True) -> list[str]:
     """Returns why comparisons among `rows` prove nothing; empty if every control passed.
 
-    Each is judged by itself: one whose attacks do not work says nothing of another.
+    Each is judged by itself: one whose attacks do not work says nothing of another. `unended` says
+    whether those count whose runs have not ended.
     """
     if not rows:
         return ["no positive control: there are no results"]
+    judged = [row.comparison for row in rows if unended or row.ended]
     shown = {row.comparison for row in rows}
     several = len(shown) > 1
     return [
         f"{describe_comparison(comparison, shown)}: {reason}" if several else reason
         for comparison, reason in invalid_comparisons(rows).items()
+        if comparison in judged
     ]
 
 

@@ -20,8 +20,11 @@ UNATTACKED = (
 
 def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     """Words in one sentence what was run."""
-    if early := unfinished(runs):
-        return (awaited(runs) or "; ".join(early)) + "."
+    late = unfinished(runs)
+    if waiting := awaited(runs):
+        return f"{waiting}."
+    if not rows and late:
+        return "; ".join(late) + "."
     if not rows:
         return "This run has no results: no update was recorded, or no attack was run."
     clients = _same(run.setting("data", "clients") for run in runs)
@@ -45,7 +48,8 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
         f"{' and '.join(part for part in (undefended, defended) if part)}; then "
         f"{_listed(row.attack.label for row in rows)} tried to recover the clients’ data from "
         f"{recordings} {_listed(sizes)}{_images(rows[0], sizes)}: "
-        f"{number_of(len(rows), 'attack run')}, {failed or 'none'} of which failed."
+        f"{number_of(len(rows), 'attack run')}{' so far' if late else ''}, {failed or 'none'} of "
+        "which failed."
     )
 
 
@@ -118,11 +122,14 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
 
 
 def awaited(runs: Sequence[Run]) -> str | None:
-    """Words that the runs are trained and none of their attacks can be scored yet; None if some
-    are, or if none ever will be."""
+    """Words that none of the runs' attacks is scored yet; None if some are, or if none ever will
+    be."""
     waiting = [run for run in runs if run.unscored]
-    if not waiting or any(run.rows for run in runs):
+    if any(run.rows for run in runs):
         return None
+    if not waiting:
+        begun = [run for run in runs if not run.ended and run.plan and run.plan.attack_runs]
+        return f"no attack is scored yet: {'; '.join(map(_extent, begun))}" if begun else None
     count = number_of(sum(run.unscored for run in waiting), "attack run")
     commands = " and ".join(map(_collect, waiting))
     return (
@@ -145,13 +152,30 @@ def unfinished(runs: Sequence[Run]) -> list[str]:
         for run in runs
         if run.unscored
     ]
-    return waiting + [
-        f"UNFINISHED: {run.folder} holds {number_of(len(run.rows), 'attack run')} so far, and is "
-        "not complete; "
-        "continue it with --resume"
-        for run in runs
-        if run.scenario_text is not None and not run.record
-    ]
+    return waiting + [f"UNFINISHED: {_extent(run)}" for run in runs if not run.ended]
+
+
+def _extent(run: Run) -> str:
+    """Words how far a run is that has not ended, and how it goes on."""
+    has = f"{number_of(run.attack_runs, 'attack run')} so far"
+    if plan := run.plan:
+        parts = [f"{run.attack_runs} of {number_of(plan.attack_runs, 'attack run')}"]
+        if plan.lines:
+            parts[0] += f" ({len(run.lines)} of {number_of(plan.lines, 'line')} of the leaderboard)"
+        if plan.rounds:
+            parts.append(f"{run.rounds_trained} of {number_of(plan.rounds, 'round')} of training")
+        has = " and ".join(parts)
+    return f"{run.folder} has {has}, and {_continuation(run)}"
+
+
+def _continuation(run: Run) -> str:
+    if run.at_work:
+        return "is still going"
+    if run.plan and not run.plan.resumable:
+        return "cannot be continued: repeat it with another --out"
+    if run.record and run.setting("federation", "engine") == "deployment":
+        return f"nothing is at work in it: continue it with {_collect(run)}"
+    return "nothing is at work in it: continue it with --resume"
 
 
 @dataclass(frozen=True)

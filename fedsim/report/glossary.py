@@ -75,10 +75,11 @@ _TABLE = (
         f"SSIM of {RECOGNIZABLE_SSIM:g} or more (without SSIM, a mean PSNR of "
         f"{RECOGNIZABLE_PSNR:g} dB). Recognizable in 1 of 5 trials, say: it certainly gains "
         f"something, and so many trials with {REQUIRED_GAIN:g} dB or more have that likeness, or "
-        f"one gains {EXPOSED_GAIN:g} dB, or one image is {EXPOSED_IMAGE:g} dB above the mean guess. Colors "
-        "only: it certainly gains something, below that likeness, and nothing else leaks. Nothing "
-        "beyond the guess: the interval of every gain reaches down to guessing, or another update "
-        "gives the same picture, and neither labels nor members are told better on average.",
+        f"one gains {EXPOSED_GAIN:g} dB, or one image is {EXPOSED_IMAGE:g} dB above the mean "
+        "guess. Colors only: it certainly gains something, below that likeness, and nothing else "
+        "leaks. Nothing beyond the guess: the interval of every gain reaches down to guessing, or "
+        "another update gives the same picture, and neither labels nor members are told better "
+        "on average.",
     ),
     Term(
         key="verdict",

@@ -183,6 +183,7 @@ def _aggregate(rows: list[ResultRow], confidence: float, yielded: Sequence[str])
         label_over_other=summary(over_other(rows, "label_accuracy")),
         membership_over_other=summary(over_other(rows, "membership_auc")),
         no_control=_no_control(rows),
+        ended=all(row.ended for row in rows),
         guess_public=min((b.public for b in baselines if b.public is not None), default=None),
         guess_public_per_image=min(
             (b.public_per_image for b in baselines if b.public_per_image is not None), default=None
@@ -278,6 +279,8 @@ def _no_control(rows: list[ResultRow]) -> str | None:
     ok = [row for row in rows if row.ok]
     if not ok or any(row.other_update for row in ok):
         return None
+    if not all(row.ended for row in rows):
+        return "no control: the run has not ended"
     if len(rows) == 1:
         return "no control: one trial"
     return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"

@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from fedsim.report.control import describe_comparison, invalid_reasons
-from fedsim.report.facts import awaited, unfinished
-from fedsim.report.leaderboard import leaderboard_rows
+from fedsim.report.facts import unfinished
+from fedsim.report.leaderboard import aggregate
 from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, Run, load_runs
+from fedsim.results.reading import ReportError, Run, load_runs, measurements
 from fedsim.results.threat_model import ThreatModel
 
 Cell = tuple[str, str, str, str, ThreatModel, int, int]
@@ -51,21 +51,24 @@ def broken_limits(
         if limit is not None and not math.isfinite(limit):
             raise ReportError(f"--{option}: expected a finite number, got {limit}")
     folders = list(folders)
-    runs, rows = load_runs(folders), leaderboard_rows(folders)
+    runs = load_runs(folders)
+    rows = aggregate(measurements(runs))
     known = {row.defense for row in rows}
     if unknown := sorted(set(defenses) - known):
         raise ReportError(
             f"--defense: {unknown[0]} is none of these runs' ({', '.join(sorted(known))})"
         )
     chosen = [row for row in rows if row.defense in defenses or not (defenses or row.undefended)]
-    lines = [*unfinished(runs), *filter(None, [awaited(runs)])]
+    lines = unfinished(runs)
     if not chosen:
         if lines:
             return lines
         raise ReportError("these runs have no defended stack; name one with --defense")
     if max_psnr is not None or max_gain is not None:
-        lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows)]
-    lines += _unmeasured(chosen, max_psnr is not None, max_gain is not None)
+        lines += [f"INVALID: {reason}" for reason in invalid_reasons(rows, unended=False)]
+    lines += _unmeasured(
+        [row for row in chosen if row.ended], max_psnr is not None, max_gain is not None
+    )
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
@@ -84,7 +87,7 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         ReportError: a folder holds no results, or they have no attack on a defense in common.
     """
     runs, later = load_runs([before]), load_runs([after])
-    rows, later_rows = leaderboard_rows([before]), leaderboard_rows([after])
+    rows, later_rows = (aggregate(measurements(each)) for each in (runs, later))
     swept = any(len({(r.scenario, r.variant) for r in each}) > 1 for each in (rows, later_rows))
     old, new = ({_cell(row, swept): row for row in each} for each in (rows, later_rows))
     common = [cell for cell in old if cell in new]
@@ -93,13 +96,19 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
             f"{before} and {after} have no attack on a defense in common, so that nothing compares"
         )
     known = invalid_reasons(rows)
-    lines = unfinished(later)
-    lines += [f"INVALID: {reason}" for reason in invalid_reasons(later_rows) if reason not in known]
-    lines += [f"{_named(old[cell])}: not measured any more" for cell in old if cell not in new]
+    late = unfinished(later)
+    lines = [*unfinished(runs), *late]
+    lines += [
+        f"INVALID: {reason}"
+        for reason in invalid_reasons(later_rows, unended=False)
+        if reason not in known
+    ]
+    gone = "not measured yet" if late else "not measured any more"
+    lines += [f"{_named(old[cell])}: {gone}" for cell in old if cell not in new]
     for cell in common:
         was, is_ = old[cell].own_gain, new[cell].own_gain
         if was and old[cell].n_ok and not (is_ and new[cell].n_ok):
-            lines.append(f"{_named(new[cell])}: not measured any more")
+            lines.append(f"{_named(new[cell])}: {gone}")
         elif was and is_ and is_.mean > _upper(old[cell]):
             lines.append(
                 f"{_named(new[cell])}: gain {is_.mean:+.1f} dB, before {was.mean:+.1f} "

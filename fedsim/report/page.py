@@ -76,13 +76,16 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
     awaited = facts.awaited(runs)
     confidence = confidence_of(runs)
     rows = aggregate(results, confidence=confidence)
-    invalid = [] if unattacked or awaited else invalid_reasons(rows)
+    late = [] if awaited else [line.split(": ", 1) for line in facts.unfinished(runs)]
+    settled = unattacked or awaited or (late and not rows)
+    invalid = [] if settled else invalid_reasons(rows, unended=False)
     sections = [build_section(control, rows, runs) for control in positive_controls(rows)]
     return {
         "title": ", ".join(_names(runs, results)) or "no results",
         "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
         "utility": utility(runs) if unattacked or awaited else [],
         "awaited": awaited is not None,
+        "late": late,
         "again": facts.again(runs),
         "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
         "threats": threat_model(results),
@@ -105,7 +108,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "records": [
             {
                 "name": run.folder.name,
-                "variant": describe_variant(run.record.get("variant") or {}),
+                "variant": describe_variant(run.variant),
                 "scenario": run.scenario_text,
                 "facts": facts.made_with(run.record),
             }

@@ -32,6 +32,7 @@ def render(
     width: int = 100,
     color: bool = False,
     awaited: str | None = None,
+    unfinished: Sequence[str] = (),
 ) -> str:
     """Returns the leaderboard `rows` as text.
 
@@ -41,9 +42,10 @@ def render(
         width: of a table, in characters.
         color: whether a table has ANSI codes.
         awaited: what no row is there yet for; None if there will be none.
+        unfinished: of JSON, a line for each run that has not ended, or is not scored to its end.
     """
     if format == "json":
-        return _json(rows, awaited)
+        return _json(rows, awaited, unfinished)
     if format == "csv":
         return _csv(rows, awaited)
     if awaited:
@@ -56,11 +58,12 @@ def _reasons(rows: Sequence[LeaderboardRow], awaited: str | None) -> list[str]:
     return [awaited] if awaited else invalid_reasons(rows)
 
 
-def _json(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
+def _json(rows: Sequence[LeaderboardRow], awaited: str | None, unfinished: Sequence[str]) -> str:
     reasons, invalid = _reasons(rows, awaited), invalid_comparisons(rows)
     document = {
         "valid": not reasons,
         "invalid_reasons": reasons,
+        "unfinished": list(unfinished),
         "warnings": warnings(rows),
         "positive_controls": [_control(control) for control in positive_controls(rows)],
         "rows": [{**_validity(row, invalid), **_fields(row)} for row in rows],

@@ -148,6 +148,8 @@ class LeaderboardRow:
     """What the attack said that it knows, summed over the trials; None if it said nothing."""
     recognizable: int = 0
     """Number of trials that leak, with pictures that are recognizable."""
+    ended: bool = True
+    """Whether its runs have ended, and are scored to their end."""
     masked: bool = False
     """Whether the attacked update is a client's masked part of a secure sum."""
     strongest: bool = False

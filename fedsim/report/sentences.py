@@ -55,12 +55,15 @@ def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -
     times = in_trials(leaking.count, leaking.n)
     return (
         f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
-        f"{leaking.confidence:.0%} interval of that chance {100 * leaking.low:.0f} to {leaking.high:.0%}."
+        f"{leaking.confidence:.0%} interval of that chance {100 * leaking.low:.0f} to "
+        f"{leaking.high:.0%}."
     )
 
 
 def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> str:
     """Words what the strongest attack achieves."""
+    if not row.ended:
+        return "The run has not ended, so what these attacks have achieved so far is not judged."
     if level == "invalid":
         return "The positive control did not pass, so what these attacks achieve here says nothing."
     if level == "failed":

@@ -13,6 +13,7 @@ from fedsim.report.control import (
     describe_comparison,
     invalid_comparisons,
     invalid_reasons,
+    positive_controls,
     warnings,
 )
 from fedsim.report.figures import (
@@ -205,6 +206,7 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
         legacy_windows=False,
     )
     invalid = invalid_comparisons(rows)
+    marks = {control.comparison: control.mark for control in positive_controls(rows)}
     if not rows:
         console.print(Text(f"INVALID: {' '.join(invalid_reasons(rows))}", "bold red"))
     shown: dict[Subject, set[str]] = {}
@@ -212,13 +214,13 @@ def terminal_table(rows: Sequence[LeaderboardRow], width: int, color: bool) -> s
     for comparison in comparisons:
         members = [row for row in rows if row.comparison == comparison]
         console.print()
-        title = Text("INVALID  " if comparison in invalid else "", "bold red")
+        title = Text(f"{marks[comparison]}  " if marks[comparison] else "", "bold red")
         name = _printable(describe_comparison(comparison, comparisons))
         console.print(title.append(name, "bold"))
         if members[0].variant:
             for folder in dict.fromkeys(path for row in members for path in row.folders):
                 console.print(Text(f"in {_printable(_from_here(folder))}", "dim"), soft_wrap=True)
-        if comparison in invalid:
+        if marks[comparison] == "INVALID":
             console.print(Text(f"INVALID: {_printable(invalid[comparison])}", "bold red"))
         for problem in warnings(members):
             console.print(Text(f"WARNING: {_printable(problem)}", "yellow"))

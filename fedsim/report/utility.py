@@ -62,8 +62,7 @@ def utility(runs: Sequence[Run]) -> list[UtilityRow]:
     cells: dict[tuple[str, str], list[RoundRow]] = {}
     audited: dict[tuple[str, str], list[float]] = {}
     for run in runs:
-        assignment = run.record.get("variant") or {}
-        variant = describe_variant({k: v for k, v in assignment.items() if k != _SEED})
+        variant = describe_variant({k: v for k, v in run.variant.items() if k != _SEED})
         last = {row.defense: row for row in sorted(run.rounds, key=lambda row: row.round)}
         for defense in dict.fromkeys(row.defense for row in run.rounds):
             cells.setdefault((variant, defense), []).append(last[defense])

@@ -67,6 +67,8 @@ class Verdict:
     @property
     def headline(self) -> str:
         """Names the level in two or three words."""
+        if not self.strongest.ended:
+            return "Not judged yet"
         if self.level == "unseen" and self.leaking and self.leaking.count:
             return f"Gain {in_trials(self.leaking.count, self.leaking.n)}"
         return HEADLINES[self.level].format(Subject=self.strongest.subject.capitalize())
@@ -106,7 +108,7 @@ def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
     strongest = _strongest(rows)
     # Undefended rows stand on their own: what leaks there leaks, whatever the control asks for.
     doubtful = control.status != "passed" and not strongest.undefended
-    level = "invalid" if doubtful else level_of(strongest, rows)
+    level = "invalid" if doubtful or not control.ended else level_of(strongest, rows)
     if level in ("unseen", "unknown") and any(leaks_labels(row, rows) for row in rows):
         level = "labels"
     if level in ("unseen", "unknown") and any(tells_members(row, rows) for row in rows):

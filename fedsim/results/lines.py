@@ -257,6 +257,8 @@ class ResultRow(RowPart):
     """Which other attack was asked for the features; None if none, and in rows before."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
+    ended: bool = True
+    """Whether that run has ended, and is scored to its end."""
 
     @model_validator(mode="before")
     @classmethod

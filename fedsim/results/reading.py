@@ -13,9 +13,11 @@ import yaml
 from pydantic import ValidationError
 
 from fedsim.results.lines import AuditRow, ResultRow, RoundRow, RowPart, nested
+from fedsim.results.plan import PLAN, Line, Plan, load_plan
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
 from fedsim.system import paths
+from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError
 
 RESULTS = "results.jsonl"
@@ -27,7 +29,7 @@ class ReportError(FedsimError):
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One folder with a `results.jsonl`: a run, or one variant of a sweep."""
+    """One folder with a `results.jsonl` or a `plan.json`: a run, or one variant of a sweep."""
 
     folder: Path
     rows: list[ResultRow]
@@ -42,6 +44,41 @@ class Run:
     scenario_text: str | None
     scenario: dict[str, Any]
     """`scenario.yaml`, as text and parsed; None and empty if there is none."""
+    plan: Plan | None
+    """What it set out to do; None of a run from before that was written."""
+    at_work: bool
+    """Whether a process is at work in it."""
+
+    @property
+    def attack_runs(self) -> int:
+        """How many attacks were run on recordings, scored or not."""
+        return len(self.rows) + self.unscored + self.unseen
+
+    @property
+    def lines(self) -> set[Line]:
+        """The lines of the leaderboard that it has some row of."""
+        return {
+            (row.defense.name, row.attack.label, row.vantage, row.batch_size, row.round)
+            for row in self.rows
+        }
+
+    @property
+    def rounds_trained(self) -> int:
+        """How many rounds were trained, of all defense stacks together."""
+        return len({(row.defense, row.round) for row in self.rounds})
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has come to its end; its rows may still wait for their truth."""
+        if self.plan is None:
+            return bool(self.record) or self.scenario_text is None
+        return bool(self.record) and self.attack_runs >= self.plan.attack_runs
+
+    @property
+    def variant(self) -> dict[str, Any]:
+        """What a sweep has assigned in it; empty of a run that is no part of one."""
+        assigned = self.record.get("variant") or (self.plan.variant if self.plan else {})
+        return assigned if isinstance(assigned, dict) else {}
 
     def setting(self, *path: str) -> Any:
         """Returns a value of the scenario by its keys; None if it is not there."""
@@ -52,14 +89,14 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
     """Reads every run below `folders`, in order of path, each folder once.
 
     Raises:
-        ReportError: a folder is missing or holds no results, or a file in it is damaged.
+        ReportError: a folder is missing or holds no run, or a file in it is damaged.
     """
     parents: dict[Path, None] = {}
     for folder in map(Path, folders):
         if not folder.is_dir():
             problem = "a file and no folder" if folder.exists() else "no such folder"
             raise ReportError(f"{folder}: {problem}; name a run's output folder")
-        paths = sorted(folder.rglob(RESULTS))
+        paths = sorted([*folder.rglob(RESULTS), *folder.rglob(PLAN)])
         if not paths:
             raise ReportError(
                 f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
@@ -95,12 +132,13 @@ def measurements(runs: Iterable[Run]) -> list[ResultRow]:
 
 def _load_run(folder: Path) -> Run:
     text, parsed = _scenario(folder / "scenario.yaml")
-    rows = _read(folder / RESULTS, ResultRow)
+    plan = _plan(folder)
+    rows = _read(folder / RESULTS, ResultRow, optional=plan is not None)
     counts = Counter(row.status for row in rows)
     scored = [row for row in rows if row.status in ("ok", "failed")]
-    return Run(
+    run = Run(
         folder=folder,
-        rows=[row.model_copy(update={"folder": folder}) for row in scored],
+        rows=scored,
         unscored=counts["unscored"],
         unseen=counts["unseen"],
         rounds=_read(folder / "rounds.jsonl", RoundRow, optional=True),
@@ -108,7 +146,19 @@ def _load_run(folder: Path) -> Run:
         record=_record(folder / "record.json"),
         scenario_text=text,
         scenario=parsed,
+        plan=plan,
+        # A variant that is still to come has no lock yet; the sweep's is in the folder above.
+        at_work=is_locked(folder) or bool(plan and plan.variant and is_locked(folder.parent)),
     )
+    of_run = {"folder": folder, "ended": run.ended and not run.unscored}
+    return replace(run, rows=[row.model_copy(update=of_run) for row in scored])
+
+
+def _plan(folder: Path) -> Plan | None:
+    try:
+        return load_plan(folder)
+    except (FedsimError, OSError) as error:
+        raise ReportError(str(error)) from error
 
 
 def fits(row: dict[str, Any], name: str) -> bool:

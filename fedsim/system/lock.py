@@ -42,6 +42,21 @@ def locked(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a run is at work in `folder`, as far as its file system knows."""
+    try:
+        handle = os.open(folder / NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)  # let go of with the handle
+    except OSError as error:
+        return error.errno in _HELD
+    finally:
+        os.close(handle)
+    return False
+
+
 def _lock(path: Path, option: str) -> int:
     """Locks the file at `path`, and returns its handle."""
     while True:

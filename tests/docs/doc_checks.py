@@ -471,7 +471,7 @@ def stages_replaced(place: Workplace) -> Any:
         patch.setattr("fedsim.forecasting.preflight.preflight_file", forecast)
         patch.setattr("fedsim.report.limits.broken_limits", lambda folders, **_: from_runs(folders))
         patch.setattr("fedsim.report.limits.grown", lambda *folders: from_runs(list(folders)))
-        patch.setattr("fedsim.report.leaderboard_rows", from_runs)
+        patch.setattr("fedsim.report.load_runs", from_runs)
         patch.setattr("fedsim.report.write_report", from_runs)
         patch.setattr("fedsim.board.write_board", from_runs)
         patch.setattr("fedsim.board.serve", lambda folders, **_: from_runs(folders))

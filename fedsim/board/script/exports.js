@@ -13,7 +13,7 @@ const chosenRows = () => table.rows({ search: "applied", order: "applied" }).dat
 function record(row) {
   const view = data.views[row.view];
   const flat = {
-    setting: settingTitle(view.setting), valid: isValid(view), threat_model: text(view.threat), vantage: view.vantage,
+    setting: settingTitle(view.setting), valid: !data.comparisons[view.comparison].mark, threat_model: text(view.threat), vantage: view.vantage,
     batch_size: view.batch, round: view.round, defense: text(row.defense), stack: text(row.stack), attack: text(row.attack),
     n: row.n, n_ok: row.ok, independent: row.independent,
   };
@@ -75,7 +75,7 @@ function exportLatex() {
   save("leaderboard.tex", "application/x-tex", [
     "% needs \\usepackage{booktabs}",
     "\\begin{table}", "\\centering",
-    `\\caption{${isValid(view) ? "" : "INVALID, not ranked. "}${latex(describeView(view))}; above the guess}`,
+    `\\caption{${isValid(view) ? "" : `${data.comparisons[view.comparison].mark}, not ranked. `}${latex(describeView(view))}; above the guess}`,
     `\\begin{tabular}{l${"r".repeat(attacks.length)}r}`, "\\toprule",
     line(["defense", ...attacks.map((attack) => latex(text(attack))), "$\\varepsilon$ ($\\delta$, unit, neighbours)"]), "\\midrule",
     ...body, "\\bottomrule", "\\end{tabular}", "\\end{table}", "",

@@ -9,11 +9,16 @@ const LABELS = {
     const setting = data.settings[value];
     const valid = data.views.some((view) => view.setting === Number(value) && isValid(view));
     const scored = data.views.some((view) => view.setting === Number(value));
-    const mark = scored ? (valid ? "" : "INVALID · ") : setting.attacked ? "UNSCORED · " : "not attacked · ";
+    const mark = scored ? (valid ? "" : `${markOf(Number(value))} · `) : setting.attacked ? "UNSCORED · " : "not attacked · ";
     return mark + setting.title;
   },
   metric: (value) => metricNamed(value).heading,
 };
+
+// Why none of a setting's tables is ranked.
+function markOf(setting) {
+  return data.comparisons[data.views.find((view) => view.setting === setting).comparison].mark;
+}
 
 function drawControls() {
   for (const key of KEYS) {
@@ -50,8 +55,9 @@ function drawStatus(view) {
   const granted = text(view.granted);
   byId("attacker").textContent = `The attacker sees ${text(view.sees)}. ${granted ? `It is granted ${granted}.` : ""}`;
   byId("status").textContent = `${counted(view.rows.length, "row")} in this view. ` +
-    (comparison.valid ? `Positive control passed: ${comparison.control}.` : "INVALID: nothing is ranked.");
-  if (!comparison.valid) place.append(banner("INVALID", comparison.control));
+    (comparison.valid ? `Positive control passed${comparison.mark ? " so far" : ""}: ${comparison.control}.`
+      : `${comparison.mark}: nothing is ranked.`);
+  if (!comparison.valid) place.append(banner(comparison.mark, comparison.control));
   if (comparison.warnings.length) {
     place.append(element("details", {}, element("summary", {}, counted(comparison.warnings.length, "warning")),
       element("ul", { class: "small" }, ...comparison.warnings.map((line) => element("li", {}, line)))));

@@ -79,7 +79,7 @@ function drawMatrix(view) {
   byId("matrix-note").textContent =
     `Each cell: the median trial’s true image and its reconstruction, then ${metric.heading} above ` +
     "the guess with its interval, the value itself, and trials that worked of all. " +
-    (ranked ? "▸ marks the worst attack. " : "Not ranked: this comparison is INVALID. ") +
+    (ranked ? "▸ marks the worst attack. " : `Not ranked: this comparison is ${data.comparisons[view.comparison].mark}. `) +
     "Choose a cell for all its figures." +
     (data.pictures_omitted
       ? ` ${counted(data.pictures_omitted, "row")} without a picture, to keep the page small.` : "");
@@ -190,7 +190,7 @@ function showDetail(row) {
     ["warnings", text(row.warning)],
     ["failed trials", text(row.failures)],
     ["pictures", row.pictures?.problem ?? ""],
-    ["validity", isValid(view) ? "" : `INVALID: ${data.comparisons[view.comparison].control}`],
+    ["validity", isValid(view) ? "" : `${data.comparisons[view.comparison].mark}: ${data.comparisons[view.comparison].control}`],
     ["folders", data.settings[view.setting].folders.join(", ")],
   ];
   const shown = row.pictures?.pairs ?? [];

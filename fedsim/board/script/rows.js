@@ -134,21 +134,15 @@ function drawApart() {
     const rows = data.rows.filter((row) => data.views[row.view].comparison === index);
     const shown = rows.slice(0, APART);
     parts.push(element("details", { class: "apart" },
-      element("summary", {}, element("span", { class: "pill bad" }, "INVALID"), ` ${comparison.title} (${counted(rows.length, "row")})`),
+      element("summary", {}, element("span", { class: "pill bad" }, comparison.mark), ` ${comparison.title} (${counted(rows.length, "row")})`),
       element("p", { class: "small" }, comparison.control),
-      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `INVALID: ${comparison.title}` },
+      element("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": `${comparison.mark}: ${comparison.title}` },
         element("table", { class: "data" },
           element("thead", {}, element("tr", {}, ...["defense", "attack", "B", "round", "metric", "value", "above the guess", "n"]
             .map((head) => element("th", { scope: "col" }, head)))),
           element("tbody", {}, ...shown.map(apartRow)))),
       rows.length > APART ? element("p", { class: "small muted" }, `${counted(rows.length - APART, "more row")}; JSON has all.`) : null));
   });
-  for (const setting of data.settings) {
-    for (const line of setting.waiting) {
-      parts.push(element("p", { class: "small" },
-        element("span", { class: "pill some" }, line.split(":")[0]), ` ${setting.title}: ${line.split(": ").slice(1).join(": ")}`));
-    }
-  }
   byId("apart-section").hidden = !parts.length;
   place.replaceChildren(...parts);
 }

@@ -11,6 +11,7 @@ from fedsim.contracts.attack import Attack, unreadable
 from fedsim.contracts.grant import Grant
 from fedsim.report.figures import describe_stack
 from fedsim.results.lines import ResultRow
+from fedsim.results.reading import Run
 from fedsim.types import Payload
 
 _GROUP = "fedsim.attacks"
@@ -82,13 +83,27 @@ def changed(group: str, name: str, parameters: dict[str, object]) -> dict[str, o
     }
 
 
-def untried(rows: Sequence[ResultRow]) -> list[Untried]:
-    """Returns the installed attacks that none of `rows` is of, with the reason, by name."""
+def untried(rows: Sequence[ResultRow], runs: Sequence[Run] = ()) -> list[Untried]:
+    """Returns the installed attacks that none of `rows`, of `runs`, is of, with the reason, by
+    name."""
     names = {row.attack.name for row in rows}
+    due = {
+        entry.get("name")
+        for run in runs
+        if not run.ended
+        for entry in run.setting("attacks") or []
+        if isinstance(entry, dict)
+    }
     released = {_payload(row) for row in rows}
     grants = list({row.knowledge: None for row in rows})
     return [
-        Untried(name=plugin.name, summary=plugin.summary, reason=_reason(plugin, released, grants))
+        Untried(
+            name=plugin.name,
+            summary=plugin.summary,
+            reason="the run has not come to it"
+            if plugin.name in due
+            else _reason(plugin, released, grants),
+        )
         for plugin in plugins.installed(_GROUP)
         if plugin.name not in names
     ]

@@ -107,7 +107,7 @@ def _short(evidence: Evidence) -> tuple[Block, ...]:
 
 def _banners(evidence: Evidence) -> list[Block]:
     early = facts.unfinished(evidence.runs)
-    reasons = invalid_reasons(evidence.lines) if evidence.results else []
+    reasons = invalid_reasons(evidence.lines, unended=False) if evidence.results else []
     blocks: list[Block] = []
     if early:
         blocks.append(

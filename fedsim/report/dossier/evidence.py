@@ -57,6 +57,11 @@ class Evidence:
         return numbered(self.lines, self.runs, self.root)
 
     @property
+    def ended(self) -> bool:
+        """Whether all runs have come to their end."""
+        return all(run.ended for run in self.runs)
+
+    @property
     def summary(self) -> str:
         """Words in one sentence what was run."""
         return self.local(facts.sentence(self.runs, self.results))

@@ -31,7 +31,7 @@ _WATCHERS = {
 def criteria(evidence: Evidence) -> tuple[Block, ...]:
     """Returns the blocks of the chapter on the opinion."""
     runs, lines = evidence.runs, evidence.lines
-    attacks, left_out = tried(evidence.results), untried(evidence.results)
+    attacks, left_out = tried(evidence.results), untried(evidence.results, runs)
     return (
         Paragraph(
             "The European Data Protection Board’s Opinion 28/2024 asks whether personal data can "

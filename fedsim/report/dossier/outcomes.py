@@ -45,14 +45,16 @@ def outcomes(evidence: Evidence) -> tuple[Block, ...]:
     for control in evidence.valid:
         if len(evidence.controls) > 1:
             blocks.append(Heading(evidence.title(control)))
-        blocks.append(Paragraph(f"The attacks work without a defense: {control.reason}."))
+        work = "work" if control.ended else "so far work"
+        blocks.append(Paragraph(f"The attacks {work} without a defense: {control.reason}."))
         blocks += _of_comparison(evidence, control)
     if failed:
-        blocks.append(Heading("Results from which nothing follows (INVALID)"))
+        marks = ", ".join(dict.fromkeys(control.mark for control in failed))
+        blocks.append(Heading(f"Results from which nothing follows ({marks})"))
         for control in failed:
             blocks.append(
                 Notice(
-                    f"INVALID: {evidence.title(control)}",
+                    f"{control.mark}: {evidence.title(control)}",
                     (sentence(control.reason),),
                 )
             )

@@ -13,7 +13,7 @@ def system(evidence: Evidence) -> tuple[Block, ...]:
     blocks: list[Block] = [Paragraph(evidence.summary)]
     for run in evidence.runs:
         if len(evidence.runs) > 1:
-            variant = describe_variant(run.record.get("variant") or {})
+            variant = describe_variant(run.variant)
             blocks.append(Heading(variant or run.folder.name))
         blocks.append(Facts(tuple(_system_facts(run))))
     stacks = {

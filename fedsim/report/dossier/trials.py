@@ -11,9 +11,10 @@ from fedsim.words import number_of
 def trials(evidence: Evidence) -> tuple[Block, ...]:
     """Returns the blocks of the chapter."""
     if not evidence.results:
-        return (Paragraph("No attack was run."),)
+        yet = "" if evidence.ended else " so far"
+        return (Paragraph(f"No attack was run{yet}."),)
     blocks: list[Block] = [
-        Heading("Tried"),
+        Heading("Tried" if evidence.ended else "Tried so far"),
         Table(
             columns=("Attack", "What it does", "Settings", "Ended well", "Seconds"),
             rows=tuple(
@@ -32,7 +33,7 @@ def trials(evidence: Evidence) -> tuple[Block, ...]:
         ),
         Heading("Not tried"),
     ]
-    left_out = untried(evidence.results)
+    left_out = untried(evidence.results, evidence.runs)
     if left_out:
         blocks.append(
             Table(

@@ -90,6 +90,7 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from fedsim.cli.outcome import TableFormat, leaderboard, outcome
+    from fedsim.report import load_runs
 
     homes, out = tmp_path / "homes", tmp_path / "out"
     connect(monkeypatch, nodes(homes))
@@ -99,8 +100,8 @@ def test_an_unscored_run_is_no_invalid_one_and_says_what_it_waits_for(
     assert "INVALID" not in page and "<strong>UNSCORED</strong>" in page
     assert f"fedsim collect {out}" in page and "Utility and privacy" in page
     assert "INVALID" not in outcome(out) and "accuracy" in outcome(out)
-    assert leaderboard([out], TableFormat.table) == "UNSCORED: no attack is scored yet\n"
-    written = json.loads(leaderboard([out], TableFormat.json))
+    assert leaderboard(load_runs([out]), TableFormat.table) == "UNSCORED: no attack is scored yet\n"
+    written = json.loads(leaderboard(load_runs([out]), TableFormat.json))
     assert not written["valid"] and "is still with their nodes" in written["invalid_reasons"][0]
 
     pipeline.collect(out, homes=sorted(homes.iterdir()), workers=1)

@@ -1,0 +1,84 @@
+"""What a run sets out to do, written before it begins: so that anybody can say how far it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedsim.attacking.jobs import Job
+from fedsim.recording.files import write_json
+from fedsim.system import paths
+from fedsim.types import FedsimError, Observation
+
+PLAN = "plan.json"
+
+Line = tuple[str, str, str, int, int]
+"""Identifies a line of the leaderboard within a run: (defense, attack, vantage, batch size,
+round)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run, or a variant of a sweep, will have done at its end."""
+
+    scenario: str
+    variant: dict[str, Any]
+    rounds: int
+    """Of training, of all defense stacks together."""
+    attack_runs: int
+    lines: int
+    """Of the leaderboard, each of several attack runs."""
+    resumable: bool
+    """Whether `--resume` goes on with it."""
+
+    @classmethod
+    def of(
+        cls,
+        scenario: str,
+        variant: Mapping[str, Any],
+        rounds: int,
+        jobs: Iterable[tuple[Job, Observation]],
+        *,
+        resumable: bool = True,
+    ) -> Plan:
+        """Returns the plan to make each of `jobs`."""
+        every = [line_of(job, seen) for job, seen in jobs]
+        return cls(
+            scenario=scenario,
+            variant=dict(variant),
+            rounds=rounds,
+            attack_runs=len(every),
+            lines=len(set(every)),
+            resumable=resumable,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Writes the plan into the folder of its run."""
+        write_json(folder / PLAN, asdict(self))
+
+
+def line_of(job: Job, seen: Observation) -> Line:
+    """Returns the line that an attack on a recording belongs to."""
+    stack = seen.id.partition("/")[0]
+    return stack, job.label, seen.vantage, seen.training.batch_size, seen.round
+
+
+def load_plan(folder: Path) -> Plan | None:
+    """Reads the plan of the run in `folder`; None of a run from before there were any.
+
+    Raises:
+        FedsimError: it is damaged.
+    """
+    path = folder / PLAN
+    if not path.exists():
+        return None
+    try:
+        return Plan(**json.loads(paths.text(path, paths.TEXT)))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FedsimError(
+            f"{path}: not what fedsim writes: {error}; remove it, and it is not told how far the "
+            "run is"
+        ) from error
