@@ -1,11 +1,15 @@
-"""What the site says of commands, plugins and functions, written from the program itself."""
+"""What pages say of commands, plugins and functions, written from the program itself.
+
+`python docs/site/reference.py` writes the tables that stand in the pages; the site has the rest.
+"""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -26,23 +30,45 @@ LONGEST_DEFAULT = 40
 
 def commands() -> str:
     """Every command: its usage, its help, its options."""
-    program = typer.main.get_command(app)
-    return "\n".join(_commands(program, Context(program, info_name="fedsim")))
+    return "\n".join(part for found in _commands() for part in _command(*found))
 
 
-def _commands(command: Command, context: Context) -> Iterator[str]:
-    if isinstance(command, Group):
-        for name in command.list_commands(context):
-            inner = command.get_command(context, name)
-            assert inner is not None
-            if not inner.hidden:
-                yield from _commands(inner, Context(inner, parent=context, info_name=name))
+def commands_in_short() -> str:
+    """Every command, with the first sentence of its help."""
+    return table(
+        ("command", "what it does"),
+        ((f"`{context.command_path}`", _first(command.help)) for command, context in _commands()),
+    )
+
+
+def _commands(within: tuple[Command, Context] | None = None) -> Iterator[tuple[Command, Context]]:
+    """Yields each command that is no group."""
+    if within is None:
+        program = typer.main.get_command(app)
+        within = program, Context(program, info_name="fedsim")
+    command, context = within
+    if not isinstance(command, Group):
+        yield within
         return
+    for name in command.list_commands(context):
+        inner = command.get_command(context, name)
+        assert inner is not None
+        if not inner.hidden:
+            yield from _commands((inner, Context(inner, parent=context, info_name=name)))
+
+
+def _command(command: Command, context: Context) -> Iterator[str]:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     yield f"## {context.command_path}\n\n```text\n{usage}\n```\n"
     yield f"{prose(inspect.cleandoc(command.help or ''))}\n"
     options = [option for option in command.params if option.param_type_name == "option"]
     yield table(("option", "what it does"), (_option(each, context) for each in options))
+
+
+def _first(text: str | None) -> str:
+    """The first sentence of a help or a docstring."""
+    whole = re.sub(r"\s+", " ", inspect.cleandoc(text or "").partition("\n\n")[0])
+    return prose(re.split(r"(?<=[^.]\.) (?=[A-Z`])", whole)[0])
 
 
 def _option(option: Parameter, context: Context) -> tuple[str, str]:
@@ -57,6 +83,16 @@ def plugins() -> str:
     for kind in Kind:
         parts.append(f"## {kind.value.capitalize()}\n")
         parts += [_plugin(row) for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
+    return "\n".join(parts)
+
+
+def plugins_in_short() -> str:
+    """What fedsim brings of each kind: name and summary."""
+    parts = []
+    for kind in Kind:
+        own = [row for row in listing.rows([kind.value]) if row["package"] == "fedsim"]
+        listed = ((f"`{row['name']}`", prose(row["summary"])) for row in own)
+        parts.append(f"**{kind.value.capitalize()}**\n\n{table(('name', 'what it is'), listed)}")
     return "\n".join(parts)
 
 
@@ -107,6 +143,17 @@ def python() -> str:
     return "\n".join(parts)
 
 
+def python_in_short() -> str:
+    """The public names of `fedsim`, with the first sentence of each."""
+    return table(
+        ("name", "what it is"),
+        (
+            (f"`fedsim.{name}`", _first(inspect.getdoc(getattr(fedsim, name))))
+            for name in fedsim.__all__
+        ),
+    )
+
+
 def _rst(directive: str, *options: str) -> str:
     body = "\n".join([f".. {directive}", *(f"   {each}" for each in options)])
     return f"```{{eval-rst}}\n{body}\n```\n"
@@ -131,3 +178,23 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _unpiped(cell: str) -> str:
     return re.sub(r"(?<!\\)\|", r"\\|", cell)
+
+
+IN_SHORT: Mapping[str, Callable[[], str]] = {
+    "docs/commands.md": commands_in_short,
+    "docs/plugins.md": plugins_in_short,
+    "docs/python.md": python_in_short,
+}
+"""Page -> what stands in it below `HEADING`, for who reads it where there is no site."""
+HEADING = "## In short\n\n"
+
+
+def in_short(page: str, text: str) -> str:
+    """The text of a page with the table of today."""
+    return text.partition(HEADING)[0].rstrip() + f"\n\n{HEADING}{IN_SHORT[page]()}"
+
+
+if __name__ == "__main__":
+    for name in IN_SHORT:
+        path = Path(__file__).parents[2] / name
+        path.write_text(in_short(name, path.read_text(encoding="utf-8")), encoding="utf-8")
