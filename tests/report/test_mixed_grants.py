@@ -86,7 +86,8 @@ def test_terminal_report_and_page_show_them_apart(mixed: Path) -> None:
     title = rows[-1].threat.differs or "by a malicious server"
     table = render(rows, width=160)
     assert "s, faces, lenet, honest server" in table
-    assert "s, faces, lenet, honest server" in outcome.leaderboard([mixed], TableFormat.table)
+    runs = load_runs([mixed])
+    assert "s, faces, lenet, honest server" in outcome.leaderboard(runs, TableFormat.table)
     assert title in table and table.index("inverting_gradients") < table.index(title)
     for page in (write_report(mixed), write_dossier(mixed)[0]):
         text = page.read_text()
