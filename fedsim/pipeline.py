@@ -36,7 +36,7 @@ from fedsim.scenario import (
 from fedsim.scenario.model import AttackEntry
 from fedsim.system import paths
 from fedsim.system.device import resolve_device
-from fedsim.system.lock import locked
+from fedsim.system.lock import is_locked, locked
 from fedsim.system.threads import fixed
 from fedsim.training import spending
 from fedsim.training.server import Server
@@ -107,7 +107,8 @@ def run(
             raise locate(document, error) if isinstance(document, Document) else error from None
         try:
             for plan in plans:
-                plan.announce()
+                if plan.out != root and not is_locked(plan.out):
+                    plan.announce()
             with progress.display(quiet) as display:
                 for line in dict.fromkeys(w for plan in plans for w in cautions(plan.scenario)):
                     display.note(f"WARNING: {line}")
@@ -332,6 +333,7 @@ class _Plan:
         if self.place:
             display.note(f"variant {self.place}in {self.out}: {describe_variant(self.variant)}")
         files.remove_torn(self.out)
+        self.announce()
         files.write_text(self.out / "scenario.yaml", self.resolved)
         if self.deployed:
             self.deployed.save(self.out)
