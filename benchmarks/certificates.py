@@ -58,7 +58,7 @@ IMAGES = 10_000
 PER_CASE, PER_PLAIN = 32, 1000
 """Images that each network and state meets of a case, and undefended."""
 CONFIDENCE = 0.95
-FIT = ClassifierFit(starts=2, iterations=60, labelings=13)
+FIT = ClassifierFit(starts=2, iterations=60, exchanges=2)
 """A short search: what goes wrong in it must not be certified."""
 
 
@@ -448,9 +448,8 @@ def solved(seen: Seen, seed: int) -> Reconstruction:
         rng=batch.stream,
         starts=FIT.starts,
         iterations=FIT.iterations,
-        waiting=[batch.labels.sort()[0]],
-        likely=torch.bincount(batch.labels, minlength=len(batch.weights)),
-        labelings=FIT.labelings,
+        labels=batch.labels.sort()[0],
+        exchanges=FIT.exchanges,
     )
     while not solver.finished:
         solver.improve()

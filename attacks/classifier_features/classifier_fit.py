@@ -4,14 +4,15 @@ Nobody has planted anything, and nothing is granted: the server is honest, the c
 that is trained. As long as there are more classes than images, the row space of ∂L/∂W is the
 features', and there are more equations than unknowns. All of the gradient is fitted (`profile`) or,
 of large problems, what its row space holds (`consistency`). Several local steps are followed along
-the path of the weights (`local_steps`). Labels are part of what is fitted (`label_search`); entries
-that pruning removed are filled in (`completion`). How far rounding and noise leave the features
-open is computed for each image (`certainty`).
+the path of the weights (`local_steps`). Labels are part of what is fitted: where it explains too
+little, some images get other features and labels (`exchange`). Entries that pruning removed are
+filled in (`completion`). How far rounding and noise leave the features open is computed for each
+image (`certainty`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -34,7 +35,7 @@ from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.classifier_features._completion import complete
 from fedsim_attacks.classifier_features._consistency import Consistency, Fits
-from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.classifier_features._exchange import exchanged
 from fedsim_attacks.classifier_features._local_steps import LocalPath
 from fedsim_attacks.classifier_features._profile import NARROWED, Profile
 from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
@@ -42,10 +43,16 @@ from fedsim_attacks.labels.label_inference import infer_labels
 
 _POOL = 128
 """Images of noise, of whose features each start is drawn."""
-_TRIAL = 30
-"""Iterations after which labels are told apart."""
-_TRIED_TOGETHER = 12
-"""Labelings that are compared before the search goes on from the best."""
+_FIRST = 60
+"""Iterations of the first starts."""
+_EXCHANGED = 40
+"""Iterations after an exchange of images."""
+_EXCHANGES = 128
+"""That are tried in a round, at most."""
+_TOGETHER = 8192
+"""Unknowns of the starts that are tried before the search goes on from the best, at most."""
+_BETTER = 0.999
+"""Times the loss, below which an exchange has found something."""
 _MANY = 1200
 """Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
 _RIVALS = 4
@@ -56,29 +63,34 @@ _DETERMINED = 0.03
 
 @dataclass(kw_only=True)
 class ClassifierSolver(FeatureSolver):
-    """Searches labels and features together; the best ones are descended to the end."""
+    """Searches labels and features together, and descends the best ones to the end."""
 
     problem: Consistency | Profile
     pool: Tensor
     """(P, d): features that starts are drawn from."""
     rng: torch.Generator
+    labels: Tensor
+    """(N,): those read off the gradient, from which the search starts."""
     starts: int
-    """For each labeling that is tried; eight times as many in the end."""
+    """A quarter of the first ones, an eighth of those that are descended to the end."""
     iterations: int
-    """Of the last descent."""
-    waiting: list[Tensor]
-    """Labelings (N,) to be tried next."""
-    likely: Tensor
-    """(K,): how often each class was read off the gradient."""
-    labelings: int
-    """How many may be tried."""
-    tried: set[tuple[int, ...]] = field(default_factory=set)
+    """Of a descent to the end."""
+    exchanges: int
+    """Rounds in which images may be exchanged."""
     best: Fits | None = None
     """Of one start."""
     other: Consistency | None = None
-    """What is searched as well where `problem` ends unexplained: starts lead elsewhere there."""
+    """What is searched first: starts lead elsewhere there, and sooner."""
+    rival: ClassifierSolver | None = None
+    """The search of that, if `problem` is not explained by what it found."""
     path: LocalPath | None = None
     """Of several local steps, as long as their middle is fitted."""
+    deep: bool = False
+    """Whether the best start has been descended to the end."""
+    rounds: int = 0
+    """In which images have been exchanged."""
+    failed: int = 0
+    """Rounds since the last that found anything better."""
     over: bool = False
 
     @property
@@ -87,46 +99,62 @@ class ClassifierSolver(FeatureSolver):
         return self.over
 
     def improve(self) -> None:
-        """Tries the labelings that wait; or, if none is left, ends with the best ones."""
-        if not self.waiting:
+        """Tries the labels that were read, exchanges images, or ends with the best there is."""
+        if self.other is not None:
+            self._search(self.other)
+        elif self.best is None:
+            drawn = self._drawn(4 * self.starts)
+            self._descend(drawn, self.labels.expand(len(drawn), -1), _FIRST)
+        elif self._explained or (self.deep and self.rounds == self.exchanges):
             self._end()
-            return
-        count = len(self.waiting)
-        many, trial = (self.starts, _TRIAL) if self.tried else (4 * self.starts, 2 * _TRIAL)
-        # Starts of a large problem follow each other, and the first that explains all is the last.
-        labels = torch.stack(self.waiting).repeat_interleave(many, 0)
-        enough = allowed(self.problem)
-        fits = self.problem.descend(self._drawn(len(labels)), labels, trial, enough)
-        self.iteration += trial
-        self.tried |= {tuple(each.tolist()) for each in self.waiting}
-        self.waiting = self.waiting[count:]
-        before = self.best
-        self._keep(fits)
-        assert self.best is not None
-        if explained(self.problem, float(self.loss)) or len(self.tried) >= self.labelings:
-            self.waiting = []
-        elif before is None or self.best is not before:
-            self._queue = neighbours(self.best.labels[0], self.likely)
-            self.waiting = self._next()
+        elif not self.deep:
+            self._deepen()
         else:
-            self.waiting = self._next()
+            self._exchange()
 
-    def _next(self) -> list[Tensor]:
-        found = []
-        for labels in self._queue:
-            if tuple(labels.tolist()) not in self.tried:
-                found.append(labels)
-            if len(found) == _TRIED_TOGETHER:
-                break
-        return found
+    @property
+    def _explained(self) -> bool:
+        return explained(self.problem, float(self.loss))
+
+    def _descend(self, points: Tensor, labels: Tensor, iterations: int) -> None:
+        """Descends until one start explains all, and keeps the best."""
+        fits = self.problem.descend(points, labels, iterations, allowed(self.problem))
+        self.iteration += iterations
+        self._keep(fits)
+
+    def _deepen(self) -> None:
+        """Descends the best start to the end, and new ones with it."""
+        assert self.best is not None
+        starts = torch.cat([self.best.points, self._drawn(8 * self.starts - 1)])
+        self._descend(starts, self.best.labels.expand(len(starts), -1), self.iterations)
+        self.deep = True
+
+    def _exchange(self) -> None:
+        """Replaces some images of the best start, in many ways, and descends again."""
+        assert self.best is not None
+        count, factors = self.problem.classifier.num_images, self.problem.classifier.factors
+        unknowns = self.best.points.shape[1]
+        drawn = self._drawn(_EXCHANGES)
+        parts = torch.cat([self.best.points, drawn])[:, : unknowns - factors]
+        images = parts.reshape(len(parts), count, (unknowns - factors) // count)
+        before = float(self.loss)
+        replaced, labels = exchanged(
+            images[0],
+            self.best.labels[0],
+            images[1:],
+            classes=self.problem.classes,
+            failed=self.failed,
+            rng=self.rng,
+        )
+        scales = self.best.points[:, unknowns - factors :].expand(len(drawn), -1)
+        self._descend(torch.cat([replaced.flatten(1), scales], 1), labels, _EXCHANGED)
+        self.rounds += 1
+        self.failed = 0 if float(self.loss) < _BETTER * before else self.failed + 1
 
     def _end(self) -> None:
+        """Takes account of noise, of what was removed, and of local steps."""
         assert self.best is not None
-        starts = self.best.points
-        if not explained(self.problem, float(self.loss)):
-            starts = torch.cat([starts, self._drawn(8 * self.starts - 1)])
-        labels = self.best.labels.expand(len(starts), -1)
-        self._keep(self.problem.descend(starts, labels, self.iterations))
+        self._keep(self.problem.descend(self.best.points, self.best.labels, self.iterations))
         self.iteration += self.iterations
         if isinstance(self.problem, Profile):
             if self.problem.classifier.removed:
@@ -139,27 +167,22 @@ class ClassifierSolver(FeatureSolver):
             features, labels = self.best.features[0], self.best.labels[0]
             self.problem, self.best = self.path.followed(features, labels)
             self.loss = self.best.losses[0]
+        rival = self.rival
+        if rival is not None and not self._explained and float(rival.loss) < float(self.loss):
+            self.problem, self.best, self.loss = rival.problem, rival.best, rival.loss
         self.over = True
-        if self.other is not None and not explained(self.problem, float(self.loss)):
-            self._search_other(self.other)
 
-    def _search_other(self, problem: Consistency) -> None:
-        """Searches once more, in another problem; keeps what explains more."""
-        search = replace(
-            self,
-            problem=problem,
-            other=None,
-            loss=torch.full_like(self.loss, torch.inf),
-            waiting=[torch.repeat_interleave(self.likely)],
-            tried=set(),
-            best=None,
-            over=False,
-        )
+    def _search(self, other: Consistency) -> None:
+        """Searches another problem of the same gradient, and goes on from what explains that."""
+        search = replace(self, problem=other, other=None)
         while not search.finished:
             search.improve()
-        self.iteration = search.iteration
-        if float(search.loss) < float(self.loss):
-            self.problem, self.best, self.loss = problem, search.best, search.loss
+        assert search.best is not None
+        self.other, self.iteration = None, search.iteration
+        points = self.problem.unknowns(search.best.features)
+        self._descend(points, search.best.labels, self.iterations)
+        if not self._explained:
+            self.rival, self.best, self.loss = search, None, torch.full_like(self.loss, torch.inf)
 
     def _keep(self, fits: Fits) -> None:
         index = int(fits.losses.nan_to_num(torch.inf).argmin())
@@ -167,8 +190,11 @@ class ClassifierSolver(FeatureSolver):
             self.best = Fits(*(each[index : index + 1] for each in fits))
             self.loss = fits.losses[index]
 
-    def _drawn(self, count: int) -> Tensor:
+    def _drawn(self, most: int) -> Tensor:
+        """Draws features of noise to start from: fewer starts (S, n) of a larger problem."""
         images = self.problem.classifier.num_images
+        unknowns = self.problem.unknowns(self.pool[:1].expand(1, images, -1)).shape[1]
+        count = max(1, min(most, _TOGETHER // max(1, unknowns)))
         chosen = torch.randint(len(self.pool), (count, images), generator=self.rng)
         features = self.pool[chosen]
         if (quotient := self.problem.classifier.quotient) is not None:
@@ -221,9 +247,10 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
     iterations: Annotated[int, Field(ge=1)] = 120
     """Of the last descent, from the best start and new ones."""
     starts: Annotated[int, Field(ge=1)] = 4
-    """Random features that each labeling is tried with; eight times as many in the end."""
-    labelings: Annotated[int, Field(ge=1)] = 400
-    """How many labelings may be tried."""
+    """Random features to start from: four times as many at first, and eight times as many that are
+    descended to the end where those explain too little."""
+    exchanges: Annotated[int, Field(ge=0)] = 24
+    """Rounds in which images may be replaced, where the gradient is not explained."""
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -254,7 +281,7 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             noise.to(device),
             observation.training,
         )
-        labels = infer_labels(observation).sort()[0]
+        labels = infer_labels(observation)
         whole = small and not classifier.rates and classifier.factors <= 1
         if classifier.removed and not whole:
             raise AttackFailed(
@@ -269,9 +296,8 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             path=path,
             pool=pool,
             rng=rng,
+            labels=labels,
             starts=self.starts,
             iterations=self.iterations,
-            waiting=[labels],
-            likely=torch.bincount(labels, minlength=len(classifier.weights)),
-            labelings=self.labelings,
+            exchanges=self.exchanges,
         )

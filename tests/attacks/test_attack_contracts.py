@@ -107,7 +107,7 @@ class TestBestFeatures(OfATwoLayerHead):
 
 class TestClassifierFit(AttackContract):
     def make(self) -> ClassifierFit:
-        return ClassifierFit(iterations=20, starts=2, labelings=13)
+        return ClassifierFit(iterations=20, starts=2, exchanges=2)
 
 
 class OfAFullyConnectedNetwork(AttackContract):

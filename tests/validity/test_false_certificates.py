@@ -94,5 +94,5 @@ def test_an_update_that_is_not_what_it_says_gets_no_certificate() -> None:
     }
     grant = Grant.least(labels="inferred")
     changed = replace(observation, update=update)
-    row = attack(changed, "classifier_fit", {"labelings": 1}, grant=grant)[1]
+    row = attack(changed, "classifier_fit", {"exchanges": 0}, grant=grant)[1]
     assert row["certificate"]["certified"] == 0

@@ -59,7 +59,7 @@ def answer(
     gradient: Tensor | None = None,
     *,
     effect: Effect | None = None,
-    labelings: int = 13,
+    exchanges: int = 2,
 ) -> Reconstruction:
     """The attack's answer to a gradient, from the right labels on."""
     observed = known.gradient if gradient is None else gradient
@@ -88,9 +88,8 @@ def answer(
         rng=stream,
         starts=2,
         iterations=60,
-        waiting=[known.labels.sort()[0]],
-        likely=torch.bincount(known.labels, minlength=len(known.weights)),
-        labelings=labelings,
+        labels=known.labels.sort()[0],
+        exchanges=exchanges,
     )
     while not solver.finished:
         solver.improve()

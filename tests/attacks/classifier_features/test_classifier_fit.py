@@ -26,7 +26,7 @@ from fedsim_attacks.classifier_features._classifier_gradient import (
     linear_classifier,
 )
 from fedsim_attacks.classifier_features._consistency import Consistency
-from fedsim_attacks.classifier_features._label_search import neighbours
+from fedsim_attacks.classifier_features._exchange import exchanged
 from fedsim_attacks.classifier_features._levenberg_marquardt import minimize, normals_of
 from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
@@ -96,9 +96,8 @@ def test_features_that_others_imitate_exactly_are_not_determined() -> None:
         rng=stream,
         starts=8,
         iterations=60,
-        waiting=[torch.tensor([0])],
-        likely=torch.ones(2),
-        labelings=1,
+        labels=torch.tensor([0]),
+        exchanges=0,
     )
     while not state.finished:
         state.improve()
@@ -126,9 +125,8 @@ def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
         rng=stream,
         starts=4,
         iterations=60,
-        waiting=[labels],
-        likely=torch.tensor([0, 1]),
-        labelings=10,
+        labels=labels,
+        exchanges=2,
     )
     while not state.finished:
         state.improve()
@@ -137,19 +135,20 @@ def test_a_single_image_of_which_a_network_is_sure_is_read_off() -> None:
     torch.testing.assert_close(found.features, features.float())
 
 
-def test_a_second_problem_is_searched_where_the_first_fails(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("failing", [Profile, Consistency])
+def test_one_problem_is_searched_where_the_other_fails(
+    failing: type[Profile] | type[Consistency], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of any exact update, clipped or not; starts lead elsewhere there."""
-    plain = Profile.descend
+    plain = failing.descend
 
-    def nowhere(self: Profile, points: Tensor, labels: Tensor, iterations: int, *_: float) -> Any:
+    def nowhere(self: Any, points: Tensor, labels: Tensor, iterations: int, *_: float) -> Any:
         return plain(self, torch.zeros_like(points), labels, 0)
 
-    monkeypatch.setattr(Profile, "descend", nowhere)
+    monkeypatch.setattr(failing, "descend", nowhere)
     for case in ({}, {"defense": [{"name": "clip", "norm": 0.01}]}):
         observation, truth = observe(3, **case)
-        errors, _ = compared(fit(observation, labelings=20), truth)
+        errors, _ = compared(fit(observation, exchanges=2), truth)
         assert float(errors.max()) < 1e-3
 
 
@@ -233,21 +232,34 @@ def test_local_steps_of_the_classifier_are_unrolled(momentum: float) -> None:
     assert float(errors.max()) < 1e-3
 
 
-def test_labels_are_found_from_wrong_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("failed", "replaced"), [(0, 1), (1, 2), (2, 3), (3, 1)])
+def test_exchanges_replace_a_few_images_and_keep_the_rest(failed: int, replaced: int) -> None:
+    """And the labels of half of those that they replace."""
+    images, labels = torch.zeros(4, 2), torch.tensor([5, 6, 7, 8])
+    drawn = torch.rand(64, 4, 2) + 1
+    stream = torch.Generator().manual_seed(0)
+    points, found = exchanged(images, labels, drawn, classes=3, failed=failed, rng=stream)
+    new = (points != 0).all(2)
+    assert new.sum(1).tolist() == [replaced] * 64
+    torch.testing.assert_close(points[new], drawn[new])
+    assert new.any(0).all()
+    assert bool((found[::2] == labels).all())
+    assert bool(((found[1::2] < 3) == new[1::2]).all())
+    assert found[1::2][new[1::2]].unique().tolist() == [0, 1, 2]
+
+
+def test_labels_that_were_misread_are_found_by_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
     observation, truth = observe(6)
-    wrong = (truth.labels + torch.tensor([1, 0, 0, 3, 0, 0])) % 10
-    monkeypatch.setattr(classifier_fit, "infer_labels", lambda _: wrong)
+    misread = truth.labels.clone()
+    misread[:3] = (misread[:3] + 1) % 10
+    monkeypatch.setattr(classifier_fit, "infer_labels", lambda _: misread)
+    stuck = fit(observation, exchanges=0)
+    assert stuck.determined is not None and not bool(stuck.determined.any())
     found = fit(observation)
+    errors, whose = compared(found, truth)
+    assert float(errors.max()) < 1e-3
     assert found.labels is not None
-    assert found.labels.tolist() == truth.labels.sort()[0].tolist()
-
-
-def test_neighbours_differ_in_one_image_and_likely_ones_come_first() -> None:
-    labels = torch.tensor([0, 0, 2])
-    found = list(neighbours(labels, torch.tensor([1.0, 1.0, 1.0])))
-    assert found[0].tolist() == [0, 1, 2]
-    assert len({tuple(each.tolist()) for each in found}) == len(found) == 4
-    assert all((each != labels.sort()[0]).any() for each in found)
+    assert found.labels[whose].tolist() == truth.labels.tolist()
 
 
 def test_an_image_without_error_signal_is_told_apart() -> None:
@@ -277,7 +289,7 @@ def test_an_image_without_error_signal_is_told_apart() -> None:
 def test_what_is_called_determined_is_right(std: float, seed: int) -> None:
     noise = [{"name": "gaussian_noise", "std": std}]
     observation, truth = observe(5, seed, defense=noise)
-    found = fit(observation, labelings=13)
+    found = fit(observation, exchanges=2)
     errors, whose = compared(found, truth)
     assert found.determined is not None
     assert not bool((found.determined[whose] & (errors > 0.03)).any())
