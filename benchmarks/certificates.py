@@ -217,6 +217,21 @@ def miscounted(by: int) -> Callable[[Batch], Seen]:
     return make
 
 
+def mixed(gap: float) -> Callable[[Batch], Seen]:
+    """Clipped, an image fewer believed, and two classes alone likely: logits of others are less."""
+
+    def make(batch: Batch) -> Seen:
+        assert batch.bias is not None
+        bias = batch.bias.clone()
+        bias[2:] -= gap
+        seen = scaled(0.3, declared=True)(
+            equal_labels(replace(batch, bias=bias, labels=batch.labels % 2))
+        )
+        return replace(seen, count=len(batch.labels) - 1)
+
+    return make
+
+
 def with_head(change: Callable[[Batch], Batch]) -> Callable[[Batch], Seen]:
     return lambda batch: plain(change(batch))
 
@@ -349,6 +364,12 @@ CASES: dict[str, Case] = {
     "three batches for one": Case(make=stepped(0.01, fresh=True)),
     "an image fewer believed": Case(make=miscounted(-1), sizes=tuple(range(2, 10))),
     "an image more believed": Case(make=miscounted(1), sizes=tuple(range(1, 9))),
+    **{
+        f"clipping, an image fewer believed, eight of ten classes lower by {gap:g}": Case(
+            make=mixed(gap), sizes=(2, 3)
+        )
+        for gap in (8, 16, 40)
+    },
     "equal labels": Case(make=with_head(equal_labels)),
     "an image twice": Case(make=with_head(copied(0, label=True)), sizes=tuple(range(2, 10))),
     "an image with two labels": Case(

@@ -97,18 +97,23 @@ def reproduced(problem: Consistency, fit: Fits) -> bool:
 
 def overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
-    equations = (problem.classes - 1) * problem.classifier.num_images
-    return beyond_chance(problem.classifier, equations - fit.points.shape[1], float(fit.losses[0]))
+    return beyond_chance(problem.classifier, fit.points.shape[1], float(fit.losses[0]))
 
 
-def beyond_chance(classifier: ClassifierGradient, spare: int, loss: float) -> bool:
-    """Says whether `spare` equations beyond the unknowns would not hold by chance, for any labels.
+def beyond_chance(classifier: ClassifierGradient, unknowns: int, loss: float) -> bool:
+    """Says whether more equations hold than `unknowns` explain, or chance does, for any labels.
 
-    Up to a share `loss` of the gradient, as they do.
+    Up to a share `loss` of the gradient, as they do. A class that hardly any image is taken for
+    has a small row in the gradient, and its equations hold nearly whatever the features are: each
+    counts by how far its row is above what is left. One row follows from the others, and of the
+    rest the unknowns are taken to explain what counts most.
     """
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)
-    return spare * math.log(_WRONG / left) >= images * math.log(classes) + _NATS
+    rows = classifier.gradient.norm(dim=1).sort(descending=True)[0]
+    rows = rows[1:] / rows.square().sum().sqrt()
+    each = (_WRONG * rows / left).clamp_min(1.0).log().repeat_interleave(images)
+    return float(each[unknowns:].sum()) >= images * math.log(classes) + _NATS
 
 
 def _apart(fit: Fits) -> Tensor:

@@ -69,6 +69,9 @@ class ClassifierGradient:
     """As of a two-layer head that divides its logits: this one never does."""
     rounding: float = 2.0**-24
     """Relative rounding error of an entry, in the type that the update was sent in."""
+    grid: float = 0.0
+    """Spacing of the values that entries of the weights' gradient were rounded to; 0 if they were
+    not, or if that is not known."""
     approximation: float = 0.0
     """Root mean square error of an entry, over that of all, where it is nearly another gradient."""
 
@@ -115,6 +118,7 @@ class ClassifierGradient:
             momentum=training.momentum,
             bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
             removed_below=weights[0].new_tensor(below),
+            grid=_grid(observation, f"{name}.weight") * abs(factor),
             rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),
         )
 
@@ -122,9 +126,11 @@ class ClassifierGradient:
         """Refuses a gradient that does not determine the features.
 
         Raises:
-            AttackFailed: a defense mixes entries, there is dropout, or there are too many images
-                or nothing left.
+            AttackFailed: a defense mixes entries, there is dropout, there are too many images, or
+                nothing is left, or the classifier's weights are not finite.
         """
+        if not bool(self.weights.isfinite().all()):
+            raise AttackFailed("weights of the classifier are not finite")
         if self.mixed:
             raise AttackFailed(
                 "a defense mixes entries, and what is left of the classifier's gradient has not "
@@ -160,10 +166,12 @@ class ClassifierGradient:
         """Standard deviation of what is added to an entry of `gradient`: noise, or rounding.
 
         The error signals of an image sum to 0, and so does each column of its gradient: what a
-        column sums to instead is the sum of K such errors. Those of an approximation sum to 0, too.
+        column sums to instead is the sum of K such errors. Those of an approximation sum to 0, too,
+        and so may those of rounding to a grid: of two classes, whose entries are opposite.
         """
         sums = self.gradient.sum(0)
         added = float(sums.square().mean().sqrt()) / math.sqrt(len(self.gradient))
+        added = max(added, self.grid / math.sqrt(12))
         return math.hypot(added, self.approximation * float(self.gradient.square().mean().sqrt()))
 
     @property
@@ -225,14 +233,16 @@ def _smallest(observation: Observation, name: str) -> float:
 
 def _bias_weight(observation: Observation, name: str) -> float:
     """Returns how much finer the grid of the bias's gradient is than that of the weights'."""
-    effect = observation.effect
-    if not effect.rounded or effect.noisy or effect.removed:
-        return 1.0
-    parts = [observation.update[f"{name}.{part}"] for part in ("weight", "bias")]
-    if not all(bool(part.any()) for part in parts):
-        return 1.0
-    weights, bias = map(_spacing, parts)
-    return weights / bias
+    weights, bias = (_grid(observation, f"{name}.{part}") for part in ("weight", "bias"))
+    return weights / bias if weights and bias else 1.0
+
+
+def _grid(observation: Observation, name: str) -> float:
+    """Returns the spacing of the values that entries of `name` were rounded to; 0 if not known."""
+    effect, tensor = observation.effect, observation.update[name]
+    if not effect.rounded or effect.noisy or effect.removed or not bool(tensor.any()):
+        return 0.0
+    return _spacing(tensor)
 
 
 def _spacing(tensor: Tensor) -> float:

@@ -26,13 +26,13 @@ def exchanged(
 ) -> tuple[Tensor, Tensor]:
     """Replaces some images of a fit, others in each of S starts.
 
-    Half of the starts keep the labels of the images that they replace, half draw new ones.
+    By an even chance a start keeps the labels of the images that it replaces, or draws others.
 
     Args:
         images: (N, u), the unknowns of each image.
         labels: (N,) of them.
         drawn: (S, N, u), what images are replaced by.
-        classes: K.
+        classes: K, two or more.
         failed: rounds of exchanges in which nothing better was found: after one, two and three
             images are replaced at once, then one again.
         rng: draws images and labels.
@@ -43,6 +43,6 @@ def exchanged(
     starts, count = drawn.shape[:2]
     order = torch.rand(starts, count, generator=rng).argsort(1)
     replaced = order < min(count, 1 + failed % _MOST)
-    anew = torch.randint(classes, (starts, count), generator=rng)
-    relabelled = replaced & (torch.arange(starts) % 2 == 1)[:, None]
-    return torch.where(replaced[..., None], drawn, images), torch.where(relabelled, anew, labels)
+    others = (labels + torch.randint(1, classes, (starts, count), generator=rng)) % classes
+    relabelled = replaced & (torch.rand(starts, 1, generator=rng) < 0.5)
+    return torch.where(replaced[..., None], drawn, images), torch.where(relabelled, others, labels)

@@ -195,7 +195,12 @@ class Profile:
         return Fits(self.features(minima.points, labels), labels, losses, minima.points)
 
     def narrowed(self, fit: Fits, iterations: int) -> Fits:
-        """Goes on from a `fit` with what is known beforehand: that features differ only so much."""
+        """Goes on from a `fit` with what is known beforehand: that features differ only so much.
+
+        Features that are wholly in the span of the classifier's rows have no such rest.
+        """
+        if self.classifier.gradient.shape[1] <= self.rank + int(self.classifier.biased):
+            return fit
         for _ in range(NARROWED):
             spread = _WIDER * self.spread(fit.points[0], fit.labels[0])
             if not 0 < spread < math.inf:  # features that are all alike tell nothing of it

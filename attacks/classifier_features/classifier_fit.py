@@ -53,6 +53,8 @@ _TOGETHER = 8192
 """Unknowns of the starts that are tried before the search goes on from the best, at most."""
 _BETTER = 0.999
 """Times the loss, below which an exchange has found something."""
+_GIVEN_UP = 8
+"""Rounds in a row that find nothing, after which there are no more."""
 _MANY = 1200
 """Unknowns up to which a fit leaves nothing of the gradient out; beyond, it keeps the row space."""
 _RIVALS = 4
@@ -79,10 +81,9 @@ class ClassifierSolver(FeatureSolver):
     """Rounds in which images may be exchanged."""
     best: Fits | None = None
     """Of one start."""
-    other: Consistency | None = None
-    """What is searched first: starts lead elsewhere there, and sooner."""
-    rival: ClassifierSolver | None = None
-    """The search of that, if `problem` is not explained by what it found."""
+    first: ClassifierSolver | None = None
+    """The search of another problem of the same gradient, which comes first: starts lead elsewhere
+    there, and sooner. What it finds is the answer where `problem` ends unexplained."""
     path: LocalPath | None = None
     """Of several local steps, as long as their middle is fitted."""
     deep: bool = False
@@ -100,12 +101,12 @@ class ClassifierSolver(FeatureSolver):
 
     def improve(self) -> None:
         """Tries the labels that were read, exchanges images, or ends with the best there is."""
-        if self.other is not None:
-            self._search(self.other)
+        if self.first is not None and not self.first.finished:
+            self._search(self.first)
         elif self.best is None:
             drawn = self._drawn(4 * self.starts)
             self._descend(drawn, self.labels.expand(len(drawn), -1), _FIRST)
-        elif self._explained or (self.deep and self.rounds == self.exchanges):
+        elif self._explained or (self.deep and self._exhausted):
             self._end()
         elif not self.deep:
             self._deepen()
@@ -115,6 +116,10 @@ class ClassifierSolver(FeatureSolver):
     @property
     def _explained(self) -> bool:
         return explained(self.problem, float(self.loss))
+
+    @property
+    def _exhausted(self) -> bool:
+        return self.rounds == self.exchanges or self.failed == _GIVEN_UP
 
     def _descend(self, points: Tensor, labels: Tensor, iterations: int) -> None:
         """Descends until one start explains all, and keeps the best."""
@@ -167,22 +172,23 @@ class ClassifierSolver(FeatureSolver):
             features, labels = self.best.features[0], self.best.labels[0]
             self.problem, self.best = self.path.followed(features, labels)
             self.loss = self.best.losses[0]
-        rival = self.rival
-        if rival is not None and not self._explained and float(rival.loss) < float(self.loss):
-            self.problem, self.best, self.loss = rival.problem, rival.best, rival.loss
+        first = self.first
+        if first is not None and not self._explained and float(first.loss) < float(self.loss):
+            self.problem, self.best, self.loss = first.problem, first.best, first.loss
         self.over = True
 
-    def _search(self, other: Consistency) -> None:
-        """Searches another problem of the same gradient, and goes on from what explains that."""
-        search = replace(self, problem=other, other=None)
-        while not search.finished:
-            search.improve()
-        assert search.best is not None
-        self.other, self.iteration = None, search.iteration
-        points = self.problem.unknowns(search.best.features)
-        self._descend(points, search.best.labels, self.iterations)
+    def _search(self, first: ClassifierSolver) -> None:
+        """Takes a step of the first search; in the end goes on from what it found, or anew."""
+        first.improve()
+        self.iteration, self.loss = first.iteration, first.loss
+        if not first.finished:
+            return
+        assert first.best is not None
+        self.loss = torch.full_like(self.loss, torch.inf)
+        points = self.problem.unknowns(first.best.features)
+        self._descend(points, first.best.labels, self.iterations)
         if not self._explained:
-            self.rival, self.best, self.loss = search, None, torch.full_like(self.loss, torch.inf)
+            self.best, self.loss = None, torch.full_like(self.loss, torch.inf)
 
     def _keep(self, fits: Fits) -> None:
         index = int(fits.losses.nan_to_num(torch.inf).argmin())
@@ -289,10 +295,9 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
                 "clipped examples, and where images times classes are "
                 f"{number_of(_MANY, 'error signal')} at most"
             )
-        return ClassifierSolver(
+        solver = ClassifierSolver(
             loss=torch.full((), torch.inf),
             problem=Profile(classifier) if whole else Consistency(classifier),
-            other=Consistency(classifier) if whole and classifier.exact and not path else None,
             path=path,
             pool=pool,
             rng=rng,
@@ -301,3 +306,6 @@ class ClassifierFit(FeatureAttack[ClassifierSolver]):
             iterations=self.iterations,
             exchanges=self.exchanges,
         )
+        if whole and classifier.exact and not path:
+            solver.first = replace(solver, problem=Consistency(classifier))
+        return solver

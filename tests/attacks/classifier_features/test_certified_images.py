@@ -294,3 +294,18 @@ def test_equations_must_be_left_over_whatever_rivals_are_found(
     monkeypatch.setattr(ClassifierGradient, "unique", True)
     with pytest.raises(AssertionError):
         test_two_images_of_one_gradient_are_not_certified(2)
+
+
+@pytest.mark.parametrize("gap", [15.0, 18.0, 40.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_classes_that_no_image_is_taken_for_prove_nothing(gap: float, dtype: torch.dtype) -> None:
+    """Of ten classes two are likely: as with two classes, an unknown factor mixes two images."""
+    for seed in range(3):
+        known = client(2, seed)
+        weights = known.weights.clone()
+        weights[2:, -1] -= gap
+        known = replace(known, weights=weights, labels=torch.zeros(2, dtype=torch.long))
+        believed = replace(known, labels=known.labels[:1])
+        gradient = (0.3 * known.gradient).to(dtype)
+        found = answer(believed, gradient, effect=Effect(scaled=True))
+        assert found.certified is not None and not bool(found.certified.any())
