@@ -66,6 +66,14 @@ MUTATIONS = (
         tests=(CERTIFICATES, "tests/attacks/classifier_features/test_certified_images.py"),
     ),
     Mutation(
+        name="classes that no image is taken for speak for a certificate",
+        item=16,
+        file="attacks/classifier_features/_certificates.py",
+        old="    rows = rows[1:] / rows.square().sum().sqrt()\n",
+        new="    rows = torch.ones_like(rows[1:])\n",
+        tests=("tests/attacks/classifier_features/test_certified_images.py",),
+    ),
+    Mutation(
         name="a lost trial makes exact pictures unseen",
         item=16,
         file="fedsim/report/level.py",
