@@ -280,7 +280,7 @@ def _no_control(rows: list[ResultRow]) -> str | None:
     if not ok or any(row.other_update for row in ok):
         return None
     if not all(row.ended for row in rows):
-        return "no control: the run has not ended"
+        return "not yet compared with another update"
     if len(rows) == 1:
         return "no control: one trial"
     return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"

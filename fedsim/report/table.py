@@ -94,7 +94,7 @@ _COLUMNS: list[_Column] = [
     _Column(heading="AUC ≤", cell=lambda row: format_number(row.limit("membership_auc"), 2)),
     _Column(
         heading="no control",
-        cell=lambda row: (row.no_control or "–").removeprefix("no control: "),
+        cell=lambda row: _no_control(row),
     ),
     _Column(
         heading="acc",
@@ -382,6 +382,12 @@ def _share(share: Share | None) -> str:
     if share is None:
         return "–"
     return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+
+def _no_control(row: LeaderboardRow) -> str:
+    """Words in short why there is no other update: `one trial`, or `not yet`."""
+    reason = row.no_control or "–"
+    return reason.removeprefix("no control: ").removesuffix(" compared with another update")
 
 
 def _certified(row: LeaderboardRow) -> str:

@@ -88,11 +88,15 @@ def test_nothing_is_said_of_its_end(half: Path) -> None:
     assert len(document["rows"]) == 7
     assert document["unfinished"] == unfinished(load_runs([half]))
     assert not any("no control" in line for line in document["warnings"])
-    assert {row["no_control"] for row in document["rows"]} == {"no control: the run has not ended"}
+    uncompared = "not yet compared with another update"
+    assert {row["no_control"] for row in document["rows"]} == {uncompared}
     page = words_of(write_report(half).read_text(encoding="utf-8"))
     assert "Not judged yet" in page and "INVALID" not in page
     assert "Not tried here" not in page and "observe.trials" not in page
-    assert "Positive control passed so far" in page
+    assert "Positive control passed so far" in page and uncompared in page
+    dossier = words_of(html_of(dossier_of(load_runs([half]), half)))
+    assert "The attacks so far work without a defense" in dossier and uncompared in dossier
+    assert "no control" not in page + dossier
     runs = load_runs([half])
     reasons = {each.name: each.reason for each in untried(runs[0].rows, runs)}
     assert reasons["idlg"] == "the run has not come to it"
