@@ -102,9 +102,11 @@ _TABLE = (
     Term(
         key="interval",
         name="interval",
-        meaning="Where the mean over many more trials would lie at the stated confidence. It is "
-        "Student’s, and allows for the choice of the best of several attacks (Bonferroni). Of "
-        f"fewer than {number_of(LEAST, 'trial')} there is none.",
+        meaning="Where the mean over many more trials would lie at the stated confidence "
+        "(Student’s), or the chance of a trial (Clopper and Pearson’s). In the table it is of each "
+        "attack alone. In answers and verdicts it is wider, for it allows for the choice of the "
+        f"best of several attacks (Bonferroni). Of fewer than {number_of(LEAST, 'trial')} a mean "
+        "has none.",
     ),
     Term(
         key="n",

@@ -128,7 +128,7 @@ _LEGEND: dict[str, str] = {
     "max": "the worst trial or image",
     "gain": "dB above the best guess of someone who saw no update",
     "≥3 dB": "trials that gain so much, and over another update, with the exact interval of that "
-    "chance",
+    "chance, of this attack alone (an answer's is wider: it allows for the choice of the best)",
     "other": "PSNR of the same attack on another update",
     **{heading: metric.meaning for metric, heading in _METRICS},
     "certified": "images of which the attacker knows, without any truth, that they are right, of "
