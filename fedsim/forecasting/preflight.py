@@ -16,6 +16,7 @@ from fedsim.contracts.stack import Stack
 from fedsim.forecasting.forecast import Forecast, forecast
 from fedsim.forecasting.plan import Plan, StandIns, synthetic
 from fedsim.forecasting.sources import plans_of_run, plans_of_scenario
+from fedsim.privacy.numerics import work
 from fedsim.scenario.build import announced, build_stack, plugin_class
 from fedsim.scenario.model import PluginRef
 from fedsim.types import Algorithm, FedsimError, Mode, ModelSpec
@@ -115,8 +116,17 @@ def preflight_file(origin: str | Path, overrides: Sequence[str] = ()) -> list[Fo
             raise FedsimError(
                 "--set: a run has its settings; name the scenario file to change them"
             )
-        return [forecast(plan) for plan in plans_of_run(path)]
-    return [forecast(plan) for plan in plans_of_scenario(path, overrides)]
+        return _forecasts(plans_of_run(path))
+    return _forecasts(plans_of_scenario(path, overrides))
+
+
+def _forecasts(plans: Sequence[Plan]) -> list[Forecast]:
+    """Forecasts each plan, and tells who listens to the work how far it is."""
+    forecasts = []
+    for number, plan in enumerate(plans):
+        with work.part(number, len(plans)):
+            forecasts.append(forecast(plan))
+    return forecasts
 
 
 def _stack(defenses: Sequence[Mapping[str, Any] | str]) -> tuple[list[PluginRef], Stack]:
