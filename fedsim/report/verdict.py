@@ -73,7 +73,7 @@ class Verdict:
     def headline(self) -> str:
         """Names the level in two or three words."""
         if not self.strongest.ended:
-            return "Not judged yet"
+            return "Not shown"
         if self.level == "unseen" and self.leaking and self.leaking.count:
             return f"Gain {in_trials(self.leaking.count, self.leaking.n)}"
         if self.recognizable:
