@@ -246,11 +246,11 @@ TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
 
 
 def terms_of(
-    rows: Sequence[LeaderboardRow], *, invalid: bool = False, awaited: bool = False
+    rows: Sequence[LeaderboardRow], *, invalid: bool = False, unscored: bool = False
 ) -> list[Term]:
     """Returns the terms that a page about `rows` uses, in the order of the table.
 
-    `invalid` says that a comparison has no answer, `awaited` that the rows are still to come.
+    `invalid` says that a comparison has no answer, `unscored` that truths are with the clients.
     """
 
     def measured(*names: str) -> bool:
@@ -264,7 +264,7 @@ def terms_of(
         "masked": any(row.masked for row in rows),
         "other": any(row.other_update for row in rows),
         "invalid": invalid,
-        "unscored": awaited,
+        "unscored": unscored,
         "matching": any(row.subject == "images" for row in rows),
         "labels": measured("label_accuracy"),
         "features": measured("feature_cosine", "subspace_error"),
