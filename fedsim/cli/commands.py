@@ -358,7 +358,7 @@ def dossier(
 ) -> None:
     """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
 
-    DIR is the folder of a finished run, or of a sweep.
+    DIR is the folder of a run, or of a sweep; of a run that has not ended, the pages say so.
     """
     with exits():
         from fedsim.report import load_runs
