@@ -125,7 +125,7 @@ class Live:
 _SILENCE = 30.0
 """Seconds between two lines about a stage in a file."""
 _PATIENCE, _EVERY = 1.0, 5.0
-"""Seconds of silence before a line about an accountant's work, and between two of them."""
+"""Seconds of silence before a line about work that is told, and between two of them."""
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def display(quiet: bool) -> Iterator[Display]:
 
 @contextmanager
 def report_work(title: str, of: str = "a curve") -> Iterator[None]:
-    """Prints an accountant's progress on standard error, if it takes more than a second.
+    """Prints an accountant's or a forecast's progress on standard error, after a second.
 
     `of` names the whole that a share is of.
     """

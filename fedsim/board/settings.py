@@ -11,6 +11,7 @@ from typing import Any
 from fedsim.board.compact import SENTENCE, bound_text, exact, shortened
 from fedsim.report.answers import answers, runs_of
 from fedsim.report.control import describe_comparison, positive_controls, warnings
+from fedsim.report.facts import awaited
 from fedsim.report.figures import describe_variant, format_claim
 from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
@@ -68,12 +69,14 @@ class Settings:
         rows = self._rows.get(key, [])
         runs = self._runs_of(rows) + self._unattacked.get(key, [])
         name = f"{scenario} ({variant})" if variant else scenario
+        waiting = awaited(runs)
         return {
             "title": shortened(", ".join(filter(None, (name, dataset, model)))),
             "folders": [shortened(str(run.folder)) for run in runs],
             "attacked": any(
                 run.rows or run.unscored or (run.plan and run.plan.attack_runs) for run in runs
             ),
+            "mark": waiting.mark if waiting else "",
             "claims": _claims(rows, runs),
         }
 

@@ -358,7 +358,7 @@ def dossier(
 ) -> None:
     """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
 
-    DIR is the folder of a finished run, or of a sweep.
+    DIR is the folder of a run, or of a sweep; of a run that has not ended, the pages say so.
     """
     with exits():
         from fedsim.report import load_runs
@@ -461,10 +461,12 @@ def preflight(
     with exits():
         from fedsim.forecasting.preflight import preflight_file
         from fedsim.forecasting.table import render
+        from fedsim.privacy.numerics import work
+        from fedsim.progress import report_work
         from fedsim.system.threads import fixed
 
-        with fixed(1):
-            forecasts = preflight_file(origin, settings or [])
+        with fixed(1), report_work("preflight", "the forecasts"):
+            forecasts = preflight_file(origin, settings or [], tell=work.tell)
         rows = [forecast.as_row() for forecast in forecasts]
         typer.echo(json.dumps(rows, indent=2) if as_json else render(forecasts), nl=as_json)
 

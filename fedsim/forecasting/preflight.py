@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -103,8 +103,18 @@ def preflight(
     return forecast(plan)
 
 
-def preflight_file(origin: str | Path, overrides: Sequence[str] = ()) -> list[Forecast]:
+def preflight_file(
+    origin: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Forecast]:
     """Forecasts every stack and batch size of a scenario file, or of the folder of a run.
+
+    Args:
+        origin: Either of them.
+        overrides: Settings of the scenario, `key=value`.
+        tell: Is told before each forecast how many are done, and of how many.
 
     Raises:
         FedsimError: it is neither, it is refused, or it trains no network on images.
@@ -115,8 +125,16 @@ def preflight_file(origin: str | Path, overrides: Sequence[str] = ()) -> list[Fo
             raise FedsimError(
                 "--set: a run has its settings; name the scenario file to change them"
             )
-        return [forecast(plan) for plan in plans_of_run(path)]
-    return [forecast(plan) for plan in plans_of_scenario(path, overrides)]
+        return _forecasts(plans_of_run(path), tell)
+    return _forecasts(plans_of_scenario(path, overrides), tell)
+
+
+def _forecasts(plans: Sequence[Plan], tell: Callable[[int, int], None]) -> list[Forecast]:
+    forecasts = []
+    for number, plan in enumerate(plans):
+        tell(number, len(plans))
+        forecasts.append(forecast(plan))
+    return forecasts
 
 
 def _stack(defenses: Sequence[Mapping[str, Any] | str]) -> tuple[list[PluginRef], Stack]:

@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from fedsim.forecasting.forecast import Forecast, worded
 
 _WIDTH = 80
+_NO_PROOF = (
+    "A no is a forecast of attacks that match gradients and no proof of safety: only an ε is a "
+    "guarantee."
+)
 _NO_IMAGES = "of an attack that recovers features or labels and no image, none is told"
 
 
@@ -21,6 +25,8 @@ def render(forecasts: Sequence[Forecast], width: int = _WIDTH) -> str:
             f"{_cut(each.stack, 16):16} {each.batch_size:>3} {each.num_images:>6}  "
             f"{each.attackable:10} {gain:>18}  {each.first_attack}"
         )
+    if any(each.attackable == "no" for each in forecasts):
+        lines += ["", *textwrap.wrap(_NO_PROOF, width)]
     lines += ["", f"{worst.stack}, B = {worst.batch_size}:", ""]
     names = max(len(each.name) for each in worst.indicators)
     values = max(len(each.value) for each in worst.indicators)

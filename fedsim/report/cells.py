@@ -47,22 +47,22 @@ def columns(rows: Sequence[LeaderboardRow], seconds: Mapping[str, float]) -> lis
         ("Rows" if of_rows else "Batch", "batch", lambda row: (str(row.batch_size), "")),
         ("Round", "", lambda row: (str(row.round), "") if several_rounds else _NONE),
         ("Trials ok", "n", lambda row: (f"{row.n_ok}/{row.n}", "")),
-        ("Gain, dB", "gain", lambda row: _signed(row.gain)),
+        ("Gain, dB", "gain", _recovered(lambda row: _signed(row.gain))),
         ("Accuracy", "accuracy", _accuracy),
         ("Chance", "chance", lambda row: (format_percent(_chance(row)), "")),
         ("ε (δ, unit, neighbours)", "epsilon", _claim),
         ("s a round", "", lambda row: (format_number(seconds.get(row.defense), 2), "")),
-        ("PSNR, dB", "psnr", lambda row: _summary(row.metrics["psnr"])),
-        ("3 dB or more", "recognizable", lambda row: (str(row.leaking or "–"), "")),
-        ("Median", "psnr", lambda row: _median(row.metrics["psnr"])),
-        ("Worst", "psnr", lambda row: (format_number(row.worst["psnr"], 1), "")),
+        ("PSNR, dB", "psnr", _recovered(lambda row: _summary(row.metrics["psnr"]))),
+        ("3 dB or more", "recognizable", _recovered(lambda row: (str(row.leaking or "–"), ""))),
+        ("Median", "psnr", _recovered(lambda row: _median(row.metrics["psnr"]))),
+        ("Worst", "psnr", _recovered(lambda row: (format_number(row.worst["psnr"], 1), ""))),
         ("Guess", "guess", lambda row: (format_number(row.baseline["psnr"], 1), "")),
-        ("Other", "other", _other),
+        ("Other", "other", _recovered(_other)),
     ]
     for metric in METRICS.values():
         if metric.heading and metric.name != "psnr":
             heading = metric.heading[0].upper() + metric.heading[1:]
-            table.append((heading, METRIC_TERMS[metric.name], _metric(metric)))
+            table.append((heading, METRIC_TERMS[metric.name], _recovered(_metric(metric))))
             table.append((f"{heading} at most", "epsilon", _limit(metric)))
     table += [
         ("Certified", "certified", _certified),
@@ -94,6 +94,11 @@ METRIC_TERMS: Mapping[str, str] = {
     "membership_auc": "membership",
     "membership_tpr": "membership",
 }
+
+
+def _recovered(cell: Callable[[LeaderboardRow], Cell]) -> Callable[[LeaderboardRow], Cell]:
+    """Returns `cell` with a dash where every trial failed: what it then has is the guess's."""
+    return lambda row: cell(row) if row.n_ok else _NONE
 
 
 def _count(images: int | None) -> Cell:

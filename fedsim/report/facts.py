@@ -22,7 +22,7 @@ def sentence(runs: Sequence[Run], rows: Sequence[ResultRow]) -> str:
     """Words in one sentence what was run."""
     late = unfinished(runs)
     if waiting := awaited(runs):
-        return f"{waiting}."
+        return f"{waiting.reason}."
     if not rows and late:
         return "; ".join(late) + "."
     if not rows:
@@ -121,20 +121,30 @@ def undeclared(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(str(text) for key, text in items if key.startswith("effect.")))
 
 
-def awaited(runs: Sequence[Run]) -> str | None:
-    """Words that none of the runs' attacks is scored yet; None if some are, or if none ever will
-    be."""
+@dataclass(frozen=True)
+class Awaited:
+    """Says why none of the runs' attacks is scored yet."""
+
+    mark: str
+    """`UNSCORED` if truths are with the clients, else `UNFINISHED`."""
+    reason: str
+
+
+def awaited(runs: Sequence[Run]) -> Awaited | None:
+    """Returns why no attack is scored yet; None if some are, or if none ever will be."""
     waiting = [run for run in runs if run.unscored]
     if any(run.rows for run in runs):
         return None
     if not waiting:
         begun = [run for run in runs if not run.ended and run.plan and run.plan.attack_runs]
-        return f"no attack is scored yet: {'; '.join(map(_extent, begun))}" if begun else None
+        reason = f"no attack is scored yet: {'; '.join(map(_extent, begun))}"
+        return Awaited("UNFINISHED", reason) if begun else None
     count = number_of(sum(run.unscored for run in waiting), "attack run")
     commands = " and ".join(map(_collect, waiting))
-    return (
+    return Awaited(
+        "UNSCORED",
         "no attack is scored yet, since what the clients really used (the truth) is still with "
-        f"their nodes: {count} will be made and scored once {commands} has joined it to this run"
+        f"their nodes: {count} will be made and scored once {commands} has joined it to this run",
     )
 
 
@@ -161,7 +171,9 @@ def _extent(run: Run) -> str:
     if plan := run.plan:
         parts = [f"{run.attack_runs} of {number_of(plan.attack_runs, 'attack run')}"]
         if plan.lines:
-            parts[0] += f" ({len(run.lines)} of {number_of(plan.lines, 'line')} of the leaderboard)"
+            parts[0] += (
+                f" ({len(run.lines)} of {number_of(plan.lines, 'line')} of the leaderboard begun)"
+            )
         if plan.rounds:
             parts.append(f"{run.rounds_trained} of {number_of(plan.rounds, 'round')} of training")
         has = " and ".join(parts)

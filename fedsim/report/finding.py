@@ -8,19 +8,16 @@ from typing import Literal
 from fedsim.report.figures import format_signed
 from fedsim.report.level import (
     Level,
+    is_alike_on_average,
     leaks_labels,
     level_of,
     may_leak_labels,
     may_tell_members,
+    shows_pictures,
     tells_members,
 )
-from fedsim.report.row import (
-    RECOGNIZABLE_PSNR,
-    RECOGNIZABLE_SSIM,
-    REQUIRED_GAIN,
-    LeaderboardRow,
-)
-from fedsim.report.sentences import label_sentence, membership_sentence
+from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.sentences import label_sentence, membership_sentence, recognizable_times
 from fedsim.report.verdict import Verdict
 from fedsim.words import in_trials, number_of
 
@@ -67,8 +64,7 @@ _OF_LEVEL: Mapping[Level, Finding] = {
 
 def finding_of(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> Finding:
     """Returns the worst that the attacks of `rows`, on one defense, achieved."""
-    # A trial that no attack gains by chance shows what the attack can do, whatever the mean.
-    if any(row.exposed or _is_recognizable(row, rows) for row in rows):
+    if any(shows_pictures(row, rows) for row in rows):
         return "recognizable"
     if verdict.level in ("unseen", "unknown") and _at_times(verdict, rows):
         return "some trials"
@@ -80,24 +76,6 @@ def _at_times(verdict: Verdict, rows: Sequence[LeaderboardRow]) -> bool:
     if verdict.leaking and verdict.leaking.count:
         return True
     return any(may_leak_labels(row) or may_tell_members(row) for row in rows)
-
-
-def _is_recognizable(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
-    """Whether a leak is recognizable, on average or in one of its trials."""
-    level = level_of(row, rows)
-    return _is_alike(row) if level == "leak" else level == "partial" and row.recognizable > 0
-
-
-def _is_alike(row: LeaderboardRow) -> bool:
-    return row.recognizable > 0 or _on_average(row)
-
-
-def _on_average(row: LeaderboardRow) -> bool:
-    """Whether the mean likeness is that of recognizable pictures; of rows there is no SSIM."""
-    likeness, pixels = row.metrics["ssim"], row.metrics["psnr"]
-    if likeness is not None:
-        return likeness.mean >= RECOGNIZABLE_SSIM
-    return pixels is not None and pixels.mean >= RECOGNIZABLE_PSNR
 
 
 def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) -> str:
@@ -112,7 +90,7 @@ def gets_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Finding) 
     coarse = "colors" if row.subject == "images" else "coarse values"
     gets = _GETS[finding].format(subject=subject, coarse=coarse, times=_times(verdict))
     if _is_seldom(rows, finding):
-        gets += f" {_recognizable_times(rows)}"
+        gets += f" {recognizable_times(rows)}"
     if finding == "nothing" and not _is_bounded(verdict):
         gets = "nothing certain beyond the guess"
     if finding in LEAKS:
@@ -129,24 +107,6 @@ def _times(verdict: Verdict) -> str:
     return in_trials(leaking.count, leaking.n) if leaking and leaking.count else "on average"
 
 
-def _recognizable_times(rows: Sequence[LeaderboardRow]) -> str:
-    """Words in how many trials pictures are recognizable, of the attack with most such trials.
-
-    How many trials expose a picture by its gain alone is not counted: it is one at least.
-    """
-    best = max(
-        (row for row in rows if row.exposed or _is_recognizable(row, rows)),
-        key=lambda row: row.recognizable / row.n,
-    )
-    leaking = best.leaking.count if best.leaking else 0
-    if best.recognizable and not (best.exposed and best.recognizable < leaking):
-        return in_trials(best.recognizable, best.n)
-    count = max(1, best.recognizable)
-    if best.n == 1:
-        return in_trials(count, best.n)
-    return f"in at least {count} of {number_of(best.n, 'trial')}"
-
-
 def _is_bounded(verdict: Verdict) -> bool:
     """Whether the interval of the gain excludes a leak."""
     gain = verdict.gain
@@ -155,7 +115,7 @@ def _is_bounded(verdict: Verdict) -> bool:
 
 def _is_seldom(rows: Sequence[LeaderboardRow], finding: Finding) -> bool:
     """Whether pictures are recognizable in some trials only, and not on average."""
-    usual = (level_of(row, rows) == "leak" and _on_average(row) for row in rows)
+    usual = (level_of(row, rows) == "leak" and is_alike_on_average(row) for row in rows)
     every = (row.own_gain and row.exposed and level_of(row, rows) == "leak" for row in rows)
     return finding == "recognizable" and not any(usual) and not any(every)
 

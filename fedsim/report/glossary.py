@@ -102,9 +102,11 @@ _TABLE = (
     Term(
         key="interval",
         name="interval",
-        meaning="Where the mean over many more trials would lie at the stated confidence. It is "
-        "Student’s, and allows for the choice of the best of several attacks (Bonferroni). Of "
-        f"fewer than {number_of(LEAST, 'trial')} there is none.",
+        meaning="Where the mean over many more trials would lie at the stated confidence "
+        "(Student’s), or the chance of a trial (Clopper and Pearson’s). In the table it is of each "
+        "attack alone. In answers and verdicts it is wider, for it allows for the choice of the "
+        f"best of several attacks (Bonferroni). Of fewer than {number_of(LEAST, 'trial')} a mean "
+        "has none.",
     ),
     Term(
         key="n",
@@ -244,11 +246,11 @@ TERMS: Mapping[str, Term] = {term.key: term for term in _TABLE}
 
 
 def terms_of(
-    rows: Sequence[LeaderboardRow], *, invalid: bool = False, awaited: bool = False
+    rows: Sequence[LeaderboardRow], *, invalid: bool = False, unscored: bool = False
 ) -> list[Term]:
     """Returns the terms that a page about `rows` uses, in the order of the table.
 
-    `invalid` says that a comparison has no answer, `awaited` that the rows are still to come.
+    `invalid` says that a comparison has no answer, `unscored` that truths are with the clients.
     """
 
     def measured(*names: str) -> bool:
@@ -262,7 +264,7 @@ def terms_of(
         "masked": any(row.masked for row in rows),
         "other": any(row.other_update for row in rows),
         "invalid": invalid,
-        "unscored": awaited,
+        "unscored": unscored,
         "matching": any(row.subject == "images" for row in rows),
         "labels": measured("label_accuracy"),
         "features": measured("feature_cosine", "subspace_error"),

@@ -104,13 +104,17 @@ def _mark_masked(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
 
 
 def _mark_strongest(lines: list[LeaderboardRow]) -> list[LeaderboardRow]:
-    """Marks the first line of each defense, if its attack works and is not blind."""
+    """Marks the first line of each defense, if its attack works and is not blind.
+
+    Nothing is known of that while its run has not ended.
+    """
     ranked: set[tuple[object, ...]] = set()
     marked = []
     for line in lines:
         key = (*line.comparison, line.defense)
         works = line.n_ok > 0 and not line.blind
-        marked.append(replace(line, strongest=key not in ranked and works))
+        compared = line.ended or line.no_control is None
+        marked.append(replace(line, strongest=key not in ranked and works and compared))
         ranked.add(key)
     return marked
 
@@ -280,7 +284,7 @@ def _no_control(rows: list[ResultRow]) -> str | None:
     if not ok or any(row.other_update for row in ok):
         return None
     if not all(row.ended for row in rows):
-        return "no control: the run has not ended"
+        return "not yet compared with another update"
     if len(rows) == 1:
         return "no control: one trial"
     return "no control: one trial worked" if len(ok) == 1 else "no control: no other images"

@@ -6,7 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from fedsim.report.control import REQUIRED_SPAN
-from fedsim.report.row import EXPOSED_GAIN, REQUIRED_GAIN, LeaderboardRow
+from fedsim.report.row import (
+    EXPOSED_GAIN,
+    RECOGNIZABLE_PSNR,
+    RECOGNIZABLE_SSIM,
+    REQUIRED_GAIN,
+    LeaderboardRow,
+)
 from fedsim.scoring import LEAST, Summary
 
 Level = Literal[
@@ -63,6 +69,32 @@ def level_of(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> Level:
     if certain >= REQUIRED_GAIN and (several or gain.compared == 1):
         return "leak"
     return "partial" if (certain > 0 and several) or row.exposed else "unseen"
+
+
+def shows_pictures(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether `row` leaks recognizable pictures, on average or in one of its trials.
+
+    A trial that no attack gains by chance shows what the attack can do, whatever the mean.
+    """
+    return row.exposed or _is_recognizable(row, rows)
+
+
+def _is_recognizable(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether a leak is recognizable, on average or in one of its trials."""
+    level = level_of(row, rows)
+    return _is_alike(row) if level == "leak" else level == "partial" and row.recognizable > 0
+
+
+def _is_alike(row: LeaderboardRow) -> bool:
+    return row.recognizable > 0 or is_alike_on_average(row)
+
+
+def is_alike_on_average(row: LeaderboardRow) -> bool:
+    """Whether the mean likeness is that of recognizable pictures; of rows there is no SSIM."""
+    likeness, pixels = row.metrics["ssim"], row.metrics["psnr"]
+    if likeness is not None:
+        return likeness.mean >= RECOGNIZABLE_SSIM
+    return pixels is not None and pixels.mean >= RECOGNIZABLE_PSNR
 
 
 def leaks_labels(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:

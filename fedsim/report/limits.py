@@ -17,6 +17,7 @@ from fedsim.report.row import Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
 from fedsim.results.reading import ReportError, Run, load_runs, measurements
 from fedsim.results.threat_model import ThreatModel
+from fedsim.words import number_of
 
 Cell = tuple[str, str, str, str, ThreatModel, int, int]
 """(member of a sweep, defense, attack, vantage, threat model, batch size, round)."""
@@ -112,7 +113,7 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         elif was and is_ and is_.mean > _upper(old[cell]):
             lines.append(
                 f"{_named(new[cell])}: gain {is_.mean:+.1f} dB, before {was.mean:+.1f} "
-                f"(up to {_upper(old[cell]):+.1f})"
+                f"({_reach(old[cell])})"
             )
     was_proven, proven = _claims(runs, swept), _claims(later, swept)
     for (member, name), earlier in was_proven.items():
@@ -153,14 +154,24 @@ def _upper(row: LeaderboardRow) -> float:
     return gain.max if gain.high is None else gain.high
 
 
+def _reach(row: LeaderboardRow) -> str:
+    """Words `_upper`: the end of the interval, or the trials where there is none."""
+    gain = row.own_gain
+    assert gain is not None
+    if gain.high is not None:
+        return f"up to {gain.high:+.1f}"
+    trials = number_of(gain.n, "trial" if row.n == row.independent else "independent trial")
+    best = f", the best {gain.max:+.1f}" if gain.n > 1 else ""
+    return f"{'one' + trials[1:] if gain.n == 1 else trials}, no interval{best}"
+
+
 def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) -> list[str]:
     lines, best = [], row.worst.get("psnr")
     if max_psnr is not None and best is not None and best > max_psnr:
         lines.append(f"{_named(row)}: an image has {best:.1f} dB, above {max_psnr:g}")
     if max_gain is not None and row.own_gain and _upper(row) > max_gain:
         lines.append(
-            f"{_named(row)}: gains {row.own_gain.mean:+.1f} dB (up to {_upper(row):+.1f}), above "
-            f"{max_gain:g}"
+            f"{_named(row)}: gains {row.own_gain.mean:+.1f} dB ({_reach(row)}), above {max_gain:g}"
         )
     return lines
 

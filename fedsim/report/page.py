@@ -84,7 +84,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "title": ", ".join(_names(runs, results)) or "no results",
         "summary": facts.UNATTACKED if unattacked else facts.sentence(runs, results),
         "utility": utility(runs) if unattacked or awaited else [],
-        "awaited": awaited is not None,
+        "awaited": awaited.mark if awaited else "",
         "late": late,
         "again": facts.again(runs),
         "covered": list(dict.fromkeys(row.privacy_covers for row in rows if row.privacy_covers)),
@@ -94,7 +94,9 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "question": next((t for run in runs if (t := run.setting("description"))), _QUESTION),
         "sections": sections,
         "defenses": list(dict.fromkeys(row.defense for row in rows)),
-        "terms": terms_of(rows, invalid=bool(invalid), awaited=awaited is not None),
+        "terms": terms_of(
+            rows, invalid=bool(invalid), unscored=bool(awaited and awaited.mark == "UNSCORED")
+        ),
         "show_intervals": any(
             summary and summary.low is not None
             for row in rows

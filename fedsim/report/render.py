@@ -18,6 +18,7 @@ from fedsim.report.control import (
     positive_controls,
     warnings,
 )
+from fedsim.report.facts import Awaited
 from fedsim.report.row import LeaderboardRow
 from fedsim.report.table import terminal_table
 from fedsim.scoring import COMPARABLE, Summary
@@ -31,7 +32,7 @@ def render(
     *,
     width: int = 100,
     color: bool = False,
-    awaited: str | None = None,
+    awaited: Awaited | None = None,
     unfinished: Sequence[str] = (),
 ) -> str:
     """Returns the leaderboard `rows` as text.
@@ -41,7 +42,7 @@ def render(
         format: of the text.
         width: of a table, in characters.
         color: whether a table has ANSI codes.
-        awaited: what no row is there yet for; None if there will be none.
+        awaited: why no row is there yet; None if there are some, or never will be.
         unfinished: of JSON, a line for each run that has not ended, or is not scored to its end.
     """
     if format == "json":
@@ -49,16 +50,18 @@ def render(
     if format == "csv":
         return _csv(rows, awaited)
     if awaited:
-        return "UNSCORED: no attack is scored yet\n"
+        return f"{awaited.mark}: no attack is scored yet\n"
     return terminal_table(rows, width, color)
 
 
-def _reasons(rows: Sequence[LeaderboardRow], awaited: str | None) -> list[str]:
+def _reasons(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> list[str]:
     """Returns why nothing follows from the rows; of a run that waits, what it waits for."""
-    return [awaited] if awaited else invalid_reasons(rows)
+    return [awaited.reason] if awaited else invalid_reasons(rows)
 
 
-def _json(rows: Sequence[LeaderboardRow], awaited: str | None, unfinished: Sequence[str]) -> str:
+def _json(
+    rows: Sequence[LeaderboardRow], awaited: Awaited | None, unfinished: Sequence[str]
+) -> str:
     reasons, invalid = _reasons(rows, awaited), invalid_comparisons(rows)
     document = {
         "valid": not reasons,
@@ -110,7 +113,7 @@ def _validity(row: LeaderboardRow, invalid: Mapping[Any, str]) -> dict[str, Any]
     }
 
 
-def _csv(rows: Sequence[LeaderboardRow], awaited: str | None) -> str:
+def _csv(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> str:
     invalid = invalid_comparisons(rows)
     text = io.StringIO()
     records = [{**_validity(row, invalid), **_flat(row)} for row in rows]

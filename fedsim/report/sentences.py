@@ -17,6 +17,7 @@ from fedsim.report.level import (
     Level,
     labels_fit_any_update,
     members_fit_any_release,
+    shows_pictures,
 )
 from fedsim.report.row import REQUIRED_GAIN, LeaderboardRow
 from fedsim.scoring import LEAST, Share, Summary
@@ -47,8 +48,13 @@ def membership_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     return text
 
 
-def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -> str:
-    """Words in how many trials the attack of `row` gained something, where the mean hides it."""
+def success_sentence(
+    row: LeaderboardRow, leaking: Share | None, level: Level, compared: int
+) -> str:
+    """Words in how many trials the attack of `row` gained something, where the mean hides it.
+
+    The interval of `leaking` allows for the choice among the attacks `compared`.
+    """
     if leaking is None or level not in ("unseen", "partial", "labels", "membership"):
         return ""
     over = "guessing and over another update" if row.over_other else "guessing"
@@ -56,8 +62,24 @@ def success_sentence(row: LeaderboardRow, leaking: Share | None, level: Level) -
     return (
         f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
         f"{leaking.confidence:.0%} interval of that chance {100 * leaking.low:.0f} to "
-        f"{leaking.high:.0%}."
+        f"{leaking.high:.0%}{_allowing(compared)}."
     )
+
+
+def recognizable_times(rows: Sequence[LeaderboardRow]) -> str:
+    """Words in how many trials pictures are recognizable, of the attack with most such trials.
+
+    How many trials expose a picture by its gain alone is not counted: it is one at least.
+    """
+    shown = [row for row in rows if shows_pictures(row, rows)]
+    best = max(shown, key=lambda row: row.recognizable / row.n)
+    leaking = best.leaking.count if best.leaking else 0
+    if best.recognizable and not (best.exposed and best.recognizable < leaking):
+        return in_trials(best.recognizable, best.n)
+    count = max(1, best.recognizable)
+    if best.n == 1:
+        return in_trials(count, best.n)
+    return f"in at least {count} of {number_of(best.n, 'trial')}"
 
 
 def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> str:
@@ -133,8 +155,11 @@ def _gain(gain: Summary, signed: bool = False) -> str:
     if gain.low is None or gain.high is None:
         return f"{number(gain.mean)} dB"
     interval = f"{gain.confidence:.0%} interval {number(gain.low)} to {number(gain.high)}"
-    allowed = f", allowing for the best of {gain.compared}" if gain.compared > 1 else ""
-    return f"{number(gain.mean)} dB ({interval}{allowed})"
+    return f"{number(gain.mean)} dB ({interval}{_allowing(gain.compared)})"
+
+
+def _allowing(compared: int) -> str:
+    return f", allowing for the best of {compared}" if compared > 1 else ""
 
 
 def certificate_sentence(rows: Sequence[LeaderboardRow]) -> str | None:

@@ -54,12 +54,19 @@ class _Column:
     """A narrower cell; only columns with one are in every table, however narrow."""
     short_heading: str = ""
     """Heading of the narrower cells, if it is another."""
+    of_attack: bool = False
+    """Whether it says what an attack recovered: a dash where every trial failed."""
+
+    def text(self, row: LeaderboardRow, *, short: bool = False) -> str:
+        """Returns the cell of `row`."""
+        if self.of_attack and not row.n_ok:
+            return "–"
+        return (self.short if short and self.short else self.cell)(row)
 
     def laid_out(self, rows: Sequence[LeaderboardRow], *, short: bool) -> list[str]:
         """Returns a heading, then a cell for each row."""
-        cell = self.short if short and self.short else self.cell
         heading = (short and self.short_heading) or self.heading
-        return [heading, *(cell(row) for row in rows)]
+        return [heading, *(self.text(row, short=short) for row in rows)]
 
 
 def _metric_column(metric: Metric, heading: str) -> _Column:
@@ -70,7 +77,8 @@ def _metric_column(metric: Metric, heading: str) -> _Column:
         summary = row.metrics[metric.name]
         return format_number(summary.mean if summary else None, metric.digits)
 
-    return _Column(heading=heading, cell=cell, short=mean if metric.narrow == "kept" else None)
+    short = mean if metric.narrow == "kept" else None
+    return _Column(heading=heading, cell=cell, short=short, of_attack=True)
 
 
 _METRICS = [(metric, metric.heading) for metric in METRICS.values() if metric.heading]
@@ -80,21 +88,25 @@ _PSNR, *_OTHERS = [_metric_column(metric, heading) for metric, heading in _METRI
 _COLUMNS: list[_Column] = [
     _Column(heading="images", cell=lambda row: "–" if row.images is None else str(row.images)),
     _PSNR,
-    _Column(heading="max", cell=lambda row: format_number(row.worst["psnr"], 1)),
+    _Column(heading="max", cell=lambda row: format_number(row.worst["psnr"], 1), of_attack=True),
     _Column(
-        heading="gain", cell=lambda row: _signed(row.gain), short=lambda row: _signed(row.gain)
+        heading="gain",
+        cell=lambda row: _signed(row.gain),
+        short=lambda row: _signed(row.gain),
+        of_attack=True,
     ),
-    _Column(heading="≥3 dB", cell=lambda row: _share(row.leaking)),
+    _Column(heading="≥3 dB", cell=lambda row: _share(row.leaking), of_attack=True),
     _Column(
         heading="other",
         cell=lambda row: "–" if row.other_update is None else f"{row.other_update.mean:.1f}",
+        of_attack=True,
     ),
     *_OTHERS,
     _Column(heading="certified", cell=lambda row: _certified(row)),
     _Column(heading="AUC ≤", cell=lambda row: format_number(row.limit("membership_auc"), 2)),
     _Column(
         heading="no control",
-        cell=lambda row: (row.no_control or "–").removeprefix("no control: "),
+        cell=lambda row: _no_control(row),
     ),
     _Column(
         heading="acc",
@@ -128,7 +140,7 @@ _LEGEND: dict[str, str] = {
     "max": "the worst trial or image",
     "gain": "dB above the best guess of someone who saw no update",
     "≥3 dB": "trials that gain so much, and over another update, with the exact interval of that "
-    "chance",
+    "chance, of this attack alone (an answer's is wider: it allows for the choice of the best)",
     "other": "PSNR of the same attack on another update",
     **{heading: metric.meaning for metric, heading in _METRICS},
     "certified": "images of which the attacker knows, without any truth, that they are right, of "
@@ -162,6 +174,8 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
             "masked: on a client's part of a secure sum, as if it were an update; aggregate: on "
             "the sum"
         )
+    if any(not row.n_ok for row in rows):
+        sentences.append("–: where all trials failed, their figures are the guess's")
     meanings = _LEGEND if of_images else _LEGEND | _LEGEND_OF_ROWS
     explained = {_CLAIM if heading == _EPSILON else heading for heading in shown}
     sentences += [
@@ -325,7 +339,7 @@ def _fitting(rows: Sequence[LeaderboardRow], width: int) -> list[list[str]]:
 
 def _filled(rows: Sequence[LeaderboardRow]) -> list[_Column]:
     """Returns the columns that have a value in some row."""
-    return [column for column in _COLUMNS if any(column.cell(row) != "–" for row in rows)]
+    return [column for column in _COLUMNS if any(column.text(row) != "–" for row in rows)]
 
 
 def _claims(rows: Sequence[LeaderboardRow]) -> str:
@@ -382,6 +396,12 @@ def _share(share: Share | None) -> str:
     if share is None:
         return "–"
     return f"{share.count}/{share.n} ({100 * share.low:.0f}–{100 * share.high:.0f})"
+
+
+def _no_control(row: LeaderboardRow) -> str:
+    """Words in short why there is no other update: `one trial`, or `not yet`."""
+    reason = row.no_control or "–"
+    return reason.removeprefix("no control: ").removesuffix(" compared with another update")
 
 
 def _certified(row: LeaderboardRow) -> str:

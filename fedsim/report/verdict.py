@@ -12,6 +12,7 @@ from fedsim.report.level import (
     compared,
     leaks_labels,
     level_of,
+    shows_pictures,
     tells_members,
 )
 from fedsim.report.row import LeaderboardRow
@@ -21,6 +22,7 @@ from fedsim.report.sentences import (
     label_sentence,
     main_sentence,
     membership_sentence,
+    recognizable_times,
     success_sentence,
 )
 from fedsim.scoring import Share, Summary
@@ -53,6 +55,9 @@ class Verdict:
     update. None if only features or labels were attacked."""
     leaking: Share | None
     """Share of trials that gained `REQUIRED_GAIN` or more from this update."""
+    recognizable: str
+    """In how many trials pictures are recognizable, in words, where some leak that do not leak on
+    average; else empty."""
     level: Level
     sentence: str
     labels: str | None
@@ -68,9 +73,12 @@ class Verdict:
     def headline(self) -> str:
         """Names the level in two or three words."""
         if not self.strongest.ended:
-            return "Not judged yet"
+            return "Not shown"
         if self.level == "unseen" and self.leaking and self.leaking.count:
             return f"Gain {in_trials(self.leaking.count, self.leaking.n)}"
+        if self.recognizable:
+            subject = "pictures" if self.strongest.subject == "images" else "rows"
+            return f"Recognizable {subject} {self.recognizable}"
         return HEADLINES[self.level].format(Subject=self.strongest.subject.capitalize())
 
 
@@ -119,13 +127,17 @@ def _verdict(rows: Sequence[LeaderboardRow], control: Control) -> Verdict:
         key=lambda row: row.leaking.count / row.leaking.n if row.leaking else 0.0,
         default=strongest,
     )
-    leaking = leakiest.leaking and leakiest.leaking.best_of(compared(rows, lambda r: r.gain))
+    attacks = compared(rows, lambda r: r.gain)
+    leaking = leakiest.leaking and leakiest.leaking.best_of(attacks)
+    shown = level == "partial" and any(shows_pictures(row, rows) for row in rows)
     return Verdict(
         strongest=strongest,
         gain=gain,
         leaking=leaking,
+        recognizable=recognizable_times(rows) if shown else "",
         level=level,
-        sentence=main_sentence(strongest, level, gain) + success_sentence(leakiest, leaking, level),
+        sentence=main_sentence(strongest, level, gain)
+        + success_sentence(leakiest, leaking, level, attacks),
         labels=label_sentence(rows),
         membership=membership_sentence(rows),
         certificates=certificate_sentence(rows),

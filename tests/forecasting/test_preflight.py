@@ -301,6 +301,8 @@ def test_a_scenario_has_a_line_for_each_stack_and_batch_size(plan: Path) -> None
     text = render(forecasts)
     assert all(len(line) <= 80 for line in text.splitlines())
     assert forecasts[0].verdict.split(";")[0] in text.replace("\n", " ")
+    assert "A no is a forecast" in text and "no proof" in text
+    assert "A no is" not in render(forecasts[:2])
 
 
 def test_the_command_prints_a_table_or_json(plan: Path) -> None:
@@ -311,6 +313,15 @@ def test_the_command_prints_a_table_or_json(plan: Path) -> None:
     assert done.exit_code == 0 and len(others) == 3
     assert first["attackable"] == "yes" and math.isfinite(first["gain"])
     assert {each["name"] for each in first["indicators"]} >= {"labels", "local steps", "server"}
+
+
+def test_a_forecast_that_takes_long_says_how_far_it_is(
+    plan: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedsim.progress._PATIENCE", 0.0)
+    monkeypatch.setattr("fedsim.progress._EVERY", 0.0)
+    done = CliRunner().invoke(app, ["preflight", str(plan)])
+    assert "preflight: 75% of the forecasts\n" in done.stderr and "preflight:" not in done.stdout
 
 
 def test_a_run_is_forecast_at_weights_that_it_recorded(plan: Path, tmp_path: Path) -> None:

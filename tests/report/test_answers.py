@@ -67,6 +67,22 @@ def test_how_often_something_leaks_is_told_as_it_is_counted(
     assert "some trials" not in f"{answer.sentence} {answer.judgement.sentence}"
 
 
+def test_a_verdict_has_the_words_of_its_answer(tmp_path: Path) -> None:
+    """The mean is certainly above 0 and not above 3 dB; each trial is recognizable."""
+    best = trials([17.5, 18.8, 20.1], ssim=0.9)
+    others = trials([12.0, 12.1, 12.2], attack="idlg", ssim=0.1)
+    _, answer = answered(tmp_path, [*WORKS, *best, *others])
+    assert answer.gets == "gets recognizable pictures in all 3 trials"
+    verdict = answer.judgement
+    assert verdict.level == "partial"
+    assert verdict.headline == "Recognizable pictures in all 3 trials"
+    assert "(interval of that share 23 to 100%)" in answer.evidence
+    assert "23 to 100%, allowing for the best of 2." in verdict.sentence
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "3 of 3 (29 to 100%)" in page and "of each attack alone" in page
+    assert "Some leakage" not in page
+
+
 @pytest.mark.parametrize(("values", "finding"), [([20.0, 20.1, 20.2], "recognizable"),
                                                  ([19.7, 19.8, 19.9], "colors only")])  # fmt: skip
 def test_without_ssim_pixels_decide(values: list[float], finding: str, tmp_path: Path) -> None:

@@ -52,6 +52,15 @@ def test_the_upper_end_of_the_gain_counts(run_folder: Path) -> None:
     assert broken_limits([run_folder], max_gain=60.0) == []
 
 
+@pytest.mark.parametrize(
+    ("trials", "reach"), [(1, "one trial, no interval"), (2, "2 trials, no interval, the best +")]
+)
+def test_too_few_trials_have_no_upper_end(tmp_path: Path, trials: int, reach: str) -> None:
+    run = write_run(tmp_path, stacks=CHOSEN, trials=trials, batch_sizes=(1,))
+    (line, *_) = broken_limits([run], max_gain=1.0, defenses=["none"])
+    assert f" dB ({reach}" in line and "up to" not in line
+
+
 def test_what_is_not_proven_is_above_any_limit(run_folder: Path) -> None:
     broken = broken_limits([run_folder], max_epsilon=8.0)
     assert len(broken) == 1 and broken[0].startswith("pruning: ε is inf")

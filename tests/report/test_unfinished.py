@@ -23,7 +23,7 @@ from fedsim.results.plan import PLAN, Plan
 from fedsim.system.lock import is_locked, locked
 from fedsim.types import RunFailed
 
-FAR = "20 of 54 attack runs (7 of 18 lines of the leaderboard) and 9 of 9 rounds of training"
+FAR = "20 of 54 attack runs (7 of 18 lines of the leaderboard begun) and 9 of 9 rounds of training"
 GOES_ON = "nothing is at work in it: continue it with --resume"
 PLANNED: dict[str, Any] = {
     "scenario": "photos-demo",
@@ -88,11 +88,17 @@ def test_nothing_is_said_of_its_end(half: Path) -> None:
     assert len(document["rows"]) == 7
     assert document["unfinished"] == unfinished(load_runs([half]))
     assert not any("no control" in line for line in document["warnings"])
-    assert {row["no_control"] for row in document["rows"]} == {"no control: the run has not ended"}
+    uncompared = "not yet compared with another update"
+    assert {row["no_control"] for row in document["rows"]} == {uncompared}
     page = words_of(write_report(half).read_text(encoding="utf-8"))
-    assert "Not judged yet" in page and "INVALID" not in page
+    assert "Not shown" in page and "Not judged" not in page and "INVALID" not in page
+    assert not any(row["strongest"] for row in document["rows"])
+    assert "▸ " not in invoked("leaderboard", str(half)).stdout.partition("▸: ")[0]
     assert "Not tried here" not in page and "observe.trials" not in page
-    assert "Positive control passed so far" in page
+    assert "Positive control passed so far" in page and uncompared in page
+    dossier = words_of(html_of(dossier_of(load_runs([half]), half)))
+    assert "The attacks so far work without a defense" in dossier and uncompared in dossier
+    assert "no control" not in page + dossier
     runs = load_runs([half])
     reasons = {each.name: each.reason for each in untried(runs[0].rows, runs)}
     assert reasons["idlg"] == "the run has not come to it"
@@ -137,11 +143,12 @@ def test_a_record_does_not_make_up_for_rows_that_are_not_there(
 
 def test_a_run_without_a_row_yet_is_no_invalid_one(half: Path) -> None:
     (half / "results.jsonl").unlink()
-    far = "0 of 54 attack runs (0 of 18 lines of the leaderboard)"
+    far = "0 of 54 attack runs (0 of 18 lines of the leaderboard begun)"
     page = write_report(half).read_text(encoding="utf-8")
-    assert words_of(page).count(far) == 1 and "INVALID" not in page
+    assert words_of(page).count(far) == 1 and "INVALID" not in page and "UNSCORED" not in page
+    assert "<title>UNFINISHED: " in page
     table = invoked("leaderboard", str(half))
-    assert table.stdout == "UNSCORED: no attack is scored yet\n" and far in table.stderr
+    assert table.stdout == "UNFINISHED: no attack is scored yet\n" and far in table.stderr
     document = json.loads(invoked("leaderboard", str(half), "--format", "json").stdout)
     assert not document["valid"] and far in document["invalid_reasons"][0]
     damaged = half / PLAN
@@ -174,7 +181,7 @@ def test_variants_that_are_still_to_come_are_counted(
         with pytest.raises(RunFailed):
             fedsim.run(SWEPT, out=tmp_path / "out", workers=1)
     first, second = unfinished(load_runs([tmp_path / "out"]))
-    none = "0 of 4 attack runs (0 of 2 lines of the leaderboard)"
+    none = "0 of 4 attack runs (0 of 2 lines of the leaderboard begun)"
     assert f"{none} and 4 of 4 rounds" in first and f"{none} and 0 of 4 rounds" in second
     fedsim.run(SWEPT, out=tmp_path / "out", workers=1, resume=True)
     runs = load_runs([tmp_path / "out"])

@@ -31,6 +31,8 @@ from fedsim.report import (
     write_report,
 )
 from fedsim.report.answers import answers
+from fedsim.report.dossier.content import dossier_of
+from fedsim.report.dossier.html import html_of
 from fedsim.report.recovered import accused
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import accuracy, student_interval
@@ -307,6 +309,23 @@ def test_where_every_attack_failed_none_is_marked(tmp_path: Path) -> None:
     verdict = verdicts(rows, control)[1]
     assert (verdict.level, verdict.headline) == ("failed", "Attacks failed")
     assert "no protection measured" in verdict.sentence
+
+
+def test_where_every_trial_failed_no_figure_of_the_guess_is_shown(tmp_path: Path) -> None:
+    """Its guess has 77.0 dB, and by chance all labels."""
+    failed = line(None, defense="dp", stack=DP, guess=77.0)
+    failed["baseline"]["label_accuracy"] = 1.0
+    rows = board(tmp_path, [line(30.0, ssim=0.9, label_accuracy=1.0), failed])
+    assert rows[1].gain is not None and rows[1].metrics["label_accuracy"] is not None
+    text = render(rows, width=200)
+    (cells,) = [each for each in text.splitlines() if " 0/1 " in each]
+    assert "77.0" not in cells and "+0.0" not in cells and "0/1 (" not in cells
+    assert "100%" not in cells and "where all trials failed" in " ".join(text.split())
+    html = write_report(tmp_path).read_text(encoding="utf-8")
+    (cells,) = [each for each in html.split("<tr") if ">0/1<" in each]
+    assert "100%" not in cells and 'data-label="Gain, dB">–<' in cells
+    dossier = html_of(dossier_of(load_runs([tmp_path]), tmp_path))
+    assert "gain, dB: –" in dossier
 
 
 def evaluated(share: float, loss: float | None = 1.4, **case: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ const LABELS = {
     const setting = data.settings[value];
     const valid = data.views.some((view) => view.setting === Number(value) && isValid(view));
     const scored = data.views.some((view) => view.setting === Number(value));
-    const mark = scored ? (valid ? "" : `${markOf(Number(value))} · `) : setting.attacked ? "UNSCORED · " : "not attacked · ";
+    const mark = scored ? (valid ? "" : `${markOf(Number(value))} · `) : setting.mark ? `${setting.mark} · ` : setting.attacked ? "" : "not attacked · ";
     return mark + setting.title;
   },
   metric: (value) => metricNamed(value).heading,

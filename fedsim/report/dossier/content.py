@@ -129,7 +129,7 @@ def _limits(evidence: Evidence) -> tuple[Block, ...]:
         "The attacks read updates of training. The finished model, its answers, logs and "
         "backups were not attacked.",
         "The implementation of the defenses was measured in this program. A deployment of "
-        "another program has to be measured itevidence.",
+        "another program has to be measured itself.",
     )
     own = [*facts.client_failures(evidence.runs), *facts.notes(evidence.runs)]
     blocks: list[Block] = [Points(general)]

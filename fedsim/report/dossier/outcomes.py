@@ -128,6 +128,9 @@ def _table(evidence: Evidence, control: Control) -> Table:
 def _figures(line: LeaderboardRow) -> tuple[str, str, str, str, str]:
     """Returns what ranks the attack: name, value with interval, guess, another update, worst."""
     name = line.ranked_by
+    if not line.n_ok:  # its figures are the guess's
+        label = "gain, dB" if name == "psnr" else METRICS[name].heading or name
+        return f"{label}:", "–", format_number(line.baseline.get(name), 1), "–", "–"
     if name == "psnr":
         return (
             "gain, dB:",
