@@ -368,7 +368,7 @@ CASES: dict[str, Case] = {
         f"clipping, an image fewer believed, eight of ten classes lower by {gap:g}": Case(
             make=mixed(gap), sizes=(2, 3)
         )
-        for gap in (8, 16, 40)
+        for gap in (4, 6, 8, 16, 40)
     },
     "equal labels": Case(make=with_head(equal_labels)),
     "an image twice": Case(make=with_head(copied(0, label=True)), sizes=tuple(range(2, 10))),

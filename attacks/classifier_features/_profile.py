@@ -27,6 +27,8 @@ _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
 _VANISHED = 1e-13
 """Of an eigenvalue of D'D, over the largest: what is less is rounding, and explains nothing."""
+_APART = 1e-15
+"""Of the largest eigenvalue, how far those that are alike are moved apart."""
 _LARGEST = 50.0
 """Logarithm of a factor that a step may try: beyond, squares of error signals overflow."""
 NARROWED = 2
@@ -248,7 +250,7 @@ class Profile:
         known = errors
         if self._ridge:
             known = errors + _SHARED * errors.sum(1, keepdim=True)
-        energies, axes = torch.linalg.eigh(errors.transpose(1, 2) @ known)
+        energies, axes = _eigen(errors.transpose(1, 2) @ known)
         energies = torch.where(energies > _VANISHED * energies[:, -1:], energies, 0)
         ridged = energies + self._ridge
         inverse = torch.where(ridged > 0, 1 / ridged, 0)
@@ -263,3 +265,18 @@ class Profile:
         explained = errors.transpose(1, 2) @ fixed / count
         left = torch.cat([explained - self._observed[:, : fixed.shape[2]], -(outside @ rest)], 2)
         return _Parts(errors, slopes, torch.cat([fixed, free], 2), left, outside)
+
+
+def _eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes eigenvalues (S, K) and eigenvectors (S, K, K) of symmetric `matrices` (S, K, K).
+
+    Where LAPACK does not converge, eigenvalues that are alike are moved apart by what is rounding.
+    """
+    try:
+        energies, axes = torch.linalg.eigh(matrices)
+    except torch.linalg.LinAlgError:
+        largest = matrices.diagonal(dim1=1, dim2=2).amax(1)
+        apart = torch.linspace(0, _APART, matrices.shape[1], dtype=matrices.dtype)
+        moved = torch.diag_embed(largest[:, None] * apart)
+        energies, axes = torch.linalg.eigh(matrices + moved)
+    return energies, axes
