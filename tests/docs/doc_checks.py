@@ -444,7 +444,7 @@ def stages_replaced(place: Workplace) -> Any:
         check_recording(observation, place)
         raise typer.Exit
 
-    def forecast(origin: Path, overrides: list[str]) -> None:
+    def forecast(origin: Path, overrides: list[str], **_: Any) -> None:
         if origin.suffix == ".yaml":
             expand(open_document(origin, overrides))
         else:
