@@ -97,10 +97,11 @@ def reproduced(problem: Consistency, fit: Fits) -> bool:
 
 def overdetermined(problem: Consistency, fit: Fits) -> bool:
     """Says whether so many equations hold beyond the unknowns that it cannot be coincidence."""
-    return beyond_chance(problem.classifier, fit.points.shape[1], float(fit.losses[0]))
+    images, unknowns = problem.classifier.num_images, fit.points.shape[1]
+    return beyond_chance(problem.classifier, images, unknowns, float(fit.losses[0]))
 
 
-def beyond_chance(classifier: ClassifierGradient, unknowns: int, loss: float) -> bool:
+def beyond_chance(classifier: ClassifierGradient, columns: int, unknowns: int, loss: float) -> bool:
     """Says whether more equations hold than `unknowns` explain, or chance does, for any labels.
 
     Up to a share `loss` of the gradient, as they do. A class that hardly any image is taken for
@@ -108,12 +109,18 @@ def beyond_chance(classifier: ClassifierGradient, unknowns: int, loss: float) ->
     counts by how far its row's share of the gradient is above what is left; squared, as a mixture
     of images that are alike leaves less of it than wrong labels do. One row follows from the
     others, and of the rest the unknowns are taken to explain what counts most.
+
+    Args:
+        classifier: of the gradient (K, d + 1) that is explained.
+        columns: independent equations of each row.
+        unknowns: how many were fitted.
+        loss: share of the gradient that is left.
     """
     classes, images = len(classifier.weights), classifier.num_images
     left = max(math.sqrt(loss), classifier.rounding)
     rows = classifier.gradient.norm(dim=1).sort(descending=True)[0]
     rows = rows[1:] / rows.square().sum().sqrt()
-    each = (_WRONG * rows.square() / left).clamp_min(1.0).log().repeat_interleave(images)
+    each = (_WRONG * rows.square() / left).clamp_min(1.0).log().repeat_interleave(columns)
     return float(each[unknowns:].sum()) >= images * math.log(classes) + _NATS
 
 

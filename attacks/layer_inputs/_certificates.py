@@ -25,7 +25,7 @@ def certified(observation: Observation, answer: Reconstruction) -> Tensor:
     classifier = ClassifierGradient.of(observation)
     assert answer.determined is not None
     assert answer.features is not None
-    rows, columns = classifier.gradient.shape
+    columns = classifier.gradient.shape[1]
     whole = classifier.with_constant(answer.features.double())
     shares = torch.linalg.pinv(whole.T) @ classifier.gradient.T
     # Images that cancel each other leave of the gradient less than its entries were rounded by.
@@ -34,6 +34,6 @@ def certified(observation: Observation, answer: Reconstruction) -> Tensor:
         declared(classifier)
         and bool(answer.determined.all())
         and answer.loss <= (_ROUNDING * classifier.rounding * terms) ** 2
-        and beyond_chance(classifier, (rows - 1) * columns - classifier.factors, answer.loss)
+        and beyond_chance(classifier, columns, classifier.factors, answer.loss)
     )
     return torch.full_like(answer.determined, sure)
