@@ -66,6 +66,8 @@ WAYS: dict[str, tuple[int | None, float, list[dict[str, Any]]]] = {
     "3 steps": (3, 0.0, []),
     "5 steps": (5, 0.0, []),
 }
+"""What stands in the way: (local steps, noise over the update's rms, defenses). `clip` is to a
+tenth of the update's norm."""
 TABLE3: dict[str, list[dict[str, Any]]] = {
     **{
         f"std {std:g}": [{"name": "gaussian_noise", "std": std}] for std in (0.001, 0.01, 0.05, 0.1)
@@ -77,8 +79,6 @@ TABLE3: dict[str, list[dict[str, Any]]] = {
     **{f"norm {norm:g}": [{"name": "clip", "norm": norm}] for norm in (2.0, 4.0, 8.0)},
 }
 """The defenses of that table of Liu et al., in absolute units."""
-"""What stands in the way: (local steps, noise over the update's rms, defenses). `clip` is to a
-tenth of the update's norm."""
 LR, EXACT = 0.01, 0.999
 
 
