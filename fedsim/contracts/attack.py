@@ -155,7 +155,8 @@ class Solution:
     reconstruction: Reconstruction
     restart: int
     losses: tuple[float, ...]
-    """Own loss of every restart, in order; non-finite ones lose but keep their place."""
+    """Own loss of every restart, in order; NaN where its answer is not finite. Those that are not
+    finite lose but keep their place."""
     seconds: float
     iterations: int
     """Over all restarts."""
@@ -177,7 +178,8 @@ def solve(
     `progress` is called at most once per `every` seconds. Same arguments, same result.
 
     Raises:
-        AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss.
+        AttackFailed: the observation is empty or not finite, or no restart ended at a finite loss
+            and a finite answer.
     """
     _refuse_unusable(observation)
     memory.keep_freed()
@@ -206,10 +208,10 @@ def solve(
                     )
                 )
         found.append(attack.postprocess(state))
-    losses = tuple(result.loss for result in found)
+    losses = tuple(result.loss if _is_finite(result) else math.nan for result in found)
     best = min(range(restarts), key=lambda i: losses[i] if math.isfinite(losses[i]) else math.inf)
     if not math.isfinite(losses[best]):
-        raise AttackFailed(f"no restart ended at a finite loss (losses: {losses})")
+        raise AttackFailed(f"no restart ended at a finite loss and answer (losses: {losses})")
     return Solution(
         reconstruction=moved(found[best], device) if elsewhere else found[best],
         restart=best,
@@ -248,6 +250,12 @@ def _refuse_unusable(observation: Observation) -> None:
         raise AttackFailed("the observed update holds non-finite values")
     if not any(bool(tensor.any()) for tensor in tensors):
         raise AttackFailed("the observed update is zero everywhere: it carries no information")
+
+
+def _is_finite(answer: Reconstruction) -> bool:
+    """Whether an answer can be scored."""
+    parts = (answer.images, answer.features, answer.rows)
+    return all(part is None or bool(part.isfinite().all()) for part in parts)
 
 
 def _device(observation: Observation) -> torch.device:

@@ -714,6 +714,14 @@ MUTATIONS = (
         tests=("tests/validity/test_restarts.py",),
     ),
     Mutation(
+        name="an answer that is not finite may win",
+        item=8,
+        file="fedsim/contracts/attack.py",
+        old="result.loss if _is_finite(result) else math.nan",
+        new="result.loss",
+        tests=("tests/validity/test_restarts.py",),
+    ),
+    Mutation(
         name="pictures rescaled to their own range",
         item=8,
         file="fedsim/report/pictures.py",

@@ -86,6 +86,17 @@ def test_without_a_finite_loss_there_is_no_result() -> None:
         solve(attack, observation, Knowledge(), 0, restarts=2)
 
 
+def test_an_answer_that_is_not_finite_loses_whatever_its_loss() -> None:
+    observation, _ = make_observation(*example_batch(1))
+    images = torch.zeros(2, 1, 1, 16, 16)
+    images[0, 0, 0, 3, 3] = math.nan
+    solution = solve(scripted((1.0, 2.0), images), observation, Knowledge(), 0, restarts=2)
+    assert solution.restart == 1
+    assert math.isnan(solution.losses[0]) and solution.losses[1] == 2.0
+    with pytest.raises(AttackFailed, match="finite loss and answer"):
+        solve(scripted((1.0,), images), observation, Knowledge(), 0)
+
+
 def test_restarts_start_from_points_of_their_own() -> None:
     observation, _ = make_observation(*example_batch(1))
     attack = InvertingGradients(iterations=2)
