@@ -8,6 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_ROUNDING = 1e-11
+"""Share of the update's energy below which a tensor is rounding."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -44,6 +47,33 @@ def squared_distance(
     direction = [u - t for u, t in zip(update, target.tensors, strict=True)]
     distance = (inner_product(direction, direction) + target.outside) / target.square
     return distance, direction, 2 / target.square
+
+
+def reweighted_cosine(weights: Sequence[float]) -> Distance:
+    """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update.
+
+    Liu et al., Appendix D, weigh each tensor by its number of non-zero parameters. A tensor whose
+    observed gradient is nothing but rounding (a bias before batch norm) has no direction, and does
+    not count.
+    """
+
+    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
+        losses, direction = [], []
+        counted = [
+            weight * (t.square().sum() > _ROUNDING * target.square)
+            for weight, t in zip(weights, target.tensors, strict=True)
+        ]
+        total = torch.stack(counted).sum()
+        for weight, u, t in zip(counted, update, target.tensors, strict=True):
+            tiny = torch.finfo(u.dtype).tiny
+            lengths = (u.square().sum() * t.square().sum()).sqrt().clamp_min(tiny)
+            cosine = (u * t).sum() / lengths
+            along = cosine / u.square().sum().clamp_min(tiny)
+            losses.append(weight / total * (1 - cosine))
+            direction.append(weight / total * (u * along - t / lengths))
+        return torch.stack(losses).sum(), direction, losses[0].new_ones(())
+
+    return distance
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

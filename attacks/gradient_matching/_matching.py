@@ -86,6 +86,11 @@ class Matching:
         """Normalized images of the pixels 0 and 1, (C, 1, 1) each."""
 
     @property
+    def counts(self) -> list[float]:
+        """How many parameters of each compared tensor are not zero: weights of its direction."""
+        return [float((self._observation.parameters[n] != 0).sum()) for n in self.names]
+
+    @property
     def device(self) -> torch.device:
         """Where the observation lies."""
         return next(iter(self._observation.parameters.values())).device

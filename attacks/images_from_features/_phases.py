@@ -2,11 +2,11 @@
 
 Which phases there are depends on what a client's update tells. Of exact features and one gradient
 of a shallow body, one: behind a planted head the body's share of the update is compared, behind an
-ordinary classifier the direction of all of it. A deep body is peeled first (`peeling`), its images
-are then descended through the first stage alone, and in the end together with all that was peeled
-(`relaxation`); behind much noise that is done from the beginning. Where features may be wrong,
-images lead to them first (`image_features`), in two goes if need be. Several local steps are taken
-for one gradient, and in the end, if the body is not deep, unrolled.
+ordinary classifier the directions of all its tensors. A deep body is peeled first (`peeling`), its
+images are then descended through the first stage alone, and in the end together with all that was
+peeled (`relaxation`); behind much noise that is done from the beginning. Where features may be
+wrong, images lead to them first (`image_features`), in two goes if need be. Several local steps are
+taken for one gradient, and in the end, if the body is not deep, unrolled.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ A first stage alone is descended through smooth images well, and held back by no
 _WHOLE_VARIATION = 0.03
 """Least weight of the total variation against the cosine distance of the whole update."""
 _DIRECTION_STEP, _DIRECTION_FEATURES = 2.0, 0.1
-"""Step size, and weight of features, times the usual, where the direction of the whole update is
-compared."""
+"""Step size, and weight of features, times the usual, where directions of tensors are compared."""
 _DIRECTION_VARIATION, _DIRECTION_FINAL = 10.0, 0.1
 """And the total variation at first; and its end over its beginning."""
 _LEAST_DISTRIBUTION_WEIGHT = 1e-3
@@ -252,7 +251,7 @@ class Phases:
         return Phase(peeling, steps, 0.0, 0.0, known.labels, features=features)
 
     def _direction(self, features: Tensor, known: Signals, iterations: int) -> Phase:
-        """Makes the phase that compares the direction of the whole update, classifier and all.
+        """Makes the phase that compares the direction of each tensor, classifier and all.
 
         It asks nothing of the update's length, which far candidates meet best by making it small.
         The classifier's share is compared as well; a planted head's would outweigh all else.

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from fedsim.contracts.grant import Knowledge
 from fedsim.types import Observation
-from fedsim_attacks.gradient_matching._distances import Distance, Target, cosine_distance
+from fedsim_attacks.gradient_matching._distances import (
+    Distance,
+    Target,
+    cosine_distance,
+    reweighted_cosine,
+)
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._body_gradient import Misfit
@@ -82,7 +87,11 @@ class UnrolledUpdate:
 
 @final
 class WholeGradient:
-    """1 - the cosine of the observed update and its recomputation from candidate images."""
+    """The direction of the observed update, against its recomputation from candidate images.
+
+    Where no features are known 1 - the cosine of both. Candidates that are held to features are
+    compared tensor by tensor, of which few would outweigh all others in a trained network.
+    """
 
     def __init__(
         self,
@@ -108,10 +117,13 @@ class WholeGradient:
         self._labels, self._weight = labels, weight
         wanted = None if features is None else Features(features, "relative")
         self._prior = ForwardPrior(observation, Knowledge(), wanted)
+        self._distance = cosine_distance
+        if features is not None:
+            self._distance = reweighted_cosine(self._matching.counts)
 
     def __call__(self, images: Tensor) -> Misfit:
         """Evaluates the misfit at normalized `images` (N, C, H, W)."""
         candidate = self._matching.candidate(images, self._labels, None)
-        loss, (slope,) = self._matching.differentiate(candidate, cosine_distance)
+        loss, (slope,) = self._matching.differentiate(candidate, self._distance)
         distance_of_features, pull = self._prior(images)
         return Misfit(loss, distance_of_features, slope + self._weight * pull)

@@ -8,7 +8,6 @@ the features that R holds candidates to are also fed to the U-Net.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, final
 
@@ -22,42 +21,17 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
 from fedsim_attacks.gradient_matching._candidate import Candidate
-from fedsim_attacks.gradient_matching._distances import Distance, Target, cosine_distance
+from fedsim_attacks.gradient_matching._distances import (
+    Distance,
+    cosine_distance,
+    reweighted_cosine,
+)
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
 from fedsim_attacks.images_from_features._heads import recover
 from fedsim_attacks.images_from_features._signals import signals
-
-_ROUNDING = 1e-11
-"""Share of the update's energy below which a tensor is rounding."""
-
-
-def reweighted_cosine(weights: Sequence[float]) -> Distance:
-    """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update (Appendix D).
-
-    A tensor whose observed gradient is nothing but rounding (a bias before batch norm) has no
-    direction, and does not count.
-    """
-
-    def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
-        losses, direction = [], []
-        counted = [
-            weight * (t.square().sum() > _ROUNDING * target.square)
-            for weight, t in zip(weights, target.tensors, strict=True)
-        ]
-        total = torch.stack(counted).sum()
-        for weight, u, t in zip(counted, update, target.tensors, strict=True):
-            tiny = torch.finfo(u.dtype).tiny
-            lengths = (u.square().sum() * t.square().sum()).sqrt().clamp_min(tiny)
-            cosine = (u * t).sum() / lengths
-            along = cosine / u.square().sum().clamp_min(tiny)
-            losses.append(weight / total * (1 - cosine))
-            direction.append(weight / total * (u * along - t / lengths))
-        return torch.stack(losses).sum(), direction, losses[0].new_ones(())
-
-    return distance
 
 
 @dataclass(kw_only=True)
@@ -144,7 +118,6 @@ class FeatureInversion(IterativeAttack[Inversion]):
             rng=rng,
             device=matching.device,
         )
-        counts = [float((observation.parameters[n] != 0).sum()) for n in matching.names]
         wanted = None
         if features is not None and self.features != "none":
             wanted = Features(features, self.features)
@@ -160,7 +133,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
                 feature_weight=self.feature_weight,
                 batch_norm=self.batch_norm,
             ),
-            distance=reweighted_cosine(counts) if self.reweighted else cosine_distance,
+            distance=reweighted_cosine(matching.counts) if self.reweighted else cosine_distance,
             recovered=recovered,
             best=drawing.draw().detach().clone(),
             best_loss=torch.full((), torch.inf, device=matching.device),
