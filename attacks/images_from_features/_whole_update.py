@@ -117,7 +117,7 @@ class WholeGradient:
         self._labels, self._weight = labels, weight
         wanted = None if features is None else Features(features, "relative")
         self._prior = ForwardPrior(observation, Knowledge(), wanted)
-        self._distance = cosine_distance
+        self._distance: Distance = cosine_distance
         if features is not None:
             self._distance = reweighted_cosine(self._matching.counts)
 
