@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def test_nothing_is_left_at_the_truth(defense: list[dict[str, Any]]) -> None:
     assert float(elsewhere.update) > 1e-2
 
 
-def test_the_direction_of_the_whole_update_and_features_are_compared() -> None:
+def test_the_directions_of_all_tensors_and_features_are_compared() -> None:
     observation, truth = observe([{"name": "clip", "norm": 1e-3}])
     assert truth.features is not None
 
@@ -75,6 +76,23 @@ def test_the_direction_of_the_whole_update_and_features_are_compared() -> None:
     step = 1e-2 * pull / pull.norm()
     after, before = (evaluated(elsewhere + sign * step, 1.0).features for sign in (1, -1))
     assert float(after - before) / 2e-2 == pytest.approx(float(pull.norm()), rel=0.1)
+
+
+def test_a_tensor_counts_by_its_parameters_not_by_its_length() -> None:
+    """A body's first layer tells most of images, and is next to nothing of a trained gradient."""
+    observation, truth = make_observation(*example_batch(2), model="convnet")
+    update = observation.update
+    first = next(iter(update))
+    longer = replace(observation, update=update | {first: 100 * update[first]})
+    images = normalize(truth.images.flip(0), observation.model)
+    found = [
+        WholeGradient(each, truth.labels, width=0, calls=1, features=truth.features, weight=0.0)(
+            images
+        )
+        for each in (observation, longer)
+    ]
+    assert float(found[0].update) == pytest.approx(float(found[1].update), rel=1e-4)
+    assert torch.allclose(found[0].slope, found[1].slope, rtol=1e-3, atol=1e-7)
 
 
 def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients() -> None:
