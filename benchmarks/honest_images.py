@@ -87,6 +87,7 @@ LONGER: dict[Cell, tuple[str, ...]] = {
         for epoch in (0, 5)
     },
     **{(GROUP, epoch, count, "none"): LONG for epoch in (0, 5) for count in (2, 8)},
+    **{("convnet", epoch, 4, "none"): ("feature_inversion",) for epoch in (0, 5)},
 }
 SHOWN: dict[Cell, str] = {
     (GROUP, 0, 4, "none"): "fresh, four classes",

@@ -33,6 +33,7 @@ def cosine_distance(
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """Computes 1 - <u, t> / (|u| |t|) over all parameters (Geiping et al. 2020, equation 4)."""
     product, square = inner_product(update, target.tensors), inner_product(update, update)
+    square = square.clamp_min(torch.finfo(square.dtype).tiny)
     norms = square.sqrt() * target.square.sqrt()
     similarity = product / norms
     pull = -product / square
@@ -52,28 +53,40 @@ def squared_distance(
 def reweighted_cosine(weights: Sequence[float]) -> Distance:
     """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update.
 
-    Liu et al., Appendix D, weigh each tensor by its number of non-zero parameters. A tensor whose
+    Liu et al., Appendix D, weigh each tensor by its number of non-zero parameters; where all that
+    count have none, as a classifier that starts at zero, entries weigh alike. A tensor whose
     observed gradient is nothing but rounding (a bias before batch norm) has no direction, and does
     not count.
     """
 
     def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
         losses, direction = [], []
-        counted = [
-            weight * (t.square().sum() > _ROUNDING * target.square)
-            for weight, t in zip(weights, target.tensors, strict=True)
-        ]
-        total = torch.stack(counted).sum()
+        told = [t.square().sum() > _ROUNDING * target.square for t in target.tensors]
+        counted = torch.stack([weight * each for weight, each in zip(weights, told, strict=True)])
+        sizes = [t.numel() * each for t, each in zip(target.tensors, told, strict=True)]
+        counted = torch.where(counted.sum() > 0, counted, torch.stack(sizes))
+        total = counted.sum()
         for weight, u, t in zip(counted, update, target.tensors, strict=True):
-            tiny = torch.finfo(u.dtype).tiny
-            lengths = (u.square().sum() * t.square().sum()).sqrt().clamp_min(tiny)
+            square, lengths = _lengths(u, t)
             cosine = (u * t).sum() / lengths
-            along = cosine / u.square().sum().clamp_min(tiny)
+            along = cosine / square
             losses.append(weight / total * (1 - cosine))
             direction.append(weight / total * (u * along - t / lengths))
         return torch.stack(losses).sum(), direction, losses[0].new_ones(())
 
     return distance
+
+
+def _lengths(u: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes |u|² and |u| |t|, neither of them less than their product can be in that type."""
+    tiny = torch.finfo(u.dtype).tiny
+    square, wanted = (each.square().sum().clamp_min(tiny) for each in (u, t))
+    both = square * wanted
+    # Of a network that is sure of its images the product underflows, and its factors do not.
+    lengths = torch.where(
+        both > tiny / torch.finfo(u.dtype).eps, both.sqrt(), square.sqrt() * wanted.sqrt()
+    )
+    return square, lengths
 
 
 def inner_product(a: Sequence[Tensor], b: Sequence[Tensor]) -> Tensor:

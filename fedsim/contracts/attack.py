@@ -253,9 +253,10 @@ def _refuse_unusable(observation: Observation) -> None:
 
 
 def _is_finite(answer: Reconstruction) -> bool:
-    """Whether an answer can be scored."""
+    """Whether what an answer holds can be compared; a likelihood ratio may be infinite."""
     parts = (answer.images, answer.features, answer.rows)
-    return all(part is None or bool(part.isfinite().all()) for part in parts)
+    sure = answer.membership is None or not bool(answer.membership.isnan().any())
+    return sure and all(part is None or bool(part.isfinite().all()) for part in parts)
 
 
 def _device(observation: Observation) -> torch.device:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -25,8 +26,12 @@ class Scripted(AttackState):
     restart: int
 
 
-def scripted(losses: tuple[float, ...], images: Tensor) -> Attack[Any]:
-    """An attack whose restart i ends at losses[i] and returns images[i]."""
+def scripted(
+    losses: tuple[float, ...],
+    images: Tensor,
+    changed: Callable[[int, Reconstruction], Reconstruction] = lambda _, found: found,
+) -> Attack[Any]:
+    """An attack whose restart i ends at losses[i] and returns images[i], `changed`."""
     restarts = iter(range(len(losses)))
 
     class Toy(Attack[Scripted]):
@@ -44,9 +49,10 @@ def scripted(losses: tuple[float, ...], images: Tensor) -> Attack[Any]:
             return state.iteration == 2
 
         def postprocess(self, state: Scripted) -> Reconstruction:
-            return Reconstruction(
+            found = Reconstruction(
                 images=state.images, loss=losses[state.restart], iterations=state.iteration
             )
+            return changed(state.restart, found)
 
     return Toy()
 
@@ -86,15 +92,28 @@ def test_without_a_finite_loss_there_is_no_result() -> None:
         solve(attack, observation, Knowledge(), 0, restarts=2)
 
 
-def test_an_answer_that_is_not_finite_loses_whatever_its_loss() -> None:
+@pytest.mark.parametrize("part", ["images", "features", "rows", "membership"])
+def test_an_answer_that_is_not_finite_loses_whatever_its_loss(part: str) -> None:
     observation, _ = make_observation(*example_batch(1))
     images = torch.zeros(2, 1, 1, 16, 16)
-    images[0, 0, 0, 3, 3] = math.nan
-    solution = solve(scripted((1.0, 2.0), images), observation, Knowledge(), 0, restarts=2)
+
+    def attack(wrong: float) -> Attack[Any]:
+        """Answers with one value that is `wrong` at the least loss, in one part alone."""
+
+        def changed(restart: int, found: Reconstruction) -> Reconstruction:
+            values = torch.tensor([[0.5, 0.5 if restart else wrong]])
+            answered: dict[str, Any] = {"images": None} | {part: values}
+            return replace(found, **answered)
+
+        return scripted((1.0, 2.0), images, changed)
+
+    solution = solve(attack(math.nan), observation, Knowledge(), 0, restarts=2)
     assert solution.restart == 1
     assert math.isnan(solution.losses[0]) and solution.losses[1] == 2.0
     with pytest.raises(AttackFailed, match="finite loss and answer"):
-        solve(scripted((1.0,), images), observation, Knowledge(), 0)
+        solve(attack(math.nan), observation, Knowledge(), 0)
+    infinite = solve(attack(math.inf), observation, Knowledge(), 0, restarts=2)
+    assert infinite.restart == (0 if part == "membership" else 1)
 
 
 def test_restarts_start_from_points_of_their_own() -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import fedsim
 from fedsim.contracts.attack import AttackFailed, solve
@@ -78,21 +80,61 @@ def test_the_directions_of_all_tensors_and_features_are_compared() -> None:
     assert float(after - before) / 2e-2 == pytest.approx(float(pull.norm()), rel=0.1)
 
 
-def test_a_tensor_counts_by_its_parameters_not_by_its_length() -> None:
+def whole(
+    observation: Observation, truth: GroundTruth, images: Tensor, *, told: bool = True
+) -> Misfit:
+    features = truth.features if told else None
+    objective = WholeGradient(observation, truth.labels, width=0, calls=1, features=features)
+    return objective(images)
+
+
+def test_a_tensor_counts_by_its_parameters_that_are_not_zero_not_by_its_length() -> None:
     """A body's first layer tells most of images, and is next to nothing of a trained gradient."""
     observation, truth = make_observation(*example_batch(2), model="convnet")
+    weights = {name: t.clone() for name, t in observation.parameters.items()}
+    weights["head.output.weight"][:, ::2] = 0
+    observation, truth = make_observation(*example_batch(2), model="convnet", weights=weights)
+    images = normalize(truth.images.flip(0), observation.model)
     update = observation.update
     first = next(iter(update))
     longer = replace(observation, update=update | {first: 100 * update[first]})
-    images = normalize(truth.images.flip(0), observation.model)
-    found = [
-        WholeGradient(each, truth.labels, width=0, calls=1, features=truth.features, weight=0.0)(
-            images
+    as_is, scaled = (whole(each, truth, images) for each in (observation, longer))
+    assert float(as_is.update) == pytest.approx(float(scaled.update), rel=1e-4)
+    assert torch.allclose(as_is.slope, scaled.slope, rtol=1e-3, atol=1e-7)
+    # Its mean by hand, from the update of the same images.
+    other, _ = make_observation(
+        truth.images.flip(0), truth.labels, model="convnet", weights=weights
+    )
+    parts = [
+        (
+            float((weights[name] != 0).sum()),
+            float(F.cosine_similarity(other.update[name].flatten(), t.flatten(), dim=0)),
         )
-        for each in (observation, longer)
+        for name, t in update.items()
     ]
-    assert float(found[0].update) == pytest.approx(float(found[1].update), rel=1e-4)
-    assert torch.allclose(found[0].slope, found[1].slope, rtol=1e-3, atol=1e-7)
+    wanted = sum(w * (1 - cosine) for w, cosine in parts) / sum(w for w, _ in parts)
+    assert float(as_is.update) == pytest.approx(wanted, rel=1e-3)
+
+
+def test_without_features_all_tensors_are_one_direction() -> None:
+    observation, truth = make_observation(*example_batch(2), model="convnet")
+    images = normalize(truth.images.flip(0), observation.model)
+    first = next(iter(observation.update))
+    longer = observation.update | {first: 100 * observation.update[first]}
+    as_is, scaled = (
+        whole(replace(observation, update=update), truth, images, told=False)
+        for update in (observation.update, longer)
+    )
+    assert abs(float(as_is.update) - float(scaled.update)) > 0.01
+
+
+def test_images_come_from_a_classifier_that_starts_at_zero() -> None:
+    observation, _ = make_observation(*example_batch(2), model="convnet")
+    weights = dict(observation.parameters)
+    weights |= {name: 0 * weights[name] for name in ("head.output.weight", "head.output.bias")}
+    observation, _ = make_observation(*example_batch(2), model="convnet", weights=weights)
+    found = solve(FactoredInversion(iterations=3), observation, Knowledge(), 0).reconstruction
+    assert found.images is not None and bool(found.images.isfinite().all())
 
 
 def test_a_few_iterations_are_nearer_than_twice_as_many_of_inverting_gradients() -> None:
