@@ -103,7 +103,7 @@ def attackers(cell: Cell) -> tuple[str, ...]:
 
 
 def rival_of(attack: str, cell: Cell) -> str:
-    """Names what `attack` is compared with: inverting_gradients, in about its time."""
+    """Names what `attack` is compared with: a run of inverting_gradients."""
     if cell[0] == "convnet":
         return AS_LONG[1]
     return LONG[1] if attack == LONG[0] else NAMED[1]
@@ -201,12 +201,13 @@ def _attacked(out: Path, device: str, task: Task) -> dict[str, Any]:
 def table(out: Path) -> None:
     """Prints a line for each cell and attack: means over batches, Student's intervals of PSNR.
 
-    Its lead is over inverting_gradients on the same batches.
+    Its lead is over another attack on the same batches, which `over` names.
     """
     rows = [json.loads(line) for line in (out / "images.jsonl").read_text().splitlines()]
     names = ["model", "epochs", "B", "defense", "attack", "n", "failed", "psnr", "low", "high"]
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    figures = ["ssim", "labels", "guess", "seconds", "device", "lead", "lead_low", "lead_high"]
+    figures = ["ssim", "labels", "guess", "seconds", "device"]
+    figures += ["over", "lead", "lead_low", "lead_high"]
     writer.writerow([*names, *figures])
     for cell in CELLS:
         of_cell = [row for row in rows if row["cell"] == "/".join(map(str, cell))]
@@ -222,7 +223,7 @@ def table(out: Path) -> None:
             means = ("ssim", "label_accuracy", "guess", "seconds")
             line += [f"{sum(row[key] for row in good) / len(good):.2f}" for key in means]
             line.append("+".join(sorted({row["device"] for row in good})))
-            writer.writerow(line + ([] if attack == beside else _interval(leads)))
+            writer.writerow(line + ([] if attack == beside else [beside, *_interval(leads)]))
 
 
 def _good(rows: list[dict[str, Any]], attack: str) -> list[dict[str, Any]]:

@@ -74,26 +74,26 @@ class FactoredInversion(IterativeAttack[Descent]):
     """Recovers features, labels and error signals; then inverts the body with them held fixed.
 
     It needs no knowledge of labels, and no head of the server's making: an ordinary classifier of
-    more classes than images tells as much, and so does, of more images, a layer whose inputs
-    `extreme_rays` finds. Several local steps are taken for one of the mean gradient at first, and
-    then, if the body is not deep, simulated from the labels and the features that were recovered.
+    more classes than images tells as much (of a shallow body, directions of tensors are compared),
+    and so does, of more images, a layer whose inputs `extreme_rays` finds. Several local steps are
+    taken for one of the mean gradient, and then, if the body is not deep, simulated.
     """
 
     paper: ClassVar[str] = (
         "fedsim: features first (Liu et al., section 4; Kariyappa et al., ICML 2023), stages by "
         "their own gradient (Zhu and Blaschko, R-GAP, ICLR 2021), with error signals held fixed, "
-        "in squared distance with smoothed slopes"
+        "in squared distance with smoothed slopes, or by each tensor's direction"
     )
 
     iterations: Annotated[int, Field(ge=1)] = 1500
     """Of Adam."""
     step_size: Annotated[float, Field(gt=0)] = 0.1
-    """In units of normalized pixels, falling as a cosine."""
+    """In units of normalized pixels, falling as a cosine; twice as much against directions."""
     total_variation: Annotated[float, Field(ge=0)] = 0.02
     """Weight of the mean absolute difference of neighbouring pixels, three times that in color;
-    it falls to 0.4 of it. Behind noise there is more, as the noise's variance demands."""
+    it falls to 0.4 of it. More as noise demands; against directions it falls from ten times it."""
     feature_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Of the relative squared distance of features."""
+    """Of the relative squared distance of features; a tenth of it against directions."""
     jump_width: Annotated[float, Field(ge=0)] = 1.0
     """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
 
