@@ -149,7 +149,7 @@ def same_psnr(cell: str, row: dict[str, str]) -> None:
 
 
 def test_honest_images_are_those_of_their_file() -> None:
-    found = rows("honest-images")
+    found = [row for row in rows("honest-images") if row["model"] == "resnet18-group"]
     for victim, _, rival, ours, _, count in table("victim, B | guess"):
         kind, number = victim.split(", B = ")
         way = "equal labels" if "one class" in kind else "none"
@@ -164,6 +164,37 @@ def test_honest_images_are_those_of_their_file() -> None:
             cell = {"epochs": "5", "B": "2", "defense": WAYS[defense]}
             same_psnr(rival, one(found, attack="inverting_gradients", **cell))
             same_psnr(ours, one(found, attack="factored_inversion", **cell))
+
+
+def test_rivals_and_planted_heads_are_those_of_their_file() -> None:
+    found = rows("honest-images")
+    none = {"defense": "none", "model": "resnet18-group", "B": "4"}
+    names = {
+        ("inverting_gradients", "4,800 (published)"): "inverting_gradients, published",
+        ("feature_inversion, pixels", "1,000"): "feature_inversion",
+    }
+    rivals = table("attack | iterations | fresh")
+    assert len(rivals) == 5
+    for name, iterations, fresh, _, trained, _, _, count in rivals:
+        attack = names.get((name, iterations), name)
+        for cell, epochs in ((fresh, "0"), (trained, "5")):
+            row = one(found, attack=attack, epochs=epochs, **none)
+            same_psnr(cell, row)
+            assert row["n"] in count
+    heads = table("victim, B | ordinary classifier")
+    assert len(heads) == 4
+    for victim, *cells, _ in heads:
+        kind, number = victim.split(", B = ")
+        for cell, model in zip(cells, ("resnet18-group", "resnet18-planted"), strict=True):
+            wanted = {**none, "model": model, "epochs": VICTIMS[kind], "B": number}
+            same_psnr(cell, one(found, attack="factored_inversion", **wanted))
+    shown = table("victim, B = 4 | guess")
+    assert [row[0] for row in shown] == ["fresh", "five epochs"]
+    attacks = ("inverting_gradients, 2000", "feature_inversion", "factored_inversion")
+    for victim, _, *cells, _ in shown:
+        for cell, attack in zip(cells, attacks, strict=True):
+            wanted = {**none, "model": "convnet", "epochs": VICTIMS[victim]}
+            same_psnr(cell, one(found, attack=attack, **wanted))
 
 
 def test_the_honest_convnet_is_that_of_its_file() -> None:
