@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, final
@@ -16,6 +17,7 @@ from fedsim.system import paths
 from fedsim.types import FedsimError, Table
 from fedsim.words import number_of
 
+_LINE_CHARACTERS = 1 << 24
 _MAX_DIGITS = 18
 """A client's number, which is kept in 64 bits, has at most so many digits."""
 
@@ -97,13 +99,26 @@ class TableFile(TableSource):
         """Yields (line number, column -> text) of each row."""
         try:
             with paths.opened(paths.from_home(self.path), paths.LINES) as file:
-                yield from self._parsed(io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+                text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+                yield from self._parsed(self._bounded(text))
         except OSError as error:
             raise FedsimError(
                 f"{self.path} cannot be read ({error.strerror}): correct `path`"
             ) from error
         except (csv.Error, UnicodeDecodeError) as error:
             raise FedsimError(f"{self.path} is no CSV file in UTF-8: {error}") from error
+
+    def _bounded(self, file: io.TextIOWrapper) -> Iterator[str]:
+        for number in itertools.count(1):
+            line = file.readline(_LINE_CHARACTERS + 1)
+            if len(line) > _LINE_CHARACTERS:
+                raise FedsimError(
+                    f"{self.path}, line {number}: more than {_LINE_CHARACTERS:,} characters; end "
+                    "each row with a line break"
+                )
+            if not line:
+                return
+            yield line
 
     def _parsed(self, file: Iterable[str]) -> Iterator[tuple[int, dict[str, str]]]:
         reader = csv.reader(file, strict=True)

@@ -25,6 +25,9 @@ from fedsim.scoring import COMPARABLE, Summary
 
 Format = Literal["table", "json", "csv"]
 
+_FORMULA = tuple("=+-@\t\r\n＝＋－＠")
+"""First characters of a spreadsheet's formula; `board/script/exports.js` has the same."""
+
 
 def render(
     rows: Sequence[LeaderboardRow],
@@ -121,8 +124,16 @@ def _csv(rows: Sequence[LeaderboardRow], awaited: Awaited | None) -> str:
     records = records or [{"valid": False, "invalid_reason": " | ".join(_reasons(rows, awaited))}]
     writer = csv.DictWriter(text, list(records[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(records)
+    writer.writerows({key: _inert(value) for key, value in row.items()} for row in records)
     return text.getvalue()
+
+
+def _inert(value: Any) -> Any:
+    """Returns `value` as a spreadsheet neither runs it nor reads a new row in it."""
+    if not isinstance(value, str):
+        return value
+    # Python's writer puts no quotes around a carriage return.
+    return ("'" if value.startswith(_FORMULA) else "") + value.replace("\r", " ")
 
 
 def _flat(row: LeaderboardRow) -> dict[str, Any]:

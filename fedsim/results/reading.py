@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
 from pydantic import ValidationError
 
 from fedsim.results.lines import AuditRow, ResultRow, RoundRow, RowPart, nested
 from fedsim.results.plan import PLAN, Line, Plan, load_plan
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
+from fedsim.scenario.location import ScenarioError
+from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths
 from fedsim.system.lock import is_locked
 from fedsim.types import FedsimError
@@ -214,10 +215,10 @@ def _record(path: Path) -> dict[str, Any]:
 def _scenario(path: Path) -> tuple[str | None, dict[str, Any]]:
     if not path.exists():
         return None, {}
-    text = _text(path)
+    text = _text(path, MAX_BYTES)
     try:
-        return text, _mapping(path, yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return text, _mapping(path, parse_yaml(text, "").value)
+    except ScenarioError as error:
         raise ReportError(f"{path}: not YAML that fedsim writes: {error}") from error
 
 
@@ -227,8 +228,8 @@ def _mapping(path: Path, value: object) -> dict[str, Any]:
     return value
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, max_bytes: int = paths.LINES) -> str:
     try:
-        return paths.text(path, paths.LINES)
+        return paths.text(path, max_bytes)
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path}: cannot be read: {error}") from error

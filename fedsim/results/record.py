@@ -86,7 +86,12 @@ def write_lines(path: Path, rows: Iterable[Row]) -> None:
 
 def drop_torn_line(path: Path) -> None:
     """Makes a file that a kill may have cut inside a line safe to append to."""
-    if path.exists() and not paths.content(path, paths.LINES).endswith(b"\n"):
+    if not path.exists():
+        return
+    with paths.opened(path, paths.LINES) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 1))
+        last = file.read(1)
+    if last != b"\n":
         write_lines(path, read_lines(path))
 
 

@@ -98,8 +98,11 @@ def content(path: Path, max_bytes: int) -> bytes:
         OSError: it is missing, or may not be read.
     """
     with opened(path, max_bytes) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:  # it has grown meanwhile, or does not tell its size
+        # A read takes all the memory that it is allowed to fill, however small the file is.
+        data = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)
+        while len(data) <= max_bytes and (more := file.read(MIB)):
+            data += more  # it has grown meanwhile, or does not tell its size
+    if len(data) > max_bytes:
         raise _too_large(path, len(data), max_bytes)
     return data
 

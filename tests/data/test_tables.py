@@ -10,6 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from fedsim.data import table as table_module
 from fedsim.data.bundled_tables import BreastCancer, Diabetes
 from fedsim.data.partition import partition
 from fedsim.data.rows import bounded
@@ -150,6 +151,16 @@ def test_a_bad_row_is_named(tmp_path: Path, line: str, message: str) -> None:
 def test_a_bad_schema_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(FedsimError, match=message):
         source(tmp_path / "a.csv", **changes).load()
+
+
+def test_a_line_has_a_bounded_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_LINE_CHARACTERS", 100)
+    quoted = [*lines()[:3], f'"{"1" * 50}\n{"1" * 50}\n{"1" * 50}",2,x,no,0\n']
+    with pytest.raises(FedsimError, match="column 'age'"):
+        source(tmp_path / "a.csv", quoted).load()
+    for long in (f"{'1' * 200},2,x,no,0\n", "1" * 101):
+        with pytest.raises(FedsimError, match="line 5: more than 100 characters"):
+            source(tmp_path / "a.csv", [*lines()[:3], long]).load()
 
 
 def test_an_empty_file_and_other_bytes_are_refused(tmp_path: Path) -> None:

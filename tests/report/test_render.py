@@ -247,3 +247,37 @@ def test_numbers_that_nobody_chose_are_shown_short() -> None:
     computed = {"name": "gaussian_noise", "std": 0.008944227189049546, "epsilon": 1e-06}
     shown = describe_stack([chosen, computed])
     assert shown == "clip(norm=1.0) → gaussian_noise(std=0.008944, epsilon=1e-06)"
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("[x, x, x, x, x, x, x, x, x]", "[{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}]"),
+        ("{{a: x}}", "{{<<: [{0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}, {0}]}}"),
+        ("{{a: x}}", "{{a: {0}, b: {0}, c: {0}, d: {0}, e: {0}, f: {0}}}"),
+    ],
+)
+def test_aliases_in_a_run_folder_are_not_expanded(
+    run_folder: Path, tmp_path: Path, first: str, then: str
+) -> None:
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    lines = [f"a0: &a0 {first.format()}"]
+    lines += [f"a{n}: &a{n} {then.format(f'*a{n - 1}')}" for n in range(1, 14)]
+    (copy / "scenario.yaml").write_text("\n".join(lines))
+    with pytest.raises(ReportError, match="not YAML that fedsim writes"):
+        leaderboard_rows([copy])
+
+
+def test_a_text_is_no_formula_for_a_spreadsheet(run_folder: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(run_folder, tmp_path / "copy")
+    path = copy / "results.jsonl"
+    for start in ("=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "＝1"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for row in rows:
+            row["dataset"] = start
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = render(leaderboard_rows([copy]), "csv")
+        shown = list(csv.DictReader(io.StringIO(text, newline="")))
+        assert {row["dataset"] for row in shown} == {"'" + start.replace("\r", " ")}
+        numbers = [value for row in shown for value in row.values() if re.match(r"-\d", value)]
+        assert numbers, "negative numbers stay numbers"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +111,18 @@ def test_a_file_that_grows_while_it_is_read_is_refused(
     monkeypatch.setattr(paths, "_check", lambda *given: None)
     with pytest.raises(FedsimError, match="at most"):
         paths.content(path, 10)
+
+
+def test_a_small_file_takes_little_memory(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"1" * 100)
+    tracemalloc.start()
+    try:
+        assert paths.content(path, paths.LINES) == b"1" * 100
+        assert tracemalloc.get_traced_memory()[1] < 4 * paths.MIB
+    finally:
+        tracemalloc.stop()
+    assert paths.content(Path("/proc/self/status"), paths.MIB), "a file that tells no size"
 
 
 def test_folders_to_write_to(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ function record(row) {
 function csvField(value) {
   if (value === null || value === undefined) return "";
   if (typeof value !== "string") return String(value);
-  const inert = /^[=+\-@\t\r]/.test(value) ? `'${value}` : value;
+  const inert = /^[=+\-@\t\r\n＝＋－＠]/.test(value) ? `'${value}` : value;
   return /[",\n\r]/.test(inert) ? `"${inert.replaceAll('"', '""')}"` : inert;
 }
 

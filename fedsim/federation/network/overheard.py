@@ -31,6 +31,8 @@ from fedsim.types import FedsimError
 
 _FLEET = "/v1/fleet"
 """Path of Flower's API for nodes."""
+_LINE_BYTES = 16 * 1024
+"""Limit of the first line of a request or an answer; the gate's is the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +167,16 @@ def _sort(capture: Path, connection: int, traffic: _Traffic) -> None:
 
 def _parts(stream: io.BufferedReader) -> Iterator[_Part]:
     """The requests, or the answers, of one connection; one that was cut off ends them."""
-    while line := stream.readline():
+    end = stream.seek(0, io.SEEK_END)
+    stream.seek(0)
+    while line := stream.readline(_LINE_BYTES):
         try:
             headers = http.client.parse_headers(stream)
             size = int(headers["content-length"])
         except (TypeError, ValueError, http.client.HTTPException):
             return  # cut off, or not of Flower, which says every length in advance
         start = stream.tell()
-        body = stream.read(size)
-        if len(body) < size:
+        if not 0 <= size <= end - start:
             return
+        body = stream.read(size)
         yield _Part(line.decode("latin-1"), body, start)

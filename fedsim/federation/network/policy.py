@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from fedsim.contracts import plugins
 from fedsim.contracts.stack import Stack
+from fedsim.federation.secure_aggregation import plan
 from fedsim.recording.files import write_bytes
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_stack
+from fedsim.scenario.location import ScenarioError
 from fedsim.scenario.model import PluginRef
+from fedsim.scenario.reader import MAX_BYTES, parse_yaml
 from fedsim.system import paths
 from fedsim.training.spending import targets
 from fedsim.training.workload import Workload
@@ -47,8 +49,8 @@ class Policy(BaseModel):
     minimum_clients: Annotated[int, Field(ge=1)] = 1
     """Of a federation in which it takes part."""
     minimum_cohort: Annotated[int, Field(ge=1)] = 1
-    """Of a round's participants, to whose secure sum it adds its own update; with 2 or more, it
-    releases nothing behind a stack that has no secure sums."""
+    """Number of clients in the smallest secure sum that can open with its update in it, whoever is
+    lost meanwhile; with 2 or more, it releases nothing behind a stack that has no secure sums."""
 
     @field_validator("stacks")
     @classmethod
@@ -80,8 +82,10 @@ class Policy(BaseModel):
         if path is None:
             return cls()
         try:
-            written = yaml.safe_load(paths.named(path, "--policy", paths.TEXT))
-        except yaml.YAMLError as error:
+            text = paths.named(path, "--policy", MAX_BYTES).decode("utf-8-sig")
+            is_empty = all(line.lstrip()[:1] in ("", "#") for line in text.splitlines())
+            written = {} if is_empty else parse_yaml(text, "").value
+        except (UnicodeDecodeError, ScenarioError) as error:
             raise FedsimError(f"--policy: {path}: no YAML: {error}") from error
         try:
             policy = cls.model_validate(written if written is not None else {})
@@ -129,18 +133,21 @@ class Policy(BaseModel):
         Raises:
             FedsimError: something would, or an update is added to fewer than it has to be.
         """
-        cohort = len(workload.schedule.participants(1))
         if not workload.protocol and self.minimum_cohort > 1:
             raise FedsimError(
                 f"defenses.{workload.stack_name}: this node adds its update to others' and releases"
                 " none as it is (minimum_cohort); end the stack with secure_aggregation"
             )
-        if cohort < self.minimum_cohort:
-            raise FedsimError(
-                "federation.participation: this node adds its update to those of "
-                f"{number_of(self.minimum_cohort, 'participant')} or more, got {cohort} "
-                "(minimum_cohort)"
-            )
+        if workload.protocol and self.minimum_cohort > 1:
+            terms = plan.terms(workload, 1)
+            if terms.quorum < self.minimum_cohort:
+                raise FedsimError(
+                    f"defenses.{workload.stack_name}: this node is in a sum of "
+                    f"{number_of(self.minimum_cohort, 'client')} or more, and one opens with "
+                    f"{terms.quorum} of the {number_of(len(terms.participants), 'participant')} "
+                    "(minimum_cohort); raise secure_aggregation's threshold, or "
+                    "federation.participation"
+                )
         listed = self.stacks is not None and workload.scenario.defenses[workload.stack_name]
         if listed and workload.releases_statistics and not workload.protocol:
             raise FedsimError(

@@ -9,6 +9,7 @@ SuperLink that dies is started again, at the same address, with the same key and
 
 from __future__ import annotations
 
+import json
 import secrets
 import sys
 import threading
@@ -18,8 +19,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar, cast
-
-import yaml
 
 from fedsim.federation.network import flower
 from fedsim.federation.network.certificates import make_authority, make_node_key
@@ -99,7 +98,7 @@ def federation(
         gate = f"{_HOST}:{free_port()}"
         keeper = watched.add(partial(_Gate, gate, settings, logs / "gate.log"))
         policy = folder / "policy.yaml"
-        policy.write_text(yaml.safe_dump({"paths": paths}))
+        policy.write_text(json.dumps({"paths": paths}))
         signing, peers = make_signing_keys(nodes)
         write_bytes(keys / PEERS_NAME, peers)
         found = []

@@ -129,12 +129,28 @@ def test_a_stack_of_a_policy_has_to_agree_in_all_that_it_states() -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("stack: []", "stack"), ("releases: 0", "releases"), ("[", "no YAML"), ("- 1", "the file")],
+    [
+        ("stack: []", "stack"),
+        ("releases: 0", "releases"),
+        ("[", "no YAML"),
+        ("- 1", "the file"),
+        ("a: &a [" + "x, " * 999 + "]\nb: [" + "*a, " * 999 + "]", "no YAML"),
+    ],
 )
 def test_a_policy_that_is_none_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "policy.yaml").write_text(text)
     with pytest.raises(FedsimError, match=f"--policy: .*{said}"):
         Policy.read(tmp_path / "policy.yaml")
+
+
+def test_a_policy_reads_numbers_as_a_scenario_does(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("stacks: [[{name: dp_sgd, epsilon: 1e0, delta: 1e-5, norm: 1.0}]]")
+    ((stack,),) = Policy.read(path).stacks or []
+    assert (stack["epsilon"], stack["delta"]) == (1.0, 1e-5)
+    for empty in ("", "# all is allowed\n\n"):
+        path.write_text(empty)
+        assert Policy.read(path) == Policy()
 
 
 def test_releases_are_counted_over_restarts(tmp_path: Path) -> None:

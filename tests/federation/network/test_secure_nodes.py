@@ -26,7 +26,8 @@ from fedsim.types import FedsimError
 HELD = "[480, 479, 479]"
 CLIP = {"name": "clip", "norm": 1.0}
 SECURE = [CLIP, {"name": "secure_aggregation"}]
-STACKS = {"none": [CLIP], "secure": SECURE}
+ALL = [CLIP, {"name": "secure_aggregation", "threshold": 1.0}]
+STACKS = {"none": [CLIP], "secure": SECURE, "all": ALL}
 
 
 def secure(**changes: Any) -> Scenario:
@@ -82,14 +83,16 @@ def test_nodes_that_were_shown_different_scenarios_are_in_no_sum(tmp_path: Path)
 @pytest.mark.parametrize(
     ("policy", "stack", "changes", "said"),
     [
-        ({"minimum_cohort": 3}, "secure", {}, None),
-        ({"minimum_cohort": 4}, "secure", {}, r"4 participants or more, got 3"),
+        ({"minimum_cohort": 2}, "secure", {}, None),
+        ({"minimum_cohort": 3}, "secure", {}, r"opens with 2 of the 3 .*\(minimum_cohort\)"),
+        ({"minimum_cohort": 3}, "all", {}, None),
+        ({"minimum_cohort": 4}, "all", {}, r"opens with 3 of the 3 .*\(minimum_cohort\)"),
         ({"minimum_cohort": 3}, "none", {}, r"releases none as it is \(minimum_cohort\)"),
         (
             {"minimum_cohort": 3},
-            "secure",
+            "all",
             {"federation": {"participation": 0.67}},
-            r"3 participants or more, got 2",
+            r"opens with 2 of the 2 .*\(minimum_cohort\)",
         ),
         ({"stacks": [SECURE]}, "secure", {}, None),
         (
