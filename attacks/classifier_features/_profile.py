@@ -6,23 +6,290 @@ So the unknowns are N points of a space of K dimensions at most, and the rest is
 best (variable projection; Golub and Pereyra, 1973; slopes after Kaufman, 1975). Nothing of the
 gradient is left out, as a cut to its strongest directions does: noise hides weak ones from a cut
 long before it hides them from the fit, whose errors are those that the noise allows.
+
+Many starts are fitted at once by Levenberg's and Marquardt's method (1944, 1963). Entries that
+pruning removed are filled in by what the features imply (`complete`). A search for labels goes on
+from fits of which some images are exchanged (`exchanged`).
 """
 
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.func import jacfwd, vmap
 
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._consistency import Fits, whole_inverse
-from fedsim_attacks.classifier_features._levenberg_marquardt import Minima, minimize, normals_of
+
+_FIRST_DAMPING = 1e-2
+"""Of the diagonal of J'J, at the start."""
+_EASED, _RAISED = 0.2, 3.0
+"""Times the damping after a step that lowered the sum of squares, and after one that did not."""
+_DAMPING = (1e-12, 1e8)
+"""Least and largest damping."""
+_FLAT = 1e-12
+"""Least entry of the diagonal, over the largest: directions that the residual does not see."""
+
+Batched = Callable[[Tensor, Tensor], Tensor]
+"""From points (S, n) and what belongs to their starts, to residuals (S, e), or Jacobians
+(S, e, n)."""
+Normals = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""From points (S, n), what belongs to their starts, and residuals r (S, e), to J'J (S, n, n) and
+J'r (S, n)."""
+
+
+def normals_of(jacobians: Batched) -> Normals:
+    """Returns J'J and J'r by the Jacobians J themselves."""
+
+    def normals(points: Tensor, given: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        slopes = jacobians(points, given).transpose(1, 2)
+        return slopes @ slopes.transpose(1, 2), (slopes @ left[..., None])[..., 0]
+
+    return normals
+
+
+class Minima(NamedTuple):
+    """Where descents from several starts have come to."""
+
+    points: Tensor
+    """(S, n)."""
+    losses: Tensor
+    """(S,): the sums of squares there."""
+
+
+def minimize(
+    residuals: Batched,
+    normals: Normals,
+    starts: Tensor,
+    given: Tensor,
+    iterations: int,
+    enough: float = 0.0,
+) -> Minima:
+    """Descends the squared norm of `residuals` from each of `starts`.
+
+    Args:
+        residuals: of points and their entries of `given`.
+        normals: of the same.
+        starts: (S, n) float64.
+        given: (S, ...), constant.
+        iterations: steps that are tried at most; fewer where none lowers any start's.
+        enough: sum of squares below which the first start to come ends the descent of all.
+    """
+    points = starts
+    damping = starts.new_full((len(starts),), _FIRST_DAMPING)
+    there = residuals(points, given)
+    losses = there.square().sum(1)
+    if not starts.shape[1]:
+        return Minima(points, losses)
+    for _ in range(iterations):
+        if bool((losses < enough).any()) or bool((damping >= _DAMPING[1]).all()):
+            break
+        normal, downhill = normals(points, given, there)
+        diagonal = normal.diagonal(dim1=1, dim2=2)
+        floor = _FLAT * diagonal.amax(1, keepdim=True) + torch.finfo(starts.dtype).tiny
+        damped = normal + torch.diag_embed(damping[:, None] * (diagonal + floor))
+        step, broken = torch.linalg.solve_ex(damped, downhill)
+        tried = points - step
+        left = residuals(tried, given)
+        reached = left.square().sum(1)
+        better = (reached < losses) & (broken == 0)
+        points = torch.where(better[:, None], tried, points)
+        there = torch.where(better[:, None], left, there)
+        losses = torch.where(better, reached, losses)
+        damping = torch.where(better, _EASED * damping, _RAISED * damping).clamp(*_DAMPING)
+    return Minima(points, losses)
+
 
 _CHUNK = 1 << 24
 """Entries of the Jacobians that are held at once (128 MiB)."""
+_NOTHING = 1e-100
+"""Least singular value, so that squares of its inverse are finite."""
+
+# The first forward derivative has torch load a module in which it uses torch.jit.script itself.
+warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", FutureWarning)
+
+
+class Fits(NamedTuple):
+    """Features that several starts have led to."""
+
+    features: Tensor
+    """(S, N, d), without the constant 1."""
+    labels: Tensor
+    """(S, N) int64."""
+    losses: Tensor
+    """(S,): squared residual over the squared gradient."""
+    points: Tensor
+    """(S, n): the unknowns."""
+
+
+def whole_inverse(matrix: Tensor) -> Tensor:
+    """Computes the pseudo-inverse (N, K) of `matrix` (K, N), in which nothing counts as zero.
+
+    What an image without error signal may be is then huge, and not left out.
+    """
+    left, lengths, right = torch.linalg.svd(matrix, full_matrices=False)
+    inverse: Tensor = (right.T / lengths.clamp_min(_NOTHING)) @ left.T
+    return inverse
+
+
+@final
+class Consistency:
+    """The residual of a classifier's gradient as a function of features in its row space."""
+
+    def __init__(self, classifier: ClassifierGradient) -> None:
+        """Finds the row space: the N strongest right singular directions of the gradient."""
+        self.classifier = classifier
+        count = classifier.num_images
+        directions = torch.linalg.svd(classifier.gradient, full_matrices=False)[2][:count]
+        self._basis = directions
+        self._observed = classifier.gradient @ directions.T
+        self._energy = classifier.gradient.square().sum()
+        missed = classifier.gradient - self._observed @ directions
+        self.outside = float(missed.square().sum() / self._energy)
+        """Share of the gradient outside the row space."""
+        self._weights = classifier.weights @ directions.T
+        self._origin = directions.new_zeros(count)
+        self._free = torch.eye(count, dtype=directions.dtype)
+        if classifier.biased:
+            constant = directions[:, -1]
+            self._origin = constant / constant.square().sum()
+            self._free = torch.linalg.svd(constant[None])[2][1:].T
+
+    @property
+    def classes(self) -> int:
+        """K."""
+        return len(self.classifier.weights)
+
+    def unknowns(self, features: Tensor) -> Tensor:
+        """Projects `features` (S, N, d) to unknowns (S, n) of the row space."""
+        features = features.double()
+        if self.classifier.biased:
+            features = F.pad(features, (0, 1), value=1.0)
+        inside = (features @ self._basis.T - self._origin) @ self._free
+        return F.pad(inside.flatten(1), (0, self.classifier.factors))
+
+    def features(self, points: Tensor, labels: Tensor) -> Tensor:
+        """Turns unknowns (S, n) into features (S, N, d), whatever the labels (S, N)."""
+        whole: Tensor = self._coordinates(points) @ self._basis
+        return whole[..., :-1] if self.classifier.biased else whole
+
+    def descend(self, points: Tensor, labels: Tensor, iterations: int, enough: float = 0.0) -> Fits:
+        """Descends from `points` (S, n), each with its `labels` (S, N).
+
+        The first start to leave no more than a share `enough` of the gradient ends it.
+        """
+        targets = F.one_hot(labels, self.classes).double()
+        jacobian = self._observed.numel() * max(1, points.shape[1])
+        size = max(1, _CHUNK // (3 * jacobian))
+        found: list[Minima] = []
+        normals: Normals = self._normals
+        if self.classifier.rates or self.classifier.factors:
+            normals = normals_of(vmap(jacfwd(self.residual)))
+        share = enough * float(self._energy)
+        for part in zip(torch.split(points, size), torch.split(targets, size), strict=True):
+            found.append(minimize(vmap(self.residual), normals, *part, iterations, share))
+            if bool((found[-1].losses < share).any()):
+                break
+        minima = Minima(*(torch.cat(parts) for parts in zip(*found, strict=True)))
+        labels = labels[: len(minima.losses)]
+        losses = minima.losses / self._energy
+        return Fits(self.features(minima.points, labels), labels, losses, minima.points)
+
+    @property
+    def freedom(self) -> int:
+        """How many more equations there are than unknowns."""
+        count = self.classifier.num_images
+        unknowns = count * self._free.shape[1] + self.classifier.factors
+        return max(1, self.classes * count - unknowns)
+
+    def variances(self, point: Tensor, labels: Tensor) -> Tensor:
+        """Computes the variance of each image's features (N,), summed, per unit of noise variance.
+
+        A fit amplifies it by its Jacobian's inverse inside the row space, and by the error signals'
+        outside, where all of the gradient's columns have it.
+        """
+        targets = F.one_hot(labels, self.classes).double()
+        variances = torch.zeros_like(point)
+        if len(point):
+            jacobian = jacfwd(self.residual)(point, targets)
+            _, lengths, directions = torch.linalg.svd(jacobian, full_matrices=False)
+            amplified = directions / lengths.clamp_min(torch.finfo(lengths.dtype).tiny)[:, None]
+            variances = amplified.square().sum(0)
+        variances = variances[: len(variances) - self.classifier.factors]
+        count, columns = self.classifier.num_images, self.classifier.gradient.shape[1]
+        inside = variances.reshape(count, -1).sum(1)
+        errors = self.errors(point, labels) / count
+        total: Tensor = inside + columns * whole_inverse(errors.T).square().sum(1)
+        return total
+
+    def _normals(self, points: Tensor, targets: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
+        """J'J and J'r at points (S, n) whose residuals are `left`, of one step without factors.
+
+        With M_i the slopes of D_i and C the coordinates, J is M_ikl C_ij + D_ik F_jl: products of
+        small matrices, so that J itself, of N K N by N² entries, is never needed.
+        """
+        count, free = self.classifier.num_images, self._free
+        coordinates = self._coordinates(points)
+        shares = (coordinates @ self._weights.T).softmax(-1)
+        errors = (shares - targets) / count
+        weights = self._weights @ free
+        mean = shares @ weights
+        moved = shares[..., None] / count * (weights - mean[:, :, None])  # (S, N, K, l)
+        flat = moved.transpose(2, 3).flatten(1, 2)  # (S, N l, K)
+        own = free.shape[1]
+        grams = coordinates @ coordinates.transpose(1, 2)
+        shape = (len(points), count, own, count, own)
+        normal = (flat @ flat.transpose(1, 2)).view(shape) * grams[:, :, None, :, None]
+        crossed = (flat @ errors.transpose(1, 2)).view(shape[:4])
+        mixed = crossed[..., None] * (coordinates @ free)[:, :, None, None]
+        normal = normal + mixed + mixed.permute(0, 3, 4, 1, 2)
+        energies = errors @ errors.transpose(1, 2)
+        normal.diagonal(dim1=2, dim2=4).add_(energies[..., None])
+        rest = left.view(len(points), self.classes, count)
+        downhill = torch.einsum("snkl,skn->snl", moved, rest @ coordinates.transpose(1, 2))
+        downhill = downhill + errors @ (rest @ free)
+        return normal.flatten(3).flatten(1, 2), downhill.flatten(1)
+
+    def residual(self, point: Tensor, targets: Tensor) -> Tensor:
+        """Computes what `point` (n,) with one-hot labels (N, K) leaves of the gradient (K N,)."""
+        coordinates, scale, weights = self._coordinates(point), self.scale(point), self._weights
+        velocity = total = torch.zeros_like(weights)
+        entered = momentum = 0.0
+        for rate in (*self.classifier.rates, 0.0):
+            errors = scale * ((coordinates @ weights.T).softmax(-1) - targets)
+            velocity = self.classifier.momentum * velocity + errors.T @ coordinates
+            momentum = self.classifier.momentum * momentum + 1
+            total, entered = total + velocity, entered + momentum
+            weights = weights - rate / len(coordinates) * velocity
+        mean = total / (entered * len(coordinates))
+        left: Tensor = (mean - self._observed).flatten()
+        return left
+
+    def errors(self, point: Tensor, labels: Tensor) -> Tensor:
+        """Computes the error signals (N, K) of the first step at `point` (n,), as released."""
+        logits = self._coordinates(point) @ self._weights.T
+        errors: Tensor = self.scale(point) * (logits.softmax(-1) - F.one_hot(labels, self.classes))
+        return errors
+
+    def scale(self, point: Tensor) -> Tensor:
+        """Returns the factors of images' error signals (N, 1) or, if they have one, (1, 1)."""
+        factors = self.classifier.factors
+        return point[-factors:].exp()[:, None] if factors else point.new_ones(1, 1)
+
+    def _coordinates(self, points: Tensor) -> Tensor:
+        count = self.classifier.num_images
+        flat = points[..., : points.shape[-1] - self.classifier.factors]
+        free = flat.reshape(*flat.shape[:-1], count, self._free.shape[1])
+        coordinates: Tensor = self._origin + free @ self._free.T
+        return coordinates
+
+
 _SHARED = 100.0
 """Variance of what a batch's features share over that around it: large, as good as unknown."""
 _VANISHED = 1e-13
@@ -280,3 +547,73 @@ def _eigen(matrices: Tensor) -> tuple[Tensor, Tensor]:
         moved = torch.diag_embed(largest[:, None] * apart)
         energies, axes = torch.linalg.eigh(matrices + moved)
     return energies, axes
+
+
+_TURNS = 200
+"""Times that the missing entries are filled in."""
+_STEPS = 2
+"""Iterations of the fit after each."""
+_STRIDE = 1.8
+"""How far entries move, over what the features imply: a little beyond it converges sooner."""
+_STILL = 1e-9
+"""Share of the gradient's norm below which a change of the missing entries is none."""
+
+
+def complete(problem: Profile, fits: Fits) -> tuple[Profile, Fits]:
+    """Fills in the missing entries of `problem`, from `fits` of one start.
+
+    Returns:
+        The problem with the completed gradient, and the fit of that.
+    """
+    classifier = problem.classifier
+    missing, bound = ~classifier.kept, classifier.removed_below
+    if bound is None:
+        bound = torch.full_like(classifier.gradient[0], torch.inf)
+    size = float(classifier.gradient.norm())
+    for _ in range(_TURNS):
+        implied = problem.implied(fits.points, fits.labels)[0]
+        before = problem.classifier.gradient
+        moved = (before + _STRIDE * (implied - before)).clamp(min=-bound, max=bound)
+        gradient = torch.where(missing, moved, before)
+        problem = Profile(replace(classifier, gradient=gradient))
+        fits = problem.descend(fits.points, fits.labels, _STEPS)
+        if float((gradient - before).norm()) < _STILL * size:
+            break
+    return problem, fits
+
+
+_MOST = 3
+"""Images that are replaced at once, at most."""
+
+
+def exchanged(
+    images: Tensor,
+    labels: Tensor,
+    drawn: Tensor,
+    *,
+    classes: int,
+    failed: int,
+    rng: torch.Generator,
+) -> tuple[Tensor, Tensor]:
+    """Replaces some images of a fit, others in each of S starts.
+
+    By an even chance a start keeps the labels of the images that it replaces, or draws others.
+
+    Args:
+        images: (N, u), the unknowns of each image.
+        labels: (N,) of them.
+        drawn: (S, N, u), what images are replaced by.
+        classes: K, two or more.
+        failed: rounds of exchanges in which nothing better was found: after one, two and three
+            images are replaced at once, then one again.
+        rng: draws images and labels.
+
+    Returns:
+        Unknowns (S, N, u) and labels (S, N).
+    """
+    starts, count = drawn.shape[:2]
+    order = torch.rand(starts, count, generator=rng).argsort(1)
+    replaced = order < min(count, 1 + failed % _MOST)
+    others = (labels + torch.randint(1, classes, (starts, count), generator=rng)) % classes
+    relabelled = replaced & (torch.rand(starts, 1, generator=rng) < 0.5)
+    return torch.where(replaced[..., None], drawn, images), torch.where(relabelled, others, labels)

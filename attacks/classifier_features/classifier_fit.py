@@ -25,19 +25,23 @@ from fedsim.models.local import features_of
 from fedsim.models.victim import rebuild
 from fedsim.types import Observation, Reconstruction
 from fedsim.words import number_of
-from fedsim_attacks.classifier_features._certainty import (
+from fedsim_attacks.classifier_features._certificates import (
     allowed,
     beyond_first_order,
+    certified,
     explained,
     relative_errors,
 )
-from fedsim_attacks.classifier_features._certificates import certified
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._completion import complete
-from fedsim_attacks.classifier_features._consistency import Consistency, Fits
-from fedsim_attacks.classifier_features._exchange import exchanged
 from fedsim_attacks.classifier_features._local_steps import LocalPath
-from fedsim_attacks.classifier_features._profile import NARROWED, Profile
+from fedsim_attacks.classifier_features._profile import (
+    NARROWED,
+    Consistency,
+    Fits,
+    Profile,
+    complete,
+    exchanged,
+)
 from fedsim_attacks.head_features._feature_solver import FeatureAttack, FeatureSolver
 from fedsim_attacks.labels.label_inference import infer_labels
 

@@ -38,8 +38,7 @@ from fedsim_attacks.closed_form._release_likelihood import (
     ReleaseLikelihood,
     release_likelihood,
 )
-from fedsim_attacks.closed_form._row_posterior import Posterior
-from fedsim_attacks.closed_form._row_prior import Prior, prior
+from fedsim_attacks.closed_form._row_posterior import Posterior, Prior, prior
 
 
 @dataclass(kw_only=True)

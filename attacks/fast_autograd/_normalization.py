@@ -19,8 +19,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fedsim_attacks.fast_autograd._memory_order import laid_out
 from fedsim_attacks.fast_autograd._pruned import is_wanted
+
+
+def laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Brings a tensor (N, C, H, W) into the memory order of `like`, or leaves it there.
+
+    PyTorch's kernels read both as if they lay alike: up to 2.11, whether or not they do.
+    """
+    last = like.device.type == "cpu" and like.is_contiguous(memory_format=torch.channels_last)
+    last = last and not like.is_contiguous()
+    return tensor.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+
 
 _aten = torch.ops.aten
 

@@ -8,6 +8,7 @@ Multiplication by the Hessian, Neural Computation 1994. Results are PyTorch's, u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -15,12 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from fedsim_attacks.fast_autograd._convolution import Algorithm, Direct, Geometry, Patches, Problem
-from fedsim_attacks.fast_autograd._forward import replace_forward
+from fedsim_attacks.fast_autograd._convolution import (
+    Algorithm,
+    Direct,
+    Geometry,
+    Patches,
+    Problem,
+    Winograd,
+)
 from fedsim_attacks.fast_autograd._normalization import batch_norm, group_norm
 from fedsim_attacks.fast_autograd._piecewise import max_pool, relu
 from fedsim_attacks.fast_autograd._pruned import is_wanted, is_wanted_of_input
-from fedsim_attacks.fast_autograd._winograd import Winograd
+
+
+def replace_forward(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    """Lets `module` compute `forward` of its input; its parameters and buffers stay."""
+    module.forward = forward
+
 
 _WORTHWHILE = 16384
 """Weights of the largest kernel from which the closed forms are faster on a CPU core (measured

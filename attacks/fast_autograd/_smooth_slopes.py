@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim_attacks.fast_autograd._forward import replace_forward
+from fedsim_attacks.fast_autograd._second_order import replace_forward
 
 
 def smooth(model: nn.Module, width: float | Tensor) -> None:

@@ -16,15 +16,13 @@ import torch
 from torch import Tensor
 
 from fedsim.types import Reconstruction
-from fedsim_attacks.head_features._feature_norms import labels_of
 from fedsim_attacks.head_features._feature_solver import FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._head_gradient import HeadGradient, labels_of
+from fedsim_attacks.head_features._head_objective import Objective, WholeHead
 from fedsim_attacks.head_features._lbfgs import ITERATIONS, lbfgs
 from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
-from fedsim_attacks.head_features._whole_head import WholeHead
 from fedsim_attacks.head_features.spectral_features import span
 
 _CLEAR = 1.2

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from fedsim.types import Reconstruction
-from fedsim_attacks.head_features._feature_norms import norms
 from fedsim_attacks.head_features._feature_solver import FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
 from fedsim_attacks.head_features._head_objective import Objective
 from fedsim_attacks.head_features._lbfgs import ITERATIONS
 from fedsim_attacks.head_features._output_fit import OutputFit

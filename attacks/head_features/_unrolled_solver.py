@@ -26,9 +26,8 @@ from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed
 from fedsim.types import Reconstruction
-from fedsim_attacks.head_features._feature_norms import norms
 from fedsim_attacks.head_features._feature_solver import FeatureSolver
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
 from fedsim_attacks.head_features._output_fit import OutputFit
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedsim_attacks.classifier_features import _certainty
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._consistency import Consistency, Fits
-from fedsim_attacks.classifier_features._implied import implied
+from fedsim_attacks.classifier_features import _certificates
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.classifier_features._profile import Consistency, Fits
 
 _ITERATIONS = 120
 """Of a descent from features of images."""
@@ -19,7 +18,7 @@ _APART = 0.5
 def explained(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether `features` (N, d) explain the gradient but for noise and rounding."""
     problem = Consistency(classifier)
-    return _certainty.explained(problem, float(_at(problem, features, 0).losses[0]))
+    return _certificates.explained(problem, float(_at(problem, features, 0).losses[0]))
 
 
 def determined(classifier: ClassifierGradient, features: Tensor) -> bool:
@@ -32,7 +31,7 @@ def determined(classifier: ClassifierGradient, features: Tensor) -> bool:
         return True
     problem = Consistency(classifier)
     fit = _at(problem, features, 0)
-    errors = _certainty.relative_errors(problem, fit, 0) * features.norm(dim=1)
+    errors = _certificates.relative_errors(problem, fit, 0) * features.norm(dim=1)
     apart = torch.cdist(features, features).fill_diagonal_(torch.inf).amin(1)
     return bool((errors < _APART * apart).all())
 

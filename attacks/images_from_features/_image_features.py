@@ -18,8 +18,7 @@ from torch import Tensor
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
 from fedsim_attacks.head_features import _joint_fit, _output_solver
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features._head_objective import Objective
-from fedsim_attacks.head_features._whole_head import unexplained
+from fedsim_attacks.head_features._head_objective import Objective, unexplained
 from fedsim_attacks.images_from_features import _classifier_answers
 from fedsim_attacks.images_from_features._heads import Head
 

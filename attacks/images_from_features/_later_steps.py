@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.types import Observation
-from fedsim_attacks.classifier_features._path import as_one_gradient
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._matching import Matching
 from fedsim_attacks.images_from_features._part_update import PartUpdate
 

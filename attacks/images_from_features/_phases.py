@@ -24,7 +24,7 @@ from fedsim.models.victim import rebuild
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._path import as_one_gradient
+from fedsim_attacks.classifier_features._local_steps import as_one_gradient
 from fedsim_attacks.gradient_matching._contrast import trusted
 from fedsim_attacks.images_from_features import _image_features
 from fedsim_attacks.images_from_features._body_gradient import BodyGradient, Misfit

@@ -11,9 +11,8 @@ from torch import Tensor
 from fedsim.models.victim import rebuild
 from fedsim.system.device import moved
 from fedsim.types import Observation
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._implied import implied
-from fedsim_attacks.head_features._feature_norms import labels_of
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
+from fedsim_attacks.head_features._head_gradient import labels_of
 from fedsim_attacks.head_features._head_objective import Objective
 from fedsim_attacks.images_from_features._heads import head_of
 

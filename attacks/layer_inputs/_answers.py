@@ -12,8 +12,7 @@ from fedsim.contracts.attack import AttackFailed
 from fedsim.models.base import denormalize
 from fedsim.models.local import step_weights
 from fedsim.types import Observation, Reconstruction
-from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._implied import implied
+from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient, implied
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
 

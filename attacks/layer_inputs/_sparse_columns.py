@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from fedsim_attacks.layer_inputs._answers import Inputs, disaggregated
+from fedsim_attacks.layer_inputs._cone import sharpened
 from fedsim_attacks.layer_inputs._layers import Layer
 from fedsim_attacks.layer_inputs._row_space import RowSpace
-from fedsim_attacks.layer_inputs._sharpening import sharpened
 
 _NEAR = 1e-3
 """Of a combination's largest entry: what is nearer to 0 may be."""

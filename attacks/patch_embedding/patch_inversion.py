@@ -24,8 +24,7 @@ from fedsim.types import ModelSpec, Observation, Reconstruction
 from fedsim.words import number_of
 from fedsim_attacks._attack_kinds import DirectAttack
 from fedsim_attacks.labels.label_inference import infer_labels
-from fedsim_attacks.patch_embedding._patch_equations import correlation, solve
-from fedsim_attacks.patch_embedding._patch_layer import PatchLayer, find
+from fedsim_attacks.patch_embedding._patch_layer import PatchLayer, correlation, find, solve
 
 _PIXEL_MEAN, _PIXEL_SPREAD = 0.5, 0.25
 """Of pixels in [0, 1], before anything is seen."""

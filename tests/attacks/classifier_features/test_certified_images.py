@@ -16,8 +16,7 @@ from fedsim.scoring import false_certificates
 from fedsim.types import UNKNOWN, Effect, GroundTruth, Reconstruction
 from fedsim_attacks.classifier_features import _certificates
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._consistency import Consistency
-from fedsim_attacks.classifier_features._profile import Profile
+from fedsim_attacks.classifier_features._profile import Consistency, Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierSolver
 
 DIMENSION = 24

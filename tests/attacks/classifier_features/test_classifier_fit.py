@@ -19,16 +19,19 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
-from fedsim_attacks.classifier_features import _completion, classifier_fit
-from fedsim_attacks.classifier_features._certainty import beyond_first_order, relative_errors
+from fedsim_attacks.classifier_features import _profile, classifier_fit
+from fedsim_attacks.classifier_features._certificates import beyond_first_order, relative_errors
 from fedsim_attacks.classifier_features._classifier_gradient import (
     ClassifierGradient,
     linear_classifier,
 )
-from fedsim_attacks.classifier_features._consistency import Consistency
-from fedsim_attacks.classifier_features._exchange import exchanged
-from fedsim_attacks.classifier_features._levenberg_marquardt import minimize, normals_of
-from fedsim_attacks.classifier_features._profile import Profile
+from fedsim_attacks.classifier_features._profile import (
+    Consistency,
+    Profile,
+    exchanged,
+    minimize,
+    normals_of,
+)
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 
 MLP: dict[str, Any] = {"model": "mlp", "model_parameters": {"hidden": [32]}}
@@ -563,7 +566,7 @@ def test_removed_entries_are_filled_in(scope: str, monkeypatch: pytest.MonkeyPat
     assert found.labels is not None and found.determined is not None
     assert found.labels[whose].tolist() == truth.labels.tolist()
     assert not bool(found.determined.any())
-    monkeypatch.setattr(_completion, "_TURNS", 0)
+    monkeypatch.setattr(_profile, "_TURNS", 0)
     zeros, _ = compared(fit(observation), truth)
     assert float(zeros.max()) > 4 * float(errors.max())
 

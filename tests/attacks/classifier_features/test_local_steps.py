@@ -23,9 +23,14 @@ from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features._drift import Drift, natural_noise
-from fedsim_attacks.classifier_features._local_steps import LocalPath
-from fedsim_attacks.classifier_features._path import as_one_gradient, middle, positions
+from fedsim_attacks.classifier_features._local_steps import (
+    Drift,
+    LocalPath,
+    as_one_gradient,
+    middle,
+    natural_noise,
+    positions,
+)
 from fedsim_attacks.classifier_features._profile import Profile
 from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 

@@ -7,9 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedsim_attacks.fast_autograd import _second_order, _winograd
-from fedsim_attacks.fast_autograd._convolution import Algorithm, Direct, Geometry, Patches, Problem
-from fedsim_attacks.fast_autograd._winograd import Winograd
+from fedsim_attacks.fast_autograd import _convolution, _second_order
+from fedsim_attacks.fast_autograd._convolution import (
+    Algorithm,
+    Direct,
+    Geometry,
+    Patches,
+    Problem,
+    Winograd,
+)
 
 PLAIN = Geometry(stride=(1, 1), padding=(1, 1), dilation=(1, 1), groups=1)
 GEOMETRIES = {
@@ -100,8 +106,8 @@ def test_a_layer_notices_that_its_weights_have_changed(
     change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_second_order, "_WORTHWHILE", 0)
-    monkeypatch.setattr(_winograd, "_CHANNELS", 1)
-    monkeypatch.setattr(_winograd, "_TILES", 1)
+    monkeypatch.setattr(_convolution, "_CHANNELS", 1)
+    monkeypatch.setattr(_convolution, "_TILES", 1)
     monkeypatch.setattr("fedsim_attacks.fast_autograd._convolution._WEIGHTS_PER_POSITION", 10**9)
     layer = nn.Conv2d(5, 7, 3, padding=1).double()
     _second_order.accelerate(layer)

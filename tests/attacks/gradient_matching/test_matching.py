@@ -18,10 +18,9 @@ from fedsim.testing import make_observation
 from fedsim.testing.observation import example_batch
 from fedsim.types import GroundTruth, LocalTraining, Observation
 from fedsim_attacks.fast_autograd import _second_order
-from fedsim_attacks.fast_autograd._convolution import Patches
+from fedsim_attacks.fast_autograd._convolution import Patches, Winograd
 from fedsim_attacks.fast_autograd._second_order import accelerate
 from fedsim_attacks.fast_autograd._tape import PAYS
-from fedsim_attacks.fast_autograd._winograd import Winograd
 from fedsim_attacks.gradient_matching._distances import Distance, cosine_distance, squared_distance
 from fedsim_attacks.gradient_matching._matching import Matching
 

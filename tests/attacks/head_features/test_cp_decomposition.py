@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
-from fedsim_attacks.head_features._cp_decomposition import components
+from fedsim_attacks.head_features.tensor_features import components
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -16,9 +16,9 @@ from fedsim.testing.updates import near
 from fedsim_attacks.head_features import _output_fit, _row_fit
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._output_fit import moves
 from fedsim_attacks.head_features._output_solver import OutputSolver
 from fedsim_attacks.head_features._random_starts import random_starts
-from fedsim_attacks.head_features._split_merge import moves
 
 HEAD = {"width": 4160, "planted": 4096, "planted_std": 0.1, "planted_gain": 0.01}
 PRUNED = [{"name": "gradient_pruning", "ratio": 0.8}]

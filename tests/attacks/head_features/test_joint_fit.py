@@ -17,10 +17,9 @@ from fedsim.scoring import score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, Observation
 from fedsim_attacks.head_features import _joint_fit
-from fedsim_attacks.head_features._feature_norms import labels_of
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_gradient import HeadGradient, labels_of
+from fedsim_attacks.head_features._head_objective import WholeHead
 from fedsim_attacks.head_features._joint_fit import JointSolver
-from fedsim_attacks.head_features._whole_head import WholeHead
 
 HEAD = {"width": 1600, "planted": 1024, "planted_std": 0.1, "planted_gain": 0.1}
 LABELS = [2, 2, 4, 4]

@@ -15,9 +15,8 @@ from fedsim.contracts.grant import Knowledge
 from fedsim.models.victim import rebuild
 from fedsim.testing import make_observation
 from fedsim.types import Effect, LocalTraining, Reconstruction
-from fedsim_attacks.patch_embedding._patch_equations import correlation
-from fedsim_attacks.patch_embedding._patch_equations import solve as solve_patches
-from fedsim_attacks.patch_embedding._patch_layer import find
+from fedsim_attacks.patch_embedding._patch_layer import correlation, find
+from fedsim_attacks.patch_embedding._patch_layer import solve as solve_patches
 from fedsim_attacks.patch_embedding.patch_inversion import PatchInversion
 
 SMALL = {"patch": 4, "width": 32, "heads": 2}
