@@ -5,7 +5,7 @@ teacher-student problem with N hidden units and far more equations (K m) than un
 noise averages out, and a subset of the neurons is enough until the last iterations.
 
 The fit descends by L-BFGS in variables that curve alike. Where it leaves more unexplained than
-noise can account for, it splits features to leave the local minimum (`split_merge`). What pruning
+noise can account for, it splits features to leave the local minimum (`moves`). What pruning
 has left of ∂L/∂W corrects it (`row_fit`).
 """
 
