@@ -352,11 +352,12 @@ def report(
 @app.command()
 def dossier(
     folder: Annotated[Path, typer.Argument(metavar="DIR")],
-    out: Annotated[
-        Path | None, typer.Option(help="Folder for dossier.html and dossier.pdf; default DIR.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to write to; default DIR.")] = None,
+    pdf: Annotated[
+        bool, typer.Option("--pdf", help="Print dossier.pdf, too, through an installed browser.")
+    ] = False,
 ) -> None:
-    """Write what a run is evidence of, for whoever has to judge a deployment: HTML and PDF.
+    """Write what a run is evidence of, for whoever has to judge a deployment.
 
     DIR is the folder of a run, or of a sweep; of a run that has not ended, the pages say so.
     """
@@ -366,7 +367,7 @@ def dossier(
         from fedsim.system.paths import writable_folder
 
         writable_folder(out or folder, "--out" if out else "DIR")
-        for path in write_dossier(folder, out):
+        for path in write_dossier(folder, out, pdf=pdf):
             typer.echo(path)
         say_what_lacks(load_runs([folder]))
 

@@ -456,7 +456,7 @@ def stages_replaced(place: Workplace) -> Any:
             place.scenario(folder.name)
         raise typer.Exit
 
-    def dossier(folder: Path, *_: Any) -> tuple[Path, ...]:
+    def dossier(folder: Path, *_: Any, pdf: bool = False) -> tuple[Path, ...]:
         from_runs(folder)
         return ()
 

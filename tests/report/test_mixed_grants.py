@@ -164,7 +164,7 @@ def test_a_dossier_says_beside_each_figure_what_was_had(
 ) -> None:
     answered(tmp_path / "run", granted(case))
     row = leaderboard_rows([tmp_path / "run"])[0]
-    page, _ = write_dossier(tmp_path / "run")
+    (page,) = write_dossier(tmp_path / "run")
     text = page.read_text()
     table = text[text.index("Batch / round") :]
     assert f"strong ({', '.join(row.threat.beyond) or row.server})" in table

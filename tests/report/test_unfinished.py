@@ -18,7 +18,7 @@ from fedsim.contracts import plugins
 from fedsim.report import load_runs, unfinished, write_report
 from fedsim.report.dossier.attempts import untried
 from fedsim.report.dossier.content import dossier_of
-from fedsim.report.dossier.html import html_of
+from fedsim.report.dossier.writing import html_of
 from fedsim.results.plan import PLAN, Plan
 from fedsim.system.lock import is_locked, locked
 from fedsim.types import RunFailed

@@ -32,7 +32,7 @@ from fedsim.report import (
 )
 from fedsim.report.answers import answers
 from fedsim.report.dossier.content import dossier_of
-from fedsim.report.dossier.html import html_of
+from fedsim.report.dossier.writing import html_of
 from fedsim.report.recovered import accused
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import accuracy, student_interval

@@ -1,7 +1,6 @@
 """The dossier: what a run is evidence of, for whoever has to judge a deployment without running it.
 
-`content` says it as a `Document` of plain blocks, and `html` and `pdf` only set that document, so
-that both say the same.
+`content` says it as a `Document` of plain blocks, and `writing` sets that document as a page.
 """
 
 from fedsim.report.dossier.writing import write_dossier
