@@ -15,6 +15,7 @@ from fedsim import acceptance, federation, progress, scoring
 from fedsim.attacking.jobs import Job, Result, Setting, nothing_recorded, run_jobs, unscored, unseen
 from fedsim.contracts.attack import Progress
 from fedsim.data.images import public_images
+from fedsim.federation.deployment import run_name
 from fedsim.federation.network.link import SCENARIO, Link
 from fedsim.federation.network.run import Deployed, join
 from fedsim.federation.records import RoundRecord
@@ -40,7 +41,7 @@ from fedsim.system.lock import is_locked, locked
 from fedsim.system.threads import fixed
 from fedsim.training import spending
 from fedsim.training.server import Server
-from fedsim.training.source import data_source
+from fedsim.training.source import data_source, digest_of_inputs
 from fedsim.training.workload import Workload
 from fedsim.types import Dataset, FedsimError, Observation, RunFailed, Table
 from fedsim.words import number_of
@@ -320,7 +321,15 @@ class _Plan:
     def announce(self) -> None:
         """Write what is to be done, before any of it: who looks in between sees how far it is."""
         rounds = self.scenario.training.rounds * len(self.servers)
-        Plan.of(self.scenario.name, self.variant, rounds, self._jobs()).save(self.out)
+        name, jobs = self.scenario.name, self._jobs()
+        Plan.of(name, self.variant, rounds, jobs, origin=self._origin()).save(self.out)
+
+    def _origin(self) -> str:
+        """What is measured: the data, or of nodes that keep theirs to themselves this very run."""
+        first = next(iter(self.servers.values()))
+        if isinstance(first, Workload):
+            return f"data:{digest_of_inputs(self.scenario, first.dataset)}"
+        return f"run:{run_name(self.out)}"
 
     def execute(self, display: progress.Display) -> None:
         """Federate every stack, attack every recording, write the record.

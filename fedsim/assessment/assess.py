@@ -28,7 +28,7 @@ from fedsim.contracts.grant import Grant
 from fedsim.models import live
 from fedsim.models.base import Classifier
 from fedsim.recording import files
-from fedsim.recording.exchanges import left_out, read_exchanges, run_folder
+from fedsim.recording.exchanges import digest_of, left_out, read_exchanges, run_folder
 from fedsim.recording.truth import save_truth
 from fedsim.recording.witnessed import Testimony, read_witnessed
 from fedsim.report import save_grids, save_overview, write_report
@@ -175,7 +175,7 @@ def assess(
             guess_is_public=guess_is_public,
         )
         models = live.kept(subject.spec.name)
-        _attack(folder, context, chosen, guesser, models, workers, quiet)
+        _attack(folder, context, chosen, guesser, models, workers, quiet, digest_of(exchanges))
         found = sorted(
             record.read_lines(folder / "results.jsonl"),
             key=lambda row: (row["attack"]["label"], row["round"], row["client"]),
@@ -236,6 +236,7 @@ def _attack(
     models: Mapping[str, Classifier],
     workers: int | None,
     quiet: bool,
+    recording: str,
 ) -> None:
     """Runs every attack on every observation; its rows go to results.jsonl as they come."""
     planned = [
@@ -253,7 +254,8 @@ def _attack(
         for id, (seen, _) in context.seen.items()
     ]
     jobs = [job for job, _ in planned]
-    Announced.of(context.name, {}, 0, planned, resumable=False).save(folder)
+    origin = f"recording:{recording}"
+    Announced.of(context.name, {}, 0, planned, resumable=False, origin=origin).save(folder)
     setting = Setting(
         root=folder,
         device="cpu",

@@ -15,9 +15,10 @@ in its last seconds; reading then refuses the file that does not match its check
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -293,6 +294,12 @@ def read_exchanges(folder: Path) -> list[Exchange]:
             "run it"
         )
     return sorted(found, key=lambda each: (each.round, each.node_id))
+
+
+def digest_of(exchanges: Sequence[Exchange]) -> str:
+    """Returns a digest of all that was sent and answered: of two recordings never the same."""
+    said = sorted((e.round, e.node_id, e.message_id, e._broadcast, e._reply) for e in exchanges)
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
 def run_folder(out: Path, run: int | None = None) -> Path:

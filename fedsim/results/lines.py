@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self, get_args
 
@@ -312,10 +314,23 @@ class ResultRow(RowPart):
         return canonical(self.model_dump(include=fields))
 
     @property
-    def identity(self) -> str:
-        """Identifies this measurement among those of its scenario's seed."""
+    def place(self) -> str:
+        """Identifies, among trials of one scenario and seed, which one this is, by names alone."""
         fields = {"client", "trial", "seed"}
         return self.cell + canonical(self.model_dump(include=fields))
+
+    @cached_property
+    def content(self) -> str:
+        """Digest of what was measured: of whom, how, and with which figures.
+
+        Left out is what a copy may lack or state otherwise: what other rows of its run make of it,
+        and what the attack took.
+        """
+        return digest_of(self.model_dump(exclude=_BESIDE))
+
+
+_BESIDE = {"variant", "control", "theory", "utility", "privacy", "cost", "folder", "ended"}
+"""Fields of a row that are no part of its `content`."""
 
 
 class RoundRow(RowPart):
@@ -362,3 +377,8 @@ def nested(mapping: Any, *path: str) -> Any:
 def canonical(value: object) -> str:
     """Returns JSON with sorted keys: equal for equal values."""
     return json.dumps(value, sort_keys=True, default=str)
+
+
+def digest_of(value: object) -> str:
+    """Returns a digest that is equal for equal values alone."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()

@@ -33,6 +33,19 @@ class Plan:
     """Of the leaderboard, each of several attack runs."""
     resumable: bool
     """Whether `--resume` goes on with it."""
+    origin: str = ""
+    """Digest of what it measures, behind its kind, as `data:5f3a...`; empty: not known.
+
+    Runs of one name and of two origins are never pooled."""
+
+    def __post_init__(self) -> None:
+        """Refuses an origin that is no text, since others may have changed the file.
+
+        Raises:
+            TypeError: it is none.
+        """
+        if not isinstance(self.origin, str):
+            raise TypeError(f"origin: expected a text, got {self.origin!r}")
 
     @classmethod
     def of(
@@ -43,6 +56,7 @@ class Plan:
         jobs: Iterable[tuple[Job, Observation]],
         *,
         resumable: bool = True,
+        origin: str = "",
     ) -> Plan:
         """Returns the plan to make each of `jobs`."""
         every = [line_of(job, seen) for job, seen in jobs]
@@ -53,6 +67,7 @@ class Plan:
             attack_runs=len(every),
             lines=len(set(every)),
             resumable=resumable,
+            origin=origin,
         )
 
     def save(self, folder: Path) -> None:

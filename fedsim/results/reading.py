@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from fedsim.results.lines import AuditRow, ResultRow, RoundRow, RowPart, nested
+from fedsim.results.lines import (
+    AuditRow,
+    ResultRow,
+    RoundRow,
+    RowPart,
+    canonical,
+    digest_of,
+    nested,
+)
 from fedsim.results.plan import PLAN, Line, Plan, load_plan
 from fedsim.results.record import strict_json
 from fedsim.results.settings import differences
@@ -49,6 +57,8 @@ class Run:
     """What it set out to do; None of a run from before that was written."""
     at_work: bool
     """Whether a process is at work in it."""
+    apart: dict[str, Any] = field(default_factory=dict)
+    """What sets it apart from others of its name that were read with it."""
 
     @property
     def attack_runs(self) -> int:
@@ -76,10 +86,29 @@ class Run:
         return bool(self.record) and self.attack_runs >= self.plan.attack_runs
 
     @property
+    def name(self) -> str:
+        """The scenario's name; that of the folder if nothing says it."""
+        stated = self.rows[0].scenario if self.rows else self.setting("name")
+        return str(stated or (self.plan and self.plan.scenario) or self.folder.name)
+
+    @property
     def variant(self) -> dict[str, Any]:
-        """What a sweep has assigned in it; empty of a run that is no part of one."""
+        """What a sweep has assigned in it, and what else sets it apart; empty if nothing does."""
         assigned = self.record.get("variant") or (self.plan.variant if self.plan else {})
-        return assigned if isinstance(assigned, dict) else {}
+        if self.rows:
+            assigned = self.rows[0].variant
+        return (assigned if isinstance(assigned, dict) else {}) | self.apart
+
+    @property
+    def origin(self) -> str:
+        """Digest of what it measures, as `Plan.origin`; empty: not known."""
+        return self.plan.origin if self.plan else ""
+
+    @property
+    def figures(self) -> dict[str, str]:
+        """Maps the place of each row, among all of its name, to the digest of its content."""
+        seed = str(self.setting("seed"))
+        return {seed + row.place: row.content for row in self.rows}
 
     def setting(self, *path: str) -> Any:
         """Returns a value of the scenario by its keys; None if it is not there."""
@@ -103,32 +132,105 @@ def load_runs(folders: Iterable[Path | str]) -> list[Run]:
                 f"{folder}: no {RESULTS} in it or below it; run `fedsim run` with --out {folder}"
             )
         parents |= dict.fromkeys(path.parent.resolve() for path in paths)
-    return _as_variants([_load_run(folder) for folder in parents])
+    # In the order of paths: that of the arguments decides nothing.
+    return _set_apart([_load_run(folder) for folder in sorted(parents)])
 
 
-def _as_variants(runs: list[Run]) -> list[Run]:
-    """Turns runs of one scenario with different settings into variants of it."""
+def _set_apart(runs: list[Run]) -> list[Run]:
+    """Turns runs of one name into variants of it where they are of different content."""
     groups: dict[str, list[int]] = {}
     for index, run in enumerate(runs):
-        if run.rows:
-            groups.setdefault(run.rows[0].scenario, []).append(index)
-    variants = list(runs)
+        groups.setdefault(run.name, []).append(index)
+    apart = list(runs)
     for indices in groups.values():
+        if len(indices) == 1:
+            continue
         members = [runs[index] for index in indices]
-        settings = differences([r.scenario for r in members], [r.rows[0].variant for r in members])
-        for index, run, setting in zip(indices, members, settings, strict=True):
-            rows = [row.model_copy(update={"variant": row.variant | setting}) for row in run.rows]
-            variants[index] = replace(run, rows=rows)
-    return variants
+        settings = differences(_scenarios(members), [run.variant for run in members])
+        members = [
+            _varied(run, setting | origin)
+            for run, setting, origin in zip(members, settings, _origins(members), strict=True)
+        ]
+        by_variant: dict[str, list[int]] = {}
+        for place, run in enumerate(members):
+            by_variant.setdefault(canonical(run.variant), []).append(place)
+        for places in by_variant.values():
+            same = [members[place] for place in places]
+            for place, run, own in zip(places, same, _contradictions(same), strict=True):
+                members[place] = _varied(run, own)
+        for index, run in zip(indices, members, strict=True):
+            apart[index] = run
+    return apart
+
+
+def _varied(run: Run, apart: dict[str, Any]) -> Run:
+    if not apart:
+        return run
+    rows = [row.model_copy(update={"variant": row.variant | apart}) for row in run.rows]
+    return replace(run, rows=rows, apart=run.apart | apart)
+
+
+def _scenarios(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns the scenario of each run; where none has any, the stacks that its rows state."""
+    if any(run.scenario for run in runs):
+        return [run.scenario for run in runs]
+    return [{"defenses": {r.defense.name: r.defense.stack for r in run.rows}} for run in runs]
+
+
+def _origins(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Returns the origin of each run that states one, if not all that do state the same."""
+    if len({run.origin for run in runs if run.origin}) < 2:
+        return [{} for _ in runs]
+    parts = [run.origin.partition(":") for run in runs]
+    return [{kind: digest[:_SHOWN]} if digest else {} for kind, _, digest in parts]
+
+
+_SHOWN = 12
+"""Characters of a digest that tell one run from another."""
+
+
+def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
+    """Returns a digest of each run's figures, if any two runs state different ones of one place.
+
+    A copy that lacks rows has the digest of the run that has them all.
+    """
+    figures = [run.figures for run in runs]
+    stated: dict[str, str] = {}
+    for own in figures:
+        if any(stated.setdefault(place, content) != content for place, content in own.items()):
+            break
+    else:
+        return [{} for _ in runs]
+    contents = [frozenset(own.items()) for own in figures]
+    digests = {each: digest_of(sorted(each)) for each in contents}
+    wholes = [
+        max((each for each in contents if each >= own), key=lambda e: (len(e), digests[e]))
+        for own in contents
+    ]
+    return [
+        {"figures": digests[whole][:_SHOWN]} if own else {}
+        for own, whole in zip(contents, wholes, strict=True)
+    ]
 
 
 def measurements(runs: Iterable[Run]) -> list[ResultRow]:
-    """Returns all rows of `runs`; of a measurement that occurs twice, as after a copy, the last.
+    """Returns all rows of `runs`; of equal ones, as after a copy, the one with the weakest claim.
 
     Rows do not state the scenario's seed; their own is of the attack, and the same under each.
     """
-    rows = {(str(run.setting("seed")), row.identity): row for run in runs for row in run.rows}
+    rows: dict[tuple[str, str, str], ResultRow] = {}
+    for run in runs:
+        seed = str(run.setting("seed"))
+        for row in run.rows:
+            key = (seed, canonical(row.variant), row.content)
+            if key not in rows or _extent(row) >= _extent(rows[key]):
+                rows[key] = row
     return list(rows.values())
+
+
+def _extent(row: ResultRow) -> tuple[float, bool, bool]:
+    """Sorts equal rows: by ε, and by whether their run got to its end and to controls."""
+    return (row.epsilon or 0.0, row.ended, row.other_update is not None)
 
 
 def _load_run(folder: Path) -> Run:

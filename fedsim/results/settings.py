@@ -27,14 +27,29 @@ def differences(
     """Returns, for each resolved scenario, its values of the keys in which not all are the same.
 
     `stated` are the keys of each that its rows show already, such as those of a sweep. An empty
-    scenario, of a run that lost its own, differs in nothing.
+    scenario, of a run that lost its own, differs in nothing. Stacks of one name are compared where
+    both scenarios have one.
     """
     shown = {key for variant in stated for key in variant}
     settings = [dict(_decisive(scenario)) for scenario in scenarios]
     keys = {key: None for setting in settings for key in setting if not _within(key, shown)}
     present = [setting for setting in settings if setting]
     differing = [key for key in keys if any(s.get(key) != present[0].get(key) for s in present)]
-    return [{key: setting.get(key) for key in differing if setting} for setting in settings]
+    stacks = [stacks_of(scenario) for scenario in scenarios]
+    names = {name: None for own in stacks for name in own if not _within(f"defenses.{name}", shown)}
+    defined = {name: [own[name] for own in stacks if name in own] for name in names}
+    other = [name for name, own in defined.items() if any(each != own[0] for each in own)]
+    return [
+        {key: setting.get(key) for key in differing if setting}
+        | {f"defenses.{name}": own[name] for name in other if name in own}
+        for setting, own in zip(settings, stacks, strict=True)
+    ]
+
+
+def stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the defense stacks of a resolved scenario, by name."""
+    stacks = scenario.get("defenses")
+    return stacks if isinstance(stacks, Mapping) else {}
 
 
 def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

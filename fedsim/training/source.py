@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from fedsim.data.batches import distinct
 from fedsim.scenario import Scenario
 from fedsim.scenario.build import build_learner, plugin_class
 from fedsim.scenario.model import PluginRef
+from fedsim.system import memory
+from fedsim.system.paths import from_home, opened
 from fedsim.training.blame import blaming
 from fedsim.types import Dataset, Table, Unit
 
@@ -66,6 +70,34 @@ def build_source(chosen: PluginRef) -> DataSource:
     source = plugin_class("fedsim.data", chosen.name).model_validate(chosen.parameters)
     assert isinstance(source, DataSource)
     return source
+
+
+def digest_of_inputs(scenario: Scenario, dataset: Dataset | Table) -> str:
+    """Returns a digest of what a scenario names and does not hold: data, weights, a partition.
+
+    Two runs of one text are of one population only if it is the same.
+
+    Args:
+        scenario: Of the federation.
+        dataset: All that its source loads.
+    """
+    digest = hashlib.sha256()
+    for field in fields(dataset):
+        value = getattr(dataset, field.name)
+        if isinstance(value, Tensor):
+            digest.update(f"{field.name} {value.dtype} {tuple(value.shape)}\0".encode())
+            digest.update(value.contiguous().numpy().data)
+        elif field.name not in _TOLD:
+            digest.update(f"{field.name} {value!r}\0".encode())
+    for named in (scenario.data.partition.path, scenario.training.weights):
+        if named is not None:
+            with opened(from_home(named), memory.limit()) as file:
+                digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+_TOLD = ("name", "left_out")
+"""Fields of a data set that say how it came about, and decide no figure."""
 
 
 def private_statistics(

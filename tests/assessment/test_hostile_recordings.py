@@ -16,6 +16,7 @@ from fedsim.assessment import assess
 from fedsim.assessment.truth import Pixels, guesser_of
 from fedsim.recording.exchanges import Recorder
 from fedsim.recording.witnessed import Witnessed, read_witnessed, save_witnessed
+from fedsim.report import leaderboard_rows
 from fedsim.types import FedsimError
 
 State = dict[str, Tensor]
@@ -202,3 +203,15 @@ def test_the_guess_is_learned_from_others_than_the_victims(
     notes: list[str] = []
     guesser_of(testimonies, [victim], Pixels.of(None, None), notes)
     assert learned[0].unique().tolist() == [round(0.7 * 255)] and notes == []
+
+
+def test_two_assessments_of_one_app_are_two(tmp_path: Path) -> None:
+    """Their run, node, order, images and names are the same; what the client answered is not."""
+    doubled = with_head(lambda w: 2 * w)
+    for name, reply in (("sgd", dict), ("weights", doubled), ("again", dict)):
+        assessed(recorded(tmp_path / name, reply))
+    folders = [tmp_path / name / "out" for name in ("sgd", "weights", "again")]
+    for order in (folders, folders[::-1]):
+        rows = leaderboard_rows(order)
+        assert len(rows) == len({row.comparison for row in rows}) == 2
+        assert [row.n for row in rows] == [1, 1], "what was recorded twice alike counts once"

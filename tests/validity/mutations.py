@@ -37,6 +37,7 @@ MATCHED = "tests/attacks/gradient_matching/test_matched_tensors.py"
 
 GUESS = "tests/scoring/test_guess.py"
 VICTIMS = "tests/validity/test_victims.py"
+IDENTITY = "tests/results/test_identity.py"
 
 STATED = "tests/validity/test_stated_epsilon.py"
 
@@ -370,10 +371,33 @@ MUTATIONS = (
         name="runs of other seeds are dropped as copies",
         item=11,
         file="fedsim/results/reading.py",
-        old='    rows = {(str(run.setting("seed")), '
-        "row.identity): row for run in runs for row in run.rows}\n",
-        new="    rows = {row.identity: row for run in runs for row in run.rows}\n",
-        tests=(VICTIMS,),
+        old='        seed = str(run.setting("seed"))\n        for row',
+        new='        seed = ""\n        for row',
+        tests=(IDENTITY,),
+    ),
+    Mutation(
+        name="a run's rows are dropped for those of another of its name",
+        item=9,
+        file="fedsim/results/reading.py",
+        old="            key = (seed, canonical(row.variant), row.content)\n",
+        new="            key = (seed, canonical(row.variant), row.place)\n",
+        tests=(IDENTITY,),
+    ),
+    Mutation(
+        name="runs of one name with other figures are pooled",
+        item=9,
+        file="fedsim/results/reading.py",
+        old="setdefault(place, content) != content",
+        new="setdefault(place, content) is None",
+        tests=(IDENTITY,),
+    ),
+    Mutation(
+        name="runs of one text and of other data are pooled",
+        item=9,
+        file="fedsim/results/reading.py",
+        old="    if len({run.origin for run in runs if run.origin}) < 2:\n",
+        new="    if len({run.origin for run in runs if run.origin}) < 99:\n",
+        tests=(IDENTITY,),
     ),
     Mutation(
         name="labels alone are guessed by the majority",
