@@ -43,7 +43,9 @@ class Body:
             for name, parameter in list(module.named_parameters(recurse=False)):
                 of = f"{module_name}.{name}"
                 setattr(module, name, nn.Parameter(relaid(self.without_padding(of, parameter))))
-        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        self._names = {
+            id(p): name for name, p in self.model.named_parameters() if name in observation.update
+        }
 
     def without_padding(self, name: str, tensor: Tensor) -> Tensor:
         """Selects the entries of a parameter, or of its update, that meet anything but padding."""
@@ -51,8 +53,8 @@ class Body:
         return tensor if window is None else tensor[window]
 
     def parameters(self, module: nn.Module) -> list[tuple[str, Tensor]]:
-        """Lists the parameters of one of the body's modules, with their names."""
-        return [(self._names[id(p)], p) for p in module.parameters()]
+        """Lists the parameters of one of the body's modules that were trained, with their names."""
+        return [(self._names[id(p)], p) for p in module.parameters() if id(p) in self._names]
 
 
 def relaid(tensor: Tensor) -> Tensor:

@@ -7,16 +7,17 @@ the maps that went in. Where they are enough, the stretch can be inverted on its
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedsim.rng import generator
 from fedsim.types import Observation
 from fedsim_attacks.images_from_features._body import Body, Part
+from fedsim_attacks.images_from_features._calls import BodyCalls
 
 _MARGIN = 2.0
 """Equations for each unknown number of a stage that is inverted on its own."""
@@ -89,36 +90,37 @@ class StagedBody:
 def stages(body: Body, num_images: int, rng: torch.Generator) -> list[Stage]:
     """Cuts a body into stages from images to features; into one where none is determined.
 
-    Or where features are not what comes out of the body's last layer, but something made of it.
+    Or where stages put together do not make the body's features: something else is made of what
+    comes out of its last layer, or its code takes another way for other images.
     """
-    units = list(_units(body.model.body))
     images = torch.randn(num_images, *body.input_shape, generator=rng)
-    maps = [images.to(next(body.model.parameters()).device)]
+    images = images.to(next(body.model.parameters()).device)
+    every = body.parameters(body.model.body)
+    calls = BodyCalls(body.model.body, -images)
+    ends: list[int | None] = [None]
+    parts: list[list[tuple[str, Tensor]]] = []
+    for begin in reversed(calls.cuts({id(p) for _, p in every if p.ndim > 1})):
+        used = calls.leaves(begin, ends[0])
+        inside = [(name, p) for name, p in every if id(p) in used]
+        equations = _KNOWN * calls.size(ends[0]) + sum(p.numel() for _, p in inside)
+        if equations >= _MARGIN * calls.size(begin):
+            ends.insert(0, begin)
+            parts.insert(0, inside)
+    taken = {name for part in parts for name, _ in part}
+    parts.insert(0, [(name, p) for name, p in every if name not in taken])
+    functions = [calls.stretch(*each) for each in pairwise([None, *ends])]
+    maps = [images]
     with torch.no_grad():
-        for unit in units:
-            maps.append(unit(maps[-1]))
-        whole = torch.allclose(body.model.features(maps[0]), maps[-1].flatten(1))
-    parameters = [body.parameters(unit) for unit in units]
-    found: list[Stage] = []
-    end = len(units)
-    for begin in reversed(range(len(units))):
-        inside = [each for of in parameters[begin:end] for each in of]
-        equations = _KNOWN * maps[end].numel() + sum(p.numel() for _, p in inside)
-        determined = equations >= _MARGIN * maps[begin].numel()
-        cut = whole and determined
-        if not begin or (cut and any(p.ndim > 1 for _, p in parameters[begin])):
-            function = nn.Sequential(*units[begin:end]) if whole else body.model.features
-            part, entering = Part(function, inside), maps[begin]
-            size, positive = float(entering.square().mean().sqrt()), bool((entering >= 0).all())
-            found.append(Stage(part, entering.shape, size, positive))
-            end = begin
-    return found[::-1]
-
-
-def _units(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the layers that cannot be cut: everything but a plain sequence."""
-    if type(module) is nn.Sequential:
-        for child in module:
-            yield from _units(child)
-    else:
-        yield module
+        for function in functions:
+            maps.append(function(maps[-1]))
+        if not torch.allclose(body.model.features(images), maps[-1].flatten(1)):
+            functions, parts = [body.model.features], [every]
+    return [
+        Stage(
+            Part(function, part),
+            entering.shape,
+            size=float(entering.square().mean().sqrt()),
+            positive=bool((entering >= 0).all()),
+        )
+        for function, part, entering in zip(functions, parts, maps, strict=False)
+    ]
