@@ -44,7 +44,7 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "factored_inversion": ("factored_inversion", {"iterations": 1000}),
     "inverting_gradients": ("inverting_gradients", {"iterations": 1000}),
     "grad_inversion": ("grad_inversion", {"iterations": 250}),
-    "feature_inversion": ("feature_inversion", {"prior": "pixel", "iterations": 1000}),
+    "feature_inversion_pixels": ("feature_inversion", {"prior": "pixel", "iterations": 1000}),
     "inverting_gradients, 2000": ("inverting_gradients", {"iterations": 2000}),
     "factored_inversion, long": ("factored_inversion", {"iterations": 4800}),
     "inverting_gradients, published": ("inverting_gradients", {}),
@@ -80,14 +80,14 @@ LONGER: dict[Cell, tuple[str, ...]] = {
     **{
         (GROUP, epoch, 4, "none"): (
             "grad_inversion",
-            "feature_inversion",
+            "feature_inversion_pixels",
             *LONG,
             "feature_inversion, published",
         )
         for epoch in (0, 5)
     },
     **{(GROUP, epoch, count, "none"): LONG for epoch in (0, 5) for count in (2, 8)},
-    **{("convnet", epoch, 4, "none"): ("feature_inversion",) for epoch in (0, 5)},
+    **{("convnet", epoch, 4, "none"): ("feature_inversion_pixels",) for epoch in (0, 5)},
 }
 SHOWN: dict[Cell, str] = {
     (GROUP, 0, 4, "none"): "fresh, four classes",

@@ -35,7 +35,8 @@ class GradientDistance(IterativeAttack[Descent]):
     """Minimizes |u - t|² / |t|² over candidate images by L-BFGS with a strong-Wolfe line search."""
 
     iterations: Annotated[int, Field(ge=1)] = 300
-    """Of L-BFGS; each evaluates the objective once or a few times."""
+    """Steps of L-BFGS; each evaluates the objective once or a few times. The authors of DLG
+    and iDLG call an optimizer 300 times, and each call takes up to 20 steps: up to 6,000."""
     initial_std: Annotated[float, Field(gt=0)] = 0.3
     """Images start at N(0, initial_std²), in units of normalized pixels. The papers start at 1,
     from where batches take several times as many iterations."""

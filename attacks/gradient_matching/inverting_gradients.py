@@ -54,7 +54,8 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """Matches the direction of the update: cosine distance, total variation, signed Adam.
 
     Images start at N(0, 1) and stay valid pixels. Labels are taken as the threat model grants them;
-    if it grants none, soft labels are optimized with the images. The defaults are the paper's;
+    if it grants none, soft labels are optimized with the images. Defaults are as in the authors'
+    code, but for the weight of the variation and one start in place of several;
     `signs: soft, pattern: 4, variation: opponents, decay: cosine` is `modern` of the public suite,
     but for its regularization of features, which wants a last layer with a bias.
     """
@@ -75,7 +76,8 @@ class InvertingGradients(IterativeAttack[Inversion]):
     """Side of a random patch, in pixels, that each image starts as a tiling of; default: each pixel
     is drawn for itself."""
     total_variation: Annotated[float, Field(ge=0)] = 0.1
-    """Weight of the variation."""
+    """Weight of the variation. The authors' command for CIFAR-10 has 0.0001, which makes worse
+    images of the bundled photographs (docs/image-reconstruction.md)."""
     variation: Literal["absolute", "opponents"] = "absolute"
     """Mean absolute difference of neighbouring pixels; or mean length of the step to the next
     pixel, of channels and of the differences between channels."""

@@ -4,11 +4,13 @@ Kariyappa, Guo, Maeng, Xiong, Suh, Qureshi and Lee, Cocktail Party Attack: Break
 Aggregation-Based Privacy in Federated Learning using Independent Component Analysis, ICML 2023.
 The rows of a layer's gradient are linear combinations of its inputs. Whitened, these are at unit
 vectors of the row space, and those whose entries are least Gaussian are taken for inputs.
+Where these are embeddings, their second half inverts them: pixels descend until the model makes
+such embeddings of them (section 4.3, without its gradient matching).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, final
 
 import torch
@@ -17,10 +19,13 @@ from pydantic import Field
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackFailed, AttackState
-from fedsim.contracts.grant import Knowledge
+from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import denormalize
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import IterativeAttack
+from fedsim_attacks.gradient_matching._drawing import Drawing
+from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
+from fedsim_attacks.gradient_matching._variation import total_variation
 from fedsim_attacks.layer_inputs._layers import Layer, traced
 from fedsim_attacks.layer_inputs._row_space import RowSpace
 
@@ -39,6 +44,9 @@ class Unmixing(AttackState):
     matrix: Tensor
     """(r, r), of which rows are taken at unit length."""
     optimizer: torch.optim.Adam
+    rng: torch.Generator
+    inversion: tuple[Drawing, ForwardPrior] | None = None
+    """Pixels, and what holds them to the unmixed features; None before they are unmixed."""
 
 
 @final
@@ -47,7 +55,8 @@ class CocktailParty(IterativeAttack[Unmixing]):
 
     The layer is the first whose inputs are the image, and else the first from which all features
     follow, as embeddings. The scale of an input, which the
-    paper leaves open, is that of the gradient in the bias.
+    paper leaves open, is that of the gradient in the bias. Images behind embeddings are only
+    answered with `image_iterations`.
     """
 
     on_processor: ClassVar[bool] = True
@@ -63,6 +72,9 @@ class CocktailParty(IterativeAttack[Unmixing]):
     """Weight of what keeps two components from being the same."""
     temperature: Annotated[float, Field(gt=0)] = 5.0
     """T of that: exp(T |cosine of two rows|)."""
+    image_iterations: Annotated[int, Field(ge=0)] = 0
+    """Steps of Adam by which pixels then descend to the unmixed features, in 1 - cos² and
+    variation. Each costs a pass through the body. 0: features are the answer."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """Weight of the mean absolute difference of neighbouring pixels, of images."""
     sign: Annotated[float, Field(ge=0)] = 1.0
@@ -101,10 +113,21 @@ class CocktailParty(IterativeAttack[Unmixing]):
             whitening=whitening,
             matrix=matrix,
             optimizer=torch.optim.Adam([matrix], lr=self.step_size),
+            rng=rng,
         )
 
+    def total(self) -> int:
+        """Counts the steps of both halves; images that are unmixed need no second."""
+        return self.iterations + self.image_iterations
+
+    def terminate(self, state: Unmixing) -> bool:
+        """Says whether both halves are over."""
+        return state.iteration >= (self.iterations if state.layer.pixels else self.total())
+
     def step(self, state: Unmixing) -> Unmixing:
-        """Takes a step of Adam."""
+        """Takes a step of Adam: of the matrix and, once this is found, of the pixels."""
+        if state.iteration >= self.iterations:
+            return self._invert(state)
         rows = F.normalize(state.matrix, dim=1)
         components = rows @ state.white
         scaled = (self.slope * components).abs()
@@ -131,8 +154,45 @@ class CocktailParty(IterativeAttack[Unmixing]):
         state.iteration += 1
         return state
 
+    def _invert(self, state: Unmixing) -> Unmixing:
+        """Takes a step of the pixels towards the features; the loss stays that of the unmixing."""
+        if state.inversion is None:
+            features = self._unmixed(state).features
+            assert features is not None
+            drawing = Drawing(
+                "pixel",
+                len(features),
+                state.observation.model,
+                features=None,
+                width=0,
+                rate=None,
+                iterations=self.image_iterations,
+                seed=0,
+                rng=state.rng,
+                device=features.device,
+            )
+            target = Features(features, "squared_cosine")
+            prior = ForwardPrior(state.observation, Knowledge(grant=Grant()), target)
+            state.inversion = drawing, prior
+        drawing, prior = state.inversion
+        images = drawing.draw()
+        slope = prior(images)[1] + self.total_variation * total_variation(images.detach())[1]
+        drawing.step(images, slope)
+        state.iteration += 1
+        return state
+
     def postprocess(self, state: Unmixing) -> Reconstruction:
-        """Returns images where the layer is the first, and features; none is called determined."""
+        """Returns images where the layer is the first or they were inverted, and features.
+
+        None is called determined.
+        """
+        found = self._unmixed(state)
+        if state.inversion is None:
+            return found
+        pixels = denormalize(state.inversion[0].draw().detach(), state.observation.model)
+        return replace(found, images=pixels.clamp(0, 1))
+
+    def _unmixed(self, state: Unmixing) -> Reconstruction:
         layer, count = state.layer, state.observation.num_images
         with torch.no_grad():
             rows = F.normalize(state.matrix, dim=1)

@@ -86,7 +86,7 @@ def test_public_images_are_those_of_the_file() -> None:
 
 
 def test_local_steps_are_those_of_the_file() -> None:
-    labels = ["inverting_gradients", "inverting_gradients_body", "feature_inversion"]
+    labels = ["inverting_gradients", "inverting_gradients_body", "feature_inversion_pixels"]
     shown = table("local steps | inverting_gradients")
     assert len(shown) == 3
     for stack, (_, *cells) in zip(("none", "local-3", "local-5"), shown, strict=True):
@@ -171,7 +171,8 @@ def test_rivals_and_planted_heads_are_those_of_their_file() -> None:
     none = {"defense": "none", "model": "resnet18-group", "B": "4"}
     names = {
         ("inverting_gradients", "4,800 (published)"): "inverting_gradients, published",
-        ("feature_inversion, pixels", "1,000"): "feature_inversion",
+        ("feature_inversion, pixels", "1,000 of 10,000"): "feature_inversion_pixels",
+        ("grad_inversion, 8 seeds", "250 of 20,000"): "grad_inversion",
     }
     rivals = table("attack | iterations | fresh")
     assert len(rivals) == 5
@@ -190,7 +191,7 @@ def test_rivals_and_planted_heads_are_those_of_their_file() -> None:
             same_psnr(cell, one(found, attack="factored_inversion", **wanted))
     shown = table("victim, B = 4 | guess")
     assert [row[0] for row in shown] == ["fresh", "five epochs"]
-    attacks = ("inverting_gradients, 2000", "feature_inversion", "factored_inversion")
+    attacks = ("inverting_gradients, 2000", "feature_inversion_pixels", "factored_inversion")
     for victim, _, *cells, _ in shown:
         for cell, attack in zip(cells, attacks, strict=True):
             wanted = {**none, "model": "convnet", "epochs": VICTIMS[victim]}

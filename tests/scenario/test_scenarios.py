@@ -48,3 +48,11 @@ def test_rivals_behind_a_planted_head_are_run_on_the_body_as_well(path: Path) ->
     matched = [e for e in scenario.attacks if e.name == "inverting_gradients"]
     if planted and "factored_inversion" in own and matched:
         assert {e.parameters["tensors"] for e in matched} == {"all", "body"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_label_says_what_was_run_in_place_of_the_published_method(path: Path) -> None:
+    for variant in expand(open_document(path)):
+        for entry in variant.scenario.attacks:
+            if entry.name == "feature_inversion":
+                assert (entry.parameters["prior"] == "pixel") == ("pixels" in (entry.label or ""))

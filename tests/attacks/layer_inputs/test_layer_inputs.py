@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim import rng
 from fedsim.contracts.attack import Attack, AttackFailed, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.models.base import normalize
+from fedsim.models.victim import rebuild
 from fedsim.scoring import false_certificates, score
 from fedsim.testing import make_observation
 from fedsim.types import GroundTruth, LocalTraining, Observation, Reconstruction
@@ -282,6 +285,36 @@ def test_independent_components_of_the_first_layer_are_near_the_images() -> None
     assert found.images is not None and found.determined is None
     errors = (found.images[order(found.images, images)] - truth.images).square().mean()
     assert float(errors) < 0.1 * float(images.var())
+
+
+def test_the_cocktail_party_attack_inverts_the_embeddings_that_it_unmixes() -> None:
+    """Its second half: pixels descend to where their embeddings are the unmixed ones."""
+    images = torch.rand(2, 3, 32, 32, generator=rng.generator(0, "embeddings"))
+    observation, _ = make_observation(images, torch.tensor([1, 2]), **RESNET)
+
+    def missed(**steps: int) -> tuple[float, Tensor]:
+        found = attacked(CocktailParty(iterations=20, **steps), observation)
+        assert found.images is not None and found.features is not None
+        assert bool((found.images >= 0).all()) and bool((found.images <= 1).all())
+        assert found.iterations == 20 + steps["image_iterations"]
+        with torch.no_grad():
+            embedded = rebuild(observation).features(normalize(found.images, observation.model))
+        return float(
+            1 - F.cosine_similarity(embedded, found.features).square().mean()
+        ), found.features
+
+    assert attacked(CocktailParty(iterations=20), observation).images is None
+    (first, start), (last, end) = missed(image_iterations=1), missed(image_iterations=40)
+    assert torch.equal(start, end) and last < 0.5 * first
+
+
+def test_images_that_are_unmixed_are_not_inverted() -> None:
+    observation, _ = observe(2)
+    plain, longer = (
+        attacked(CocktailParty(iterations=3, image_iterations=more), observation) for more in (0, 5)
+    )
+    assert plain.images is not None and longer.images is not None
+    assert torch.equal(plain.images, longer.images) and longer.iterations == 3
 
 
 def test_a_model_without_such_a_layer_is_refused() -> None:
