@@ -5,7 +5,7 @@ Aggregation-Based Privacy in Federated Learning using Independent Component Anal
 The rows of a layer's gradient are linear combinations of its inputs. Whitened, these are at unit
 vectors of the row space, and those whose entries are least Gaussian are taken for inputs.
 Where these are embeddings, their second half inverts them: pixels descend until the model makes
-such embeddings of them (section 4.3, without its gradient matching).
+such embeddings of them.
 """
 
 from __future__ import annotations
