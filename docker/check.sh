@@ -43,6 +43,7 @@ install_packages() {
     command -v iptables >/dev/null || missing+=(iptables)
     command -v ip >/dev/null || missing+=(iproute2)
     [ ${#missing[@]} -gt 0 ] || return 0
+    mkdir "$work/apt"
     # The package of the engine would start one, which takes hold of bridges and firewall.
     hold_services
     apt_get install --no-install-recommends "${missing[@]}" \
@@ -51,11 +52,29 @@ install_packages() {
     release_services
 }
 
+# A history of its own says what these calls installed; others may install things meanwhile.
 apt_get() {
-    DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=120 "$@" >>"$work/apt.log" 2>&1
+    DEBIAN_FRONTEND=noninteractive apt-get -qq -y -o DPkg::Lock::Timeout=120 -o "Dir::Log=$work/apt" \
+        "$@" >>"$work/apt.log" 2>&1
 }
 
-installed() { dpkg-query -W -f '${db:Status-Abbrev} ${Package}\n' | sed -n 's/^ii  *//p' | sort; }
+installed_here() {
+    sed -n 's/^Install: //p' "$work/apt/history.log" 2>/dev/null | sed 's/([^)]*)//g' | tr ', ' '\n\n' \
+        | sed '/^$/d' | sort -u
+}
+
+# Packages that were missing, unless somebody else's now need them.
+remove_packages() {
+    local added removed
+    mapfile -t added < <(installed_here)
+    [ ${#added[@]} -gt 0 ] || return 0
+    removed=$(apt-get -qq -s purge "${added[@]}" | sed -n 's/^\(Purg\|Remv\) \([^ ]*\).*/\2/p' | sort -u)
+    if [ -n "$(comm -23 <(sed 's/:.*//' <<<"$removed") <(printf '%s\n' "${added[@]}" | sed 's/:.*//' | sort -u))" ]; then
+        echo "docker/check.sh: others now need some of these, which stay: ${added[*]}" >&2
+        return 0
+    fi
+    apt_get purge "${added[@]}"
+}
 
 hold_services() {
     [ ! -e /usr/sbin/policy-rc.d ] || return 0
@@ -84,13 +103,13 @@ clean() {
         diff <(echo "$before") <(machine) >&2 || true
         status=1
     fi
-    local added=()
-    [ ! -e "$work/installed" ] || mapfile -t added < <(comm -13 "$work/installed" <(installed))
-    if [ ${#added[@]} -gt 0 ]; then
-        apt_get purge "${added[@]}" || { tail -n 5 "$work/apt.log" >&2; status=1; }
+    remove_packages || { tail -n 5 "$work/apt.log" >&2; status=1; }
+    if ! pgrep -x 'dockerd|containerd' >/dev/null && { [ -e "$work/had-engine" ] || ! command -v dockerd >/dev/null; }; then
+        # Nobody has begun to use an engine meanwhile, whose folders and group these would be.
         [ -e "$work/had-group" ] || groupdel docker 2>/dev/null || true
+        rm -rf "${absent[@]}" || status=1
     fi
-    rm -rf "$work" "${absent[@]}" || status=1
+    rm -rf "$work" || status=1
     [ "$status" != 0 ] || echo "docker/check.sh: passed (${SECONDS}s)"
     exit "$status"
 }
@@ -110,8 +129,8 @@ outside() {
         || skip "needs $DISK_GB GB of disk in /var/tmp"
 
     step "packages"
-    installed >"$work/installed"
     ! getent group docker >/dev/null || touch "$work/had-group"
+    ! command -v dockerd >/dev/null || touch "$work/had-engine"
     install_packages || { tail -n 5 "$work/apt.log" >&2; skip "packages of Debian cannot be had"; }
     before=$(machine)
 
@@ -232,6 +251,8 @@ check_containers() {
     for name in $(compose ps -q); do
         state=$(docker inspect -f '{{.HostConfig.ReadonlyRootfs}} {{.HostConfig.CapDrop}} {{.HostConfig.SecurityOpt}} {{.HostConfig.Privileged}} {{.Config.User}}' "$name")
         [ "$state" = "true [ALL] [no-new-privileges:true] false fedsim" ] || fail "$name: $state"
+        state=$(docker inspect -f '{{.HostConfig.Memory}} {{.HostConfig.PidsLimit}}' "$name")
+        [[ $state =~ ^[1-9][0-9]*\ [1-9][0-9]*$ ]] || fail "$name has no limits: $state"
     done
     [ "$(docker inspect -f '{{range $name, $_ := .NetworkSettings.Networks}}{{$name}} {{end}}' \
         "$(container node-0)")" = "fedsim-check_outside " ] || fail "a node is on another network"

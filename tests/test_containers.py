@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ def test_no_service_has_rights(name: str) -> None:
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
     assert not {"privileged", "ports", "user", "cap_add", "pid", "ipc"} & set(service)
+    assert service["mem_limit"] and 0 < service["pids_limit"] <= 1024
 
 
 def test_nodes_reach_the_gate_alone() -> None:
@@ -76,3 +79,43 @@ def test_what_the_check_reads_is_what_is_said() -> None:
     }
     for words, path in looked_for.items():
         assert words in script and words in (ROOT / path).read_text(), words
+
+
+APT = """\
+#!/bin/bash
+for word in "$@"; do case $word in Dir::Log=*) log=${word#*=}/history.log ;; esac; done
+case " $* " in
+    *" install "*)
+        echo "Install: docker.io:amd64 (20.10), runc:amd64 (1.1, automatic)" >>"$log"
+        echo "Upgrade: libc6:amd64 (1, 2)" >>"$log" ;;
+    *" -s purge "*) for word in "${@:4}" $OTHERS; do echo "Purg $word [1]"; done ;;
+    *" purge "*) echo "${@: -2}" >"$HERE/purged" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("others", "purged"), [("", "docker.io:amd64 runc:amd64\n"), ("k8s", None)]
+)
+def test_the_check_removes_what_it_has_installed(
+    others: str, purged: str | None, tmp_path: Path
+) -> None:
+    (tmp_path / "apt").mkdir()
+    (tmp_path / "apt-get").write_text(APT)
+    (tmp_path / "apt-get").chmod(0o700)
+    script = (ROOT / "docker" / "check.sh").read_text()
+    parts = [
+        re.search(rf"^{name}\(\) {{\n.*?^}}$", script, re.MULTILINE | re.DOTALL)
+        for name in ("apt_get", "installed_here", "remove_packages")
+    ]
+    functions = "\n".join(part[0] for part in parts if part)
+    done = subprocess.run(
+        ["bash", "-euc", f"{functions}\nwork=$HERE\napt_get install docker.io\nremove_packages"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "HERE": str(tmp_path), "OTHERS": others},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    written = tmp_path / "purged"
+    assert (written.read_text() if written.exists() else None) == purged, done.stderr
+    assert bool(done.stderr) == bool(others)

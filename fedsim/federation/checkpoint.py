@@ -110,7 +110,8 @@ class Checkpoints:
             strategy=dict(checkpoint.strategy),
             held=self._held,
         )
-        write_bytes(self._path, save(tensors, {_INDEX: index.model_dump_json()}))
+        content = save(tensors, {_INDEX: index.model_dump_json()})
+        write_bytes(self._path, content, private=True)
 
     def load(self) -> Checkpoint | None:
         """The latest checkpoint; None if there is none.

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from fedsim.training.server import Server
 
 _RUN_BYTES = 16
+_PART_BYTES, _AROUND_BYTES = 4096, 1 << 20
+"""What Flower writes beside each tensor, or a secure sum of each client, and beside all of them."""
 
 
 def check() -> None:
@@ -58,8 +60,25 @@ def run(job: Job, server: Server | None, on_round: OnRound, link: Link | None = 
         "held": str(list(server.census.held)),
     }
     app = server_app.build(server, out, on_round, Delivery(own_machines=True))
-    with flower.server_app(link, settings, server.scenario.federation.timeout) as (grid, context):
+    patience, most = server.scenario.federation.timeout, most_bytes(server)
+    with flower.server_app(link, settings, patience, most) as (grid, context):
         app(grid, context)
+
+
+def most_bytes(server: Server) -> int:
+    """How many bytes a client's answer may have: twice the tensors asked for, and their names."""
+    from fedsim.federation.secure_aggregation import plan
+
+    parameters, buffers = server.initial()
+    asked = sum(tensor.nbytes for tensor in (*parameters.values(), *buffers.values()))
+    if server.protocol is not None:
+        rounds = range(1, server.scenario.training.rounds + 1)
+        layouts = [
+            plan.layout(server, n) for n in {1, *filter(server.schedule.is_observed, rounds)}
+        ]
+        asked = max(len(one.sums) * one.length * one.ring_bits // 8 for one in layouts)
+    parts = len(parameters) + len(buffers) + server.scenario.data.clients
+    return 2 * asked + parts * _PART_BYTES + _AROUND_BYTES
 
 
 def take_census(scenario: Scenario, link: Link, on_wait: OnWait | None = None) -> Census:

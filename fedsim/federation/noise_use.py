@@ -58,4 +58,4 @@ def use_once(
         )
     if not before:
         line = json.dumps({"asked": list(own), "digest": at}) + "\n"
-        write_bytes(path, (text + line).encode())
+        write_bytes(path, (text + line).encode(), private=True)

@@ -77,7 +77,7 @@ class Spool:
             self._held += size
             self._in_memory[client] = tensors
         else:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             save_file(tensors, self._path(client))
         self._answers[client] = (answer.update.num_examples, answer.loss)
 

@@ -210,7 +210,7 @@ class Recorder:
         )
         text = (sidecar.model_dump_json(indent=2) + "\n").encode()
         if self._has_room(len(text)):
-            write_bytes(base.with_suffix(".json"), text, durable=False)
+            write_bytes(base.with_suffix(".json"), text, private=True, durable=False)
             self._used += len(text)
 
     def leave_out(self, reason: str) -> bool:
@@ -238,7 +238,7 @@ class Recorder:
             "left_out": dict(self._left_out),
         }
         text = json.dumps(about, indent=2, allow_nan=False) + "\n"
-        write_bytes(self.folder / _TAP, text.encode(), durable=False)
+        write_bytes(self.folder / _TAP, text.encode(), private=True, durable=False)
 
     def _write(self, path: Path, arrays: Arrays, digest: str | None = None) -> str | None:
         """Writes `arrays`; returns the file's digest, None if it has no room."""

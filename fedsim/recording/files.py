@@ -15,8 +15,8 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -52,7 +52,8 @@ _KIND: Mapping[Watcher, str] = {
     "eavesdropper": "wire",
 }
 """What the number in an id is of."""
-_GLOBAL = "global.safetensors"
+GLOBAL = "global.safetensors"
+"""Name of a round's global weights, beside what was seen of it."""
 _PUBLIC = "public.safetensors"
 _TORN = ".writing-"
 
@@ -124,7 +125,7 @@ def save_observation(observation: Observation, root: Path) -> Path:
     The global weights are shared by all observations of a round and written once.
     """
     base = root / "observations" / checked_id(observation.id)
-    shared = base.parent / _GLOBAL
+    shared = base.parent / GLOBAL
     if not shared.exists():
         state = {f"parameter.{n}": t for n, t in observation.parameters.items()}
         write_tensors(shared, state | {f"buffer.{n}": t for n, t in observation.buffers.items()})
@@ -170,7 +171,7 @@ def load_observation(path: Path, device: str | torch.device = "cpu") -> Observat
     if spec is None:
         raise FedsimError(f"{path}: not a recording of fedsim: it names neither model nor release")
     seen = _verified(path.with_suffix(".safetensors"), sidecar.update_sha256, device)
-    state = _verified(path.with_name(_GLOBAL), sidecar.global_sha256, device)
+    state = _verified(path.with_name(GLOBAL), sidecar.global_sha256, device)
     facts = {name: getattr(sidecar, name) for name in _FACTS}
     facts["effect"] = sidecar.effect or (UNKNOWN if sidecar.defense else Effect())
     observation = Observation(
@@ -218,9 +219,12 @@ def root_of(recording: Path) -> Path | None:
 
 
 def write_tensors(path: Path, tensors: Tensors) -> str:
-    """Write `tensors` as safetensors, atomically; returns the file's SHA-256."""
+    """Write `tensors` as safetensors, atomically; returns the file's SHA-256.
+
+    Its owner alone can read it: tensors are clients' images, or what leaks them.
+    """
     content = serialized(tensors)
-    write_bytes(path, content)
+    write_bytes(path, content, private=True)
     return hashlib.sha256(content).hexdigest()
 
 
@@ -271,7 +275,7 @@ def copy_file(path: Path, source: Path, target: Path) -> None:
     place = path.relative_to(source)
     if path.resolve() != source.resolve() / place:
         raise FedsimError(f"{path}: a link; only files that lie in {source} themselves are copied")
-    write_bytes(target / place, path.read_bytes())
+    write_bytes(target / place, path.read_bytes(), private=True)
 
 
 def write_bytes(path: Path, content: bytes, *, private: bool = False, durable: bool = True) -> None:
@@ -302,8 +306,10 @@ def write_pieces(
     """
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=_TORN)
-        temporary = Path(name)
+        temporary = path.with_name(_TORN + secrets.token_hex(8))
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        # The system takes off what the umask forbids.
+        handle = os.open(temporary, flags, 0o600 if private else 0o644)
         try:
             with os.fdopen(handle, "wb") as file:
                 if cached:
@@ -314,7 +320,6 @@ def write_pieces(
                     direct.write(file.fileno(), pieces)
                 if durable:
                     os.fsync(file.fileno())
-            temporary.chmod(0o600 if private else 0o644)
             temporary.replace(path)
         except BaseException:
             temporary.unlink(missing_ok=True)

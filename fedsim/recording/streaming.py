@@ -132,7 +132,7 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
     """
     cached = size_of(arrays) < _LARGE
     if digest is not None:
-        write_pieces(path, pieces(arrays), durable=False, cached=cached)
+        write_pieces(path, pieces(arrays), private=True, durable=False, cached=cached)
         return digest
     counted = xxhash.xxh3_128()
 
@@ -141,5 +141,5 @@ def write(path: Path, arrays: Arrays, digest: str | None = None) -> str:
             counted.update(piece)
             yield piece
 
-    write_pieces(path, told(), durable=False, cached=cached)
+    write_pieces(path, told(), private=True, durable=False, cached=cached)
     return counted.hexdigest()

@@ -7,6 +7,7 @@ Neither a federation's server nor an attack imports this.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from fedsim.types import FedsimError, GroundTruth, RowTruth, Truth
 from fedsim.words import number_of
 
 _FOLDER = "truth"
+_SEEN_ALONE = re.compile(r"(?:client|wire)-(\d+)-")
+"""Names of what was seen of one client, whose truth alone it has."""
 
 
 class IncompleteTruth(FedsimError):  # noqa: N818 - reads as what was found
@@ -62,17 +65,46 @@ def forget_truth(root: Path, id: str, client: int) -> None:
     _path(root, id, client).unlink(missing_ok=True)
 
 
+def owner(root: Path) -> int | None:
+    """The one client whose truth lies below `root`; None if none does.
+
+    Raises:
+        FedsimError: it is of several clients, or one's stands where another's has to.
+    """
+    numbers: set[str] = set()
+    for path in _files(root):
+        of_folder = _SEEN_ALONE.match(path.parent.name)
+        numbers |= {path.stem.removeprefix("client-"), *(of_folder.groups() if of_folder else ())}
+    if len(numbers) > 1 or not all(map(str.isdecimal, numbers)):
+        raise FedsimError(
+            f"{root}: truth of clients {', '.join(sorted(numbers))}, and each client's is in its "
+            "own node's folder alone; ask its owner for that folder"
+        )
+    return int(numbers.pop()) if numbers else None
+
+
 def copy(source: Path, target: Path) -> int:
     """Copy all truth below `source` to below `target`; returns how many files.
 
     Raises:
-        FedsimError: one of them is a link to elsewhere.
+        FedsimError: one of them is a link to elsewhere, or another one is there already.
     """
     kept = source / _FOLDER
-    paths = sorted(kept.glob("*/round-*/*/client-*.safetensors"))
+    paths = _files(source)
+    for path in paths:
+        there = target / path.relative_to(source)
+        if there.exists() and there.read_bytes() != path.read_bytes():
+            raise FedsimError(
+                f"{path} is not the truth that was collected before ({there}); if it is the right "
+                f"one, remove {target / _FOLDER} and collect that of all clients again"
+            )
     for path in paths:
         copy_file(path, kept, target / _FOLDER)
     return len(paths)
+
+
+def _files(root: Path) -> list[Path]:
+    return sorted((root / _FOLDER).glob("*/round-*/*/client-*.safetensors"))
 
 
 def forget_rounds(root: Path, stack: str, client: int, last: int) -> None:

@@ -25,14 +25,14 @@ _IMPOSSIBLE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def locked(folder: Path, option: str = "--out (in Python, out=...)") -> Iterator[None]:
-    """Locks `folder` against other runs, also of this process; makes it if need be.
+    """Locks `folder` against other runs, also of this process; makes it for its owner if need be.
 
     `option` is what names another folder.
 
     Raises:
         FedsimError: another run is in it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     path = folder / NAME
     handle = _lock(path, option)
     try:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 import time
 from base64 import b64decode
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
@@ -43,6 +45,8 @@ _STRANGER_BYTES = 64 * 1024
 """Limit of a body signed by a key of which the SuperLink has not yet accepted a request."""
 _REPLIES_BYTES = 16 * 2**20
 """Limit of an announcement of replies (about 150 bytes for each tensor), which is held whole."""
+_HELD_BYTES = 64 * 2**20
+"""Limit of all announcements of replies that are held at once, but for small ones."""
 _SERVER = 1
 """Identifier by which Flower addresses the server."""
 
@@ -140,6 +144,7 @@ class Signatures:
         self._since, self._capacity = since, capacity
         self._used: dict[int, float] = {}  # a signature's r -> when it was used, in this order
         self._accepted: set[bytes] = set()
+        self._held: Counter[bytes] = Counter()  # bytes of announcements, by key
 
     def claim(self, headers: Mapping[bytes, bytes]) -> Signature:
         """Returns the signature among vetted `headers`, which from now on is used.
@@ -151,7 +156,8 @@ class Signatures:
         signature, signed_at = _verified(headers)
         now = time.time()
         if not -_NEWEST_SECONDS < now - signed_at < _OLDEST_SECONDS:
-            raise Refusal(401, "signature outside its time")
+            ahead = f"{abs(signed_at - now):.0f} s {'ahead' if signed_at > now else 'old'}"
+            raise Refusal(401, f"signature outside its time ({ahead})")
         if signed_at < self._since:
             raise Refusal(503, "signed before the gate's start; sign anew")
         if signature.key not in self._accepted and length(headers) > _STRANGER_BYTES:
@@ -163,6 +169,29 @@ class Signatures:
             raise Refusal(503, "too many signatures at once; try later")
         self._used[signature.r] = now
         return signature
+
+    def is_node(self, key: bytes) -> bool:
+        """Whether the SuperLink has accepted a request of this key."""
+        return key in self._accepted
+
+    @contextmanager
+    def holding(self, key: bytes, size: int) -> Iterator[None]:
+        """Counts an announcement of replies of `size` bytes as held for `key`, inside the block.
+
+        Raises:
+            Refusal: so much is held for this key already, or for all together.
+        """
+        is_small = size <= _STRANGER_BYTES
+        if self._held[key] + size > _REPLIES_BYTES or (
+            not is_small and self._held.total() + size > _HELD_BYTES
+        ):
+            raise Refusal(503, "too large announcements at once; try later")
+        self._held[key] += size
+        try:
+            yield
+        finally:
+            self._held[key] -= size
+            self._held += Counter()  # without keys of which nothing is held
 
     def settle(self, signature: Signature, *, is_accepted: bool) -> None:
         """Takes in whether the SuperLink accepted the request.

@@ -11,9 +11,10 @@ import hashlib
 import importlib.metadata
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -28,9 +29,10 @@ from flwr.app import Context, Error, Message
 from flwr.cli.build import build_fab_from_files
 from flwr.common.constant import ErrorCode, SubStatus
 from flwr.common.serde import context_from_proto, run_from_proto, user_config_to_proto
-from flwr.proto.control_pb2 import RegisterNodeRequest, StartRunRequest
+from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, StartRunRequest
 from flwr.proto.fab_pb2 import Fab
 from flwr.proto.fleet_pb2 import DeactivateNodeRequest
+from flwr.proto.message_pb2 import PullObjectRequest, PullObjectResponse
 from flwr.proto.runtime_pb2 import (
     AcquireTaskRequest,
     PullTaskInputRequest,
@@ -38,10 +40,11 @@ from flwr.proto.runtime_pb2 import (
     SendTaskHeartbeatRequest,
 )
 from flwr.serverapp import Grid
-from flwr.supercore.constant import TaskType
+from flwr.supercore.constant import NodeStatus, TaskType
 from flwr.supercore.control.control_http_client import ControlHttpClient
 from flwr.supercore.error import ApiErrorCode
 from flwr.supercore.heartbeat import HeartbeatSender
+from flwr.supercore.inflatable.inflatable_utils import ObjectPullError
 from flwr.supercore.interceptors import (
     RuntimeTokenHttpInterceptor,
     RuntimeVersionHttpInterceptor,
@@ -70,6 +73,10 @@ REFUSED = f"[code: {int(ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED)}]"
 """What a SuperNode writes when the SuperLink does not let it in: its key is not registered, or
 another node has it. Flower does not say which."""
 
+ANSWER_BYTES = 2**24
+"""Limit of an answer that holds no tensors."""
+_OBJECT_BYTES = 256
+"""An object of an answer counts for so many bytes more than it has."""
 _POLL_SECONDS = 0.05
 _STARTS = 3
 """How often a run is started whose task another executor takes."""
@@ -81,7 +88,7 @@ _PASSING = (502, 503, 504)
 """Statuses of HTTP after which a request is tried again."""
 _REASON = 500
 _IN_USE = "Public key already in use"
-"""What a SuperLink says of a key that is registered."""
+"""What a SuperLink says of a key that is registered, or that was."""
 
 _BUNDLE = """\
 [build-system]
@@ -115,6 +122,61 @@ server = client = None
 '''
 
 
+class BoundedGrid(HttpGrid):
+    """Flower's grid, which reads no more of an answer than `most_bytes`."""
+
+    most_bytes = ANSWER_BYTES
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """As Flower's."""
+        super().__init__(*given, **named)
+        self._thread = threading.local()
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Pull answers; one that is too large becomes an error, as one that was not sent whole."""
+        pulled: list[Message] = []
+        for one in message_ids:
+            client, budget = self._runtime_client, _Budget(self.most_bytes)
+
+            # Threads that pull go on for a while after their answer was given up.
+            def pull(
+                request: PullObjectRequest,
+                client: RuntimeHttpClient = client,
+                budget: _Budget = budget,
+            ) -> PullObjectResponse:
+                self._thread.budget = budget
+                return RuntimeHttpClient.PullObject(client, request)
+
+            client.PullObject = pull  # type: ignore[method-assign]
+            pulled += super().pull_messages([one])
+        return pulled
+
+    def _connect(self) -> None:
+        super()._connect()
+        # Called once the headers are there, before the body is read.
+        hooks = {"request": [], "response": [self._take]}
+        self._runtime_client._client.event_hooks = hooks
+
+    def _take(self, response: httpx.Response) -> None:
+        if response.request.url.path.endswith("/pull-object"):
+            size = int(response.headers.get("content-length", self.most_bytes))
+            self._thread.budget.take(size + _OBJECT_BYTES)
+
+
+class _Budget:
+    """Bytes of one answer, of which several threads pull parts."""
+
+    def __init__(self, most: int) -> None:
+        self._most = self._left = most
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> None:
+        with self._lock:
+            self._left -= size
+            if self._left < 0:
+                raise ObjectPullError("", f"the answer has more than {self._most} bytes")
+
+
 def check_version() -> None:
     """Refuse a Flower whose insides are not known.
 
@@ -135,7 +197,7 @@ def register(link: Link, public_key: bytes) -> bool:
     Returns whether it did not know so before.
 
     Raises:
-        FedsimError: it refuses, or there is no such key.
+        FedsimError: it refuses, there is no such key, or the key's node was taken off for ever.
     """
     try:
         key = load_ssh_public_key(public_key)
@@ -151,15 +213,22 @@ def register(link: Link, public_key: bytes) -> bool:
         [RuntimeVersionHttpInterceptor(component_name="flwr-cli")],
     )
     try:
-        client.RegisterNode(RegisterNodeRequest(public_key=pem))
+        if client.RegisterNode(RegisterNodeRequest(public_key=pem)).node_id:
+            return True
+        raise FedsimError("the SuperLink registers no node, and does not say why; see its log")
     except httpx.HTTPError as error:
         said = _said(error)
         if _IN_USE not in said:
             raise FedsimError(f"the SuperLink registers no node: {said}") from error
-        return False
+        known = client.ListNodes(ListNodesRequest()).nodes_info
+        if any(node.public_key == pem and node.status != NodeStatus.UNREGISTERED for node in known):
+            return False
+        raise FedsimError(
+            "the SuperLink has unregistered this key's node, and lets in no node with it again; "
+            "make another key (ssh-keygen -t ecdsa -b 384)"
+        ) from error
     finally:
         client.close()
-    return True
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -200,11 +269,12 @@ def deactivate(link: Link, key: ec.EllipticCurvePrivateKey, node: int) -> None:
 
 @contextmanager
 def server_app(
-    link: Link, config: Mapping[str, str], patience: float
+    link: Link, config: Mapping[str, str], patience: float, most_bytes: int = ANSWER_BYTES
 ) -> Iterator[tuple[Grid, Context]]:
     """Start a run with `config` on the SuperLink, and be its ServerApp inside the block.
 
-    A SuperLink that is away for up to `patience` seconds is waited for.
+    A SuperLink that is away for up to `patience` seconds is waited for. Answers of more than
+    `most_bytes` are errors, of which no more is read.
 
     Raises:
         FedsimError: it refuses, lets another one execute the run, or is away for longer.
@@ -234,8 +304,8 @@ def server_app(
     try:
         try:
             token = _started(control, runtime, config)
-            grid = HttpGrid(link.superlink, insecure, roots, token=token)
-            grid._retry_invoker = _patient(patience)
+            grid = BoundedGrid(link.superlink, insecure, roots, token=token)
+            grid._retry_invoker, grid.most_bytes = _patient(patience), most_bytes
             with _beating(grid._runtime_client), _reporting(grid) as context:
                 yield grid, context
         except httpx.HTTPError as error:

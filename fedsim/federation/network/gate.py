@@ -20,9 +20,13 @@ import socket
 import ssl
 import sys
 import time
+from collections import Counter
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from datetime import datetime
+from email.utils import formatdate
+from functools import partial
+from ipaddress import IPv6Network
 from pathlib import Path
 from typing import Protocol
 
@@ -35,8 +39,13 @@ from fedsim.federation.network.passage import CHUNK_BYTES, Passage, Side, SuperL
 from fedsim.system import processes
 
 CONNECTIONS = 1024
-"""So many nodes' connections at once; a node has two, and one for each core while it pushes."""
+"""So many connections at once; a node has two, and one for each core while it pushes."""
+_PARTY_SHARE = 8
+"""One party has at most this part of them: a node, or what strangers have from one address."""
+_PARTY_LINES, _STRANGERS_LINES, _LINES_SECONDS = 200, 2000, 3600
+"""The log has at most so many lines of one party, and of all strangers, in so many seconds."""
 
+_STRANGERS = "strangers"
 _HANDSHAKE_SECONDS = 10.0
 _LINGER_SECONDS = 1.0
 """A refused client may send on for so long: if it were cut off, it would not read why."""
@@ -120,7 +129,8 @@ class _Server:
         self._signatures = Signatures(since)
         inside, self._outside = _contexts(settings)
         self._superlink = SuperLink(settings.superlink, inside)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._parties: dict[asyncio.Task[None], _Party] = {}  # in order of arrival
+        self._lines = _Lines()
 
     async def run(self, server: socket.socket) -> None:
         """Serves until it is cancelled."""
@@ -130,19 +140,56 @@ class _Server:
             try:
                 connection, peer = await loop.sock_accept(server)
             except OSError as error:  # out of files, or the client has gone
-                self._refused("-", Refusal(503, str(error)), "")
+                self._refused(_Party("-"), Refusal(503, str(error)), "")
                 await asyncio.sleep(0.1)
                 continue
-            who = f"{peer[0]}:{peer[1]}"
-            if len(self._tasks) >= self._settings.connections:
-                connection.close()
-                self._refused(who, Refusal(503, "too many connections"), "")
-                continue
-            task = loop.create_task(self._serve(connection, who))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            party = _Party(f"{peer[0]}:{peer[1]}", _network(peer[0]))
+            self._make_room(party)
+            task = loop.create_task(self._serve(connection, party))
+            self._parties[task] = party
+            task.add_done_callback(lambda task: self._parties.pop(task, None))
 
-    async def _serve(self, connection: socket.socket, who: str) -> None:
+    def _make_room(self, newcomer: _Party) -> None:
+        """Ends the oldest connection of the strangers who have most, if there are too many.
+
+        A node's first request shows that it is one, at once; a stranger that only waits gives way.
+        """
+        held = Counter(party.of for party in self._parties.values() if party.is_stranger)
+        if held[newcomer.of] >= self._share:
+            self._end_oldest(newcomer.of)
+        elif held and len(self._parties) >= self._settings.connections:
+            self._end_oldest(max(held, key=lambda of: held[of]))
+
+    def _admit(self, party: _Party, key: bytes) -> None:
+        """Takes in that a connection is of the node with this `key`.
+
+        Nodes leave a share of the connections to strangers: each of them was one.
+
+        Raises:
+            Refusal: it has too many.
+        """
+        if party.of == key:
+            return
+        held = Counter(other.of for other in self._parties.values() if not other.is_stranger)
+        is_full = held.total() >= max(1, self._settings.connections - self._share)
+        busiest = max([key, *held], key=lambda of: held[of])
+        if held[key] >= self._share or (is_full and busiest == key):
+            raise Refusal(503, "too many connections of one node")
+        if is_full:
+            self._end_oldest(busiest)
+        party.of = key
+
+    @property
+    def _share(self) -> int:
+        return max(1, self._settings.connections // _PARTY_SHARE)
+
+    def _end_oldest(self, of: str | bytes) -> None:
+        task, party = next(item for item in self._parties.items() if item[1].of == of)
+        del self._parties[task]
+        task.cancel()
+        self._refused(party, Refusal(503, "too many connections: the oldest is ended"), "")
+
+    async def _serve(self, connection: socket.socket, party: _Party) -> None:
         """Serves one connection, from the handshake to its end."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader(limit=CHUNK_BYTES)
@@ -154,37 +201,45 @@ class _Server:
                 ssl=self._outside,
                 ssl_handshake_timeout=_HANDSHAKE_SECONDS,
             )
+        except asyncio.CancelledError:
+            connection.close()
+            raise
         except OSError as error:  # of TLS, too; a probe that only connects is no request
-            self._refused(who, Refusal(400, f"no TLS: {str(error) or type(error).__name__}"), "")
+            said = str(error) or type(error).__name__
+            self._refused(party, Refusal(400, f"no TLS: {said}"), "")
             connection.close()
             return
         writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         client = Side(reader, writer, h11.SERVER)
         limit = self._settings.body_limit
-        passage = Passage(client, self._superlink, self._signatures, limit)
+        admit = partial(self._admit, party)
+        passage = Passage(client, self._superlink, self._signatures, limit, admit)
+        is_ended = False
         try:
             while await passage.exchange():
                 pass
+        except asyncio.CancelledError:
+            is_ended = True
+            raise
         except Refusal as refusal:
-            await self._refuse(passage, who, refusal)
+            await self._refuse(passage, party, refusal)
         except h11.RemoteProtocolError as error:
-            await self._refuse(passage, who, Refusal(error.error_status_hint, str(error)))
+            await self._refuse(passage, party, Refusal(error.error_status_hint, str(error)))
         except (OSError, h11.LocalProtocolError) as error:
             if passage.request:  # who only connects, to look at the certificate, asks for nothing
-                self._refused(who, Refusal(400, f"broke off: {error}"), passage.request)
+                self._refused(party, Refusal(400, f"broke off: {error}"), passage.request)
         finally:
-            await passage.close()
+            await passage.close(at_once=is_ended)
 
-    async def _refuse(self, passage: Passage, who: str, refusal: Refusal) -> None:
+    async def _refuse(self, passage: Passage, party: _Party, refusal: Refusal) -> None:
         """Tells the client, if an answer has not yet begun, and the log."""
-        self._refused(who, refusal, passage.request)
+        self._refused(party, refusal, passage.request)
         if passage.is_answered:
             return
         body = f"{refusal}\n".encode()
         headers = [("content-length", str(len(body))), ("content-type", "text/plain")]
-        answer = h11.Response(
-            status_code=refusal.status, headers=[*headers, ("connection", "close")]
-        )
+        headers += [("connection", "close"), ("date", formatdate(usegmt=True))]
+        answer = h11.Response(status_code=refusal.status, headers=headers)
         with suppress(OSError, TimeoutError, h11.ProtocolError):
             async with asyncio.timeout(_LINGER_SECONDS):
                 await passage.client.send(answer)
@@ -192,11 +247,62 @@ class _Server:
                 await passage.client.send(h11.EndOfMessage())
                 await passage.client.discard()
 
-    def _refused(self, who: str, refusal: Refusal, request: str) -> None:
+    def _refused(self, party: _Party, refusal: Refusal, request: str) -> None:
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
         what = f"{refusal.status} {ascii(str(refusal))[1:-1]}: {request or '-'}"
         with suppress(OSError):  # a full disk behind the log does not close the gate
-            self._log.write(f"{now} {who} {what}\n")
+            if dropped := self._lines.begin():
+                self._log.write(f"{now} - {dropped} refusals before this have no line\n")
+            if self._lines.allow(party):
+                self._log.write(f"{now} {party.who} {what}\n")
+
+
+@dataclass(eq=False)
+class _Party:
+    """Who is behind a connection, as far as it is known."""
+
+    who: str
+    """Its address and port, for the log."""
+    of: str | bytes = ""
+    """The key of a node, or the network that a stranger is in."""
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it has not shown that it is a node."""
+        return isinstance(self.of, str)
+
+
+class _Lines:
+    """Counts lines of the log, so that nobody can fill it."""
+
+    def __init__(self) -> None:
+        self._since, self._dropped = time.monotonic(), 0
+        self._written: Counter[str | bytes] = Counter()
+
+    def begin(self) -> int:
+        """Begins to count anew if it is time to; returns how many lines were dropped till then."""
+        if time.monotonic() - self._since < _LINES_SECONDS:
+            return 0
+        dropped, self._dropped = self._dropped, 0
+        self._since = time.monotonic()
+        self._written.clear()
+        return dropped
+
+    def allow(self, party: _Party) -> bool:
+        """Whether a line of `party` is written, which then counts."""
+        is_full = party.is_stranger and self._written[_STRANGERS] >= _STRANGERS_LINES
+        if is_full or self._written.get(party.of, 0) >= _PARTY_LINES:
+            self._dropped += 1
+            return False
+        self._written.update([party.of, *([_STRANGERS] if party.is_stranger else [])])
+        return True
+
+
+def _network(address: str) -> str:
+    """What a stranger at `address` is counted by: a machine with IPv6 has a whole /64."""
+    return (
+        address if ":" not in address else str(IPv6Network((address.partition("%")[0], 64), False))
+    )
 
 
 def _in_child(server: socket.socket, since: float, settings: Settings, log: Path | None) -> None:

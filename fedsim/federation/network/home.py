@@ -19,6 +19,7 @@ from fedsim.recording.files import write_text
 from fedsim.system import paths
 from fedsim.types import FedsimError
 
+_SECRET = "secret"  # noqa: S105 - the name of a file
 _SECRET_BYTES = 32
 _RUN = re.compile(r"[0-9a-f]{16,64}")
 
@@ -56,6 +57,26 @@ def hold_to(home: Path, run: str, stack: str, fingerprint: str) -> None:
         )
 
 
+def make_private(home: Path) -> None:
+    """Make `home`, or close it, so that its owner alone can look into it.
+
+    Raises:
+        FedsimError: others may, and it is not known for a node's folder, or cannot be closed.
+    """
+    home.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not home.stat().st_mode & 0o077:
+        return
+    try:
+        if not ((home / _SECRET).exists() or not any(home.iterdir())):
+            raise PermissionError("it holds what no node has written")
+        home.chmod(0o700)
+    except OSError as error:
+        raise FedsimError(
+            f"--home: {home}: other users may look into it, and a node keeps private images there "
+            f"({error.strerror or error}); chmod 700 {home}, or name a new folder"
+        ) from error
+
+
 def secret_seed(home: Path, run: str, use: str = "") -> int:
     """Return a 256-bit seed of `run` that only who has the secret of `home` can derive.
 
@@ -64,9 +85,9 @@ def secret_seed(home: Path, run: str, use: str = "") -> int:
     Raises:
         FedsimError: the secret is damaged, or others may read it.
     """
-    path = home / "secret"
+    path = home / _SECRET
     if not path.exists():
-        home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(_SECRET_BYTES))

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import ssl
+import time
+from contextlib import ExitStack
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from io import BytesIO
 from pathlib import Path
 
 from fedsim.federation.network import addresses
@@ -17,6 +22,9 @@ SCENARIO = "scenario"
 _REACH_SECONDS = 4.0
 """How long a host may take to answer before it counts as not there."""
 _HELLO = b"GET / HTTP/1.0\r\n\r\n"
+_HEAD_BYTES = 16 * 1024
+_AHEAD_SECONDS, _BEHIND_SECONDS = 5.0, 300.0
+"""A clock that is further ahead or behind makes signatures that Flower does not take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,42 @@ def check(address: str, roots: Path | None, option: str = "--superlink") -> None
         raise FedsimError(
             f"{option}: nobody answers at {address}: {error}; start it first, or check the address"
         ) from error
+
+
+def clock_error(address: str, roots: Path | None) -> str:
+    """Say how far this machine's clock is off the server's at `address`, if nodes are refused so.
+
+    Returns nothing where it is not off, or where the server does not tell its time.
+    """
+    host, port = addresses.split(address)
+    try:
+        with ExitStack() as stack:
+            stream = stack.enter_context(socket.create_connection((host, port), _REACH_SECONDS))
+            if roots is not None:
+                tls = _trusting(roots).wrap_socket(stream, server_hostname=host)
+                stream = stack.enter_context(tls)
+            stream.sendall(_HELLO)
+            head = http.client.parse_headers(BytesIO(_head_of(stream)))
+            ahead = time.time() - parsedate_to_datetime(head["date"] or "").timestamp()
+    except (OSError, ValueError, TypeError, FedsimError, http.client.HTTPException):
+        return ""
+    if -_BEHIND_SECONDS < ahead < _AHEAD_SECONDS:
+        return ""
+    where = "ahead of" if ahead > 0 else "behind"
+    return (
+        f"this machine's clock is {abs(ahead):.0f} s {where} the server's, which so takes no "
+        "signature of it; set the clock"
+    )
+
+
+def _head_of(stream: socket.socket) -> bytes:
+    """The headers of an answer, without its first line."""
+    answer = b""
+    while b"\r\n\r\n" not in answer and len(answer) < _HEAD_BYTES:
+        if not (more := stream.recv(4096)):
+            break
+        answer += more
+    return answer.partition(b"\r\n")[2]
 
 
 def _refuse_tls(plain: socket.socket, address: str, option: str) -> None:

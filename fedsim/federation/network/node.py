@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from fedsim.federation.network import flower, link
+from fedsim.federation.network.home import make_private
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.node_app import NodeApp
 from fedsim.federation.network.superlink import Child, free_port, program
@@ -73,6 +74,7 @@ def serve(
         flower.private_key(member.key)
         if member.roots is None:
             raise FedsimError("--key: a node shows its key over TLS only; give --root-certificates")
+    make_private(member.home)
     with locked(member.home, "--home"):
         remove_torn(member.home)
         _take_part(app, member, say, stop)
@@ -121,6 +123,8 @@ def _session(
             except FedsimError as error:
                 return True, str(error)
             return True, "the link broke"
+        if clock := link.clock_error(member.superlink, member.roots):
+            return False, clock
         if flower.REFUSED in child.words():
             return False, (
                 "the SuperLink refuses its key: it is not registered, or another node that is "

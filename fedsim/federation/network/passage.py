@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from fedsim.federation.network.admission import (
     Refusal,
     Signatures,
     check_replies,
+    length,
     passed_on,
     vet,
 )
@@ -72,6 +73,10 @@ class Side:
         """Reads the rest of a request's body, for nobody."""
         while self.http.their_state is h11.SEND_BODY:
             await self.event()
+
+    def abort(self) -> None:
+        """Ends the connection without a word."""
+        self._writer.transport.abort()
 
     async def close(self) -> None:
         self._writer.close()
@@ -132,10 +137,16 @@ class Passage:
     """One client's connection, and the connection to the SuperLink that serves it."""
 
     def __init__(
-        self, client: Side, superlink: SuperLink, signatures: Signatures, body_limit: int
+        self,
+        client: Side,
+        superlink: SuperLink,
+        signatures: Signatures,
+        body_limit: int,
+        on_node: Callable[[bytes], None],
     ) -> None:
+        """`on_node` is told the key of a node that the SuperLink has let in before."""
         self.client, self._superlink = client, superlink
-        self._signatures, self._body_limit = signatures, body_limit
+        self._signatures, self._body_limit, self._on_node = signatures, body_limit, on_node
         self.request = ""
         """What is asked, for the log."""
         self.is_answered = False
@@ -162,10 +173,14 @@ class Passage:
         self.request = f"{ascii(request.method)[2:-1]} {ascii(request.target)[2:-1]}"[:200]
         headers = vet(request, self._body_limit)
         signature = self._signatures.claim(headers)
+        if self._signatures.is_node(signature.key):
+            self._on_node(signature.key)
         patience, is_accepted = _Patience(), False
         try:
             inner = await self._connected()
-            await self._forward(inner, request.target, headers, patience)
+            held = length(headers) if request.target == REPLIES else 0
+            with self._signatures.holding(signature.key, held):
+                await self._forward(inner, request.target, headers, patience)
             is_accepted = await self._answer(inner, patience)
         finally:
             self._signatures.settle(signature, is_accepted=is_accepted)
@@ -174,10 +189,12 @@ class Passage:
         self.client.http.start_next_cycle()
         return True
 
-    async def close(self) -> None:
-        await self.client.close()
-        if self._inner:
-            await self._inner.close()
+    async def close(self, *, at_once: bool = False) -> None:
+        for side in (self.client, self._inner):
+            if side and at_once:
+                side.abort()
+            if side:
+                await side.close()
 
     async def _forward(
         self, inner: Side, target: bytes, headers: dict[bytes, bytes], patience: _Patience

@@ -141,7 +141,8 @@ def join(out: Path, homes: Sequence[Path]) -> int:
     With it goes what a participant has seen (`observe.vantages`).
 
     Raises:
-        FedsimError: there is no deployed run, or no home, or a home is none.
+        FedsimError: there is no deployed run, or no home, or a home is none, or it holds truth of
+            another client than its own.
     """
     if not (out / "run").exists():
         raise FedsimError(f"{out}: no deployed run, so that there is nothing to collect")
@@ -152,14 +153,31 @@ def join(out: Path, homes: Sequence[Path]) -> int:
             "do)"
         )
     copied = 0
-    for home in chosen:
+    for client, kept in _owned(out, chosen).items():
+        copied += truth.copy(kept, out)
+        for path in sorted(kept.glob("observations/**/*.*")):
+            # What the server recorded stays; the global model is the same for all who saw it.
+            is_global = path.name == files.GLOBAL and not (out / path.relative_to(kept)).exists()
+            if is_global or path.name.startswith(f"participant-{client:04d}-"):
+                files.copy_file(path, kept, out)
+    return copied
+
+
+def _owned(out: Path, homes: Sequence[Path]) -> dict[int, Path]:
+    """What each client keeps of the run in `out`, by client."""
+    owned: dict[int, Path] = {}
+    for home in homes:
         if not home.is_dir():
             raise FedsimError(f"--from: {home}: no such folder")
         kept = run_folder(home, run_name(out))
-        copied += truth.copy(kept, out)
-        for path in sorted(kept.glob("observations/**/*.*")):
-            target = out / path.relative_to(kept)
-            # What the server recorded stays; the global model is the same for all who saw it.
-            if path.name.startswith("participant-") or not target.exists():
-                files.copy_file(path, kept, out)
-    return copied
+        client = truth.owner(kept)
+        if client is None:
+            continue
+        own = home.name.removeprefix("node-") if home.parent == out / "nodes" else str(client)
+        if client in owned or own != str(client):
+            raise FedsimError(
+                f"--from: {home}: truth of client {client}, which is in the folder of its own node "
+                "alone; name the folder of each client's node, once"
+            )
+        owned[client] = kept
+    return owned

@@ -23,6 +23,7 @@ from typing import Protocol, TypeVar, cast
 from fedsim.federation.network import flower
 from fedsim.federation.network.certificates import make_authority, make_node_key
 from fedsim.federation.network.gate import Gate, Settings
+from fedsim.federation.network.home import make_private
 from fedsim.federation.network.identities import KEY_NAME, PEERS_NAME, make_signing_keys
 from fedsim.federation.network.keys import SECRET_BYTES
 from fedsim.federation.network.link import Link
@@ -78,7 +79,8 @@ def federation(
         folder = until_the_end.enter_context(scratch("fedsim-up-"))
         authority = make_authority(folder / "keys", [_HOST, "localhost"])
         keys = authority.certificate.parent
-        write_bytes(keys / "superexec.secret", secrets.token_bytes(SECRET_BYTES))
+        secret = secrets.token_bytes(SECRET_BYTES)
+        write_bytes(keys / "superexec.secret", secret, private=True)
         port = free_port()
         watched = until_the_end.enter_context(_Watched.running())
         link = watched.add(lambda: superlink(keys, port, logs / "superlink.log"))
@@ -104,7 +106,7 @@ def federation(
         found = []
         for client in range(nodes):
             home = out / "nodes" / f"node-{client}"
-            home.mkdir(parents=True, exist_ok=True)
+            make_private(home)
             key = keys / f"node-{client}"
             flower.register(reached, make_node_key(key).read_bytes())
             own = keys / f"node-{client}.{KEY_NAME}"

@@ -66,7 +66,7 @@ def connect(monkeypatch: pytest.MonkeyPatch, apps: Sequence[NodeApp]) -> None:
 
     @contextmanager
     def server_app(
-        _: Link, config: Mapping[str, str], patience: float
+        _: Link, config: Mapping[str, str], patience: float, most_bytes: int = 0
     ) -> Iterator[tuple[Grid, Context]]:
         def answer(message: Message, context: Context) -> Message:
             context.run_config = dict(config)

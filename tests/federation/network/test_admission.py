@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from base64 import b64decode, b64encode
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import h11
@@ -261,3 +262,23 @@ def test_a_node_cannot_speak_for_others(body: bytes) -> None:
     with pytest.raises(Refusal) as raised:
         check_replies(body)
     assert raised.value.status == 400
+
+
+def test_announcements_are_held_up_to_a_limit_of_each_node_and_of_all() -> None:
+    signatures = Signatures(0)
+    size = 15 * 2**20
+
+    def hold(key: bytes, size: int = size) -> None:
+        held.enter_context(signatures.holding(key, size))
+
+    with ExitStack() as held:
+        hold(b"0")
+        with pytest.raises(Refusal, match="later"):
+            hold(b"0")
+        for key in (b"1", b"2", b"3"):
+            hold(key)
+        with pytest.raises(Refusal, match="later"):
+            hold(b"4")
+        hold(b"4", 1000)
+    with ExitStack() as held:
+        hold(b"0")

@@ -12,9 +12,11 @@ import torch
 from nodes_support import LINK, SMALL, TINY, connect, nodes
 
 from fedsim import pipeline, rng
+from fedsim.federation import deployment
 from fedsim.federation.network.link import Link
 from fedsim.federation.network.policy import Policy
-from fedsim.recording.files import load_observation
+from fedsim.federation.network.run import join
+from fedsim.recording.files import GLOBAL, load_observation, write_bytes, write_tensors
 from fedsim.recording.truth import load_truth
 from fedsim.scenario import expand
 from fedsim.training.workload import Workload
@@ -71,6 +73,57 @@ def test_with_a_shared_seed_all_bytes_are_those_of_the_local_engine(
     assert rows(out, "rounds.jsonl") == rows(local, "rounds.jsonl")
     assert contents(out, "truth") == contents(local, "truth")
     assert {row["privacy"]["noise_key"] for row in rows(out)} == {"scenario"}
+
+
+def kept_truth(home: Path, run: str, seen: str, client: str) -> None:
+    place = home / "runs" / run / "truth" / "none" / "round-0001" / seen
+    truth = {"images": torch.zeros(1, 1, 2, 2), "labels": torch.zeros(1, dtype=torch.int64)}
+    write_tensors(place / f"client-{client}.safetensors", truth)
+
+
+@pytest.mark.parametrize(
+    ("seen", "client", "folder"),
+    [
+        ("client-0000-training", "0000", "node-1"),  # beside node-0's own
+        ("client-0000-training", "0001", "node-1"),  # in the place of 0's
+        ("wire-0000-training", "0001", "node-1"),
+        ("aggregate-training", "0000", "node-1"),
+        ("aggregate-training", "0001x", "node-1"),
+        ("client-0000-training", "0000", "nodes/node-1"),  # and node-0's is not there
+    ],
+)
+def test_truth_of_a_client_is_taken_from_its_own_folder(
+    seen: str, client: str, folder: str, tmp_path: Path
+) -> None:
+    out = tmp_path
+    run = deployment.run_name(out)
+    kept_truth(out / folder, run, seen, client)
+    homes = [] if "/" in folder else [out / "node-0", out / folder]
+    if homes:
+        kept_truth(out / "node-0", run, "client-0000-training", "0000")
+        kept_truth(out / folder, run, "client-0001-training", "0001")
+    with pytest.raises(FedsimError, match="client"):
+        join(out, homes)
+    assert not (out / "truth").exists()
+
+
+def test_a_node_adds_nothing_to_what_the_server_recorded(tmp_path: Path) -> None:
+    run = deployment.run_name(tmp_path)
+    home = tmp_path / "nodes" / "node-1"
+    kept_truth(home, run, "participant-0001-training", "0001")
+    names = ["client-0000-training.json", "participant-0000-training.json"]
+    own = ["participant-0001-training.json", GLOBAL]
+    for name in (*names, *own):
+        write_bytes(home / "runs" / run / "observations" / "none" / "round-0001" / name, b"x")
+    assert join(tmp_path, []) == 1
+    copied = (tmp_path / "observations").rglob("*.*")
+    assert {path.name for path in copied} == set(own)
+    truth = next((tmp_path / "truth").rglob("*.safetensors"))
+    assert truth.stat().st_mode & 0o077 == 0
+    assert join(tmp_path, []) == 1, "the same once more"
+    truth.write_bytes(b"another's")
+    with pytest.raises(FedsimError, match="collected before"):
+        join(tmp_path, [])
 
 
 def test_what_is_unscored_counts_in_no_table(

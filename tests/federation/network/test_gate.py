@@ -14,13 +14,16 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import h11
 import httpx
 import pytest
 from cryptography.hazmat.primitives import hashes
@@ -116,6 +119,31 @@ def gate(authority: Authority, inside: str, log: Path) -> Iterator[Gate]:
 
 
 @pytest.fixture
+def fresh(authority: Authority, inside: str, tmp_path: Path) -> Iterator[Fresh]:
+    """A gate of its own, whose log has no line of another test."""
+    log = tmp_path / "fresh.log"
+    context = ssl.create_default_context(cafile=authority.certificate)
+    with (
+        Gate("127.0.0.1:0", settings(authority, inside, connections=16), log=log) as gate,
+        ExitStack() as clients,
+    ):
+
+        def connect() -> httpx.Client:
+            base = f"https://{gate.address}"
+            own = httpx.Client(verify=context, base_url=base, timeout=NEVER)
+            return clients.enter_context(own)
+
+        yield Fresh(gate.address, log, connect)
+
+
+@dataclass(frozen=True)
+class Fresh:
+    address: str
+    log: Path
+    connect: Callable[[], httpx.Client]
+
+
+@pytest.fixture
 def client(authority: Authority, gate: Gate) -> Iterator[httpx.Client]:
     context = ssl.create_default_context(cafile=authority.certificate)
     address = f"https://{gate.address}"
@@ -133,17 +161,19 @@ def sign() -> dict[str, str]:
     }
 
 
-def raw(authority: Authority, address: str, *parts: bytes, pause: float = 0.0) -> bytes:
-    """What the gate answers to bytes that no library would send."""
+def connected(authority: Authority, address: str) -> ssl.SSLSocket:
+    """A connection of somebody who has the authority's certificate, and no key."""
     context = ssl.create_default_context(cafile=authority.certificate)
     host, _, port = address.rpartition(":")
-    with (
-        socket.create_connection((host, int(port)), NEVER) as plain,
-        context.wrap_socket(plain, server_hostname=host) as connection,
-    ):
+    plain = socket.create_connection((host, int(port)), NEVER)
+    return context.wrap_socket(plain, server_hostname=host)
+
+
+def raw(authority: Authority, address: str, *parts: bytes) -> bytes:
+    """What the gate answers to bytes that no library would send."""
+    with connected(authority, address) as connection:
         for part in parts:
             connection.sendall(part)
-            time.sleep(pause)
         answer = b""
         while data := connection.recv(65536):
             answer += data
@@ -186,13 +216,12 @@ def test_a_request_passes_once(client: httpx.Client, log: Path) -> None:
     assert f" 401 signature used before: POST {PATH}\n" in log.read_text()
 
 
-def test_refusals_say_why_in_one_line_of_the_log(client: httpx.Client, log: Path) -> None:
-    before = len(log.read_text().splitlines())
-    asked = len(Inside.asked)
+def test_refusals_say_why_in_one_line_of_the_log(fresh: Fresh) -> None:
+    client, asked = fresh.connect(), len(Inside.asked)
     assert client.post("/v1/control/start-run", headers=sign()).status_code == 404
     assert client.get(PATH).status_code == 405
     assert client.post(PATH, headers={}).status_code == 401
-    lines = log.read_text().splitlines()[before:]
+    lines = fresh.log.read_text().splitlines()
     assert [line.split(maxsplit=2)[2] for line in lines] == [
         "404 not the Fleet API: POST /v1/control/start-run",
         f"405 not POST: GET {PATH}",
@@ -301,23 +330,37 @@ def test_a_full_disk_does_not_close_the_gate(authority: Authority, inside: str) 
             raise OSError(28, "No space left on device")
 
     gate_module._Server(settings(authority, inside), 0, Full())._refused(
-        "-", gate_module.Refusal(503, "too many connections"), ""
+        gate_module._Party("-"), gate_module.Refusal(503, "too many connections"), ""
     )
 
 
-def test_who_only_connects_leaves_no_line(authority: Authority, gate: Gate, log: Path) -> None:
-    before = log.read_text()
+def test_who_only_connects_leaves_no_line(
+    authority: Authority, fresh: Fresh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_REACH_SECONDS", NEVER)
     for _ in range(3):
-        link.check(gate.address, authority.certificate)
-    with socket.create_connection(("127.0.0.1", int(gate.address.rpartition(":")[2]))) as plain:
+        link.check(fresh.address, authority.certificate)
+    with socket.create_connection(("127.0.0.1", int(fresh.address.rpartition(":")[2]))) as plain:
         plain.sendall(b"nothing of TLS")  # after which a line comes
-        until(lambda: len(log.read_text()) > len(before), "a line")
-    assert "broke off" not in log.read_text()[len(before) :]
+        until(fresh.log.read_text, "a line")
+    assert "broke off" not in fresh.log.read_text()
+
+
+def test_a_clock_that_is_off_is_told_to_its_node(
+    authority: Authority, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "_REACH_SECONDS", NEVER)
+    began = time.time()
+    for off, told in ((0, ""), (-200, ""), (400, "ahead"), (-4000, "behind")):
+        monkeypatch.setattr(link.time, "time", lambda off=off: began + off)
+        said = link.clock_error(gate.address, authority.certificate)
+        assert told in said and bool(told) == bool(said)
+    assert link.clock_error(f"127.0.0.1:{free_port()}", authority.certificate) == ""
 
 
 def test_plaintext_does_not_pass(gate: Gate, log: Path) -> None:
     with pytest.raises(httpx.TransportError):
-        httpx.post(f"http://{gate.address}{PATH}", headers=sign())
+        httpx.post(f"http://{gate.address}{PATH}", headers=sign(), timeout=NEVER)
     until(lambda: " 400 no TLS: " in log.read_text(), "a line")
 
 
@@ -340,36 +383,96 @@ def test_a_body_over_the_limit_is_refused_before_it_is_sent(
     limited = settings(authority, inside, body_limit=1000)
     with (
         Gate("127.0.0.1:0", limited, log=tmp_path / "log") as gate,
-        httpx.Client(verify=context, base_url=f"https://{gate.address}") as client,
+        httpx.Client(verify=context, base_url=f"https://{gate.address}", timeout=NEVER) as client,
     ):
         assert client.post(PATH, content=bytes(1000), headers=sign()).status_code == 200
         assert client.post(PATH, content=bytes(1001), headers=sign()).status_code == 413
 
 
-def test_more_connections_than_allowed_are_closed(
-    authority: Authority, inside: str, tmp_path: Path
+def test_strangers_hold_no_place_of_a_node(authority: Authority, fresh: Fresh) -> None:
+    node = fresh.connect()
+    for _ in range(2):  # the second request is of a key that the SuperLink has accepted
+        assert node.post(PATH, content=b"abc", headers=sign()).status_code == 200
+    (own,) = node._transport._pool.connections  # type: ignore[attr-defined]
+    strangers = [connected(authority, fresh.address) for _ in range(40)]
+    assert node.post(PATH, content=b"abc", headers=sign()).status_code == 200
+    assert node._transport._pool.connections == [own], "the same as before"  # type: ignore[attr-defined]
+    assert fresh.connect().post(PATH, content=b"abc", headers=sign()).status_code == 200
+    for stranger in strangers[:30]:
+        with pytest.raises(OSError, match=r"reset|EOF"), stranger:
+            assert not stranger.recv(1)
+            raise ConnectionResetError("reset, after its last words")
+    for stranger in strangers[30:]:
+        stranger.close()
+    assert " 503 too many connections" in fresh.log.read_text()
+
+
+def test_one_node_has_a_share_of_the_connections(fresh: Fresh) -> None:
+    def again(client: httpx.Client) -> int:
+        statuses = [client.post(PATH, content=b"", headers=sign()).status_code for _ in range(2)]
+        return statuses[1]
+
+    first, second = fresh.connect(), fresh.connect()
+    assert (again(first), again(second)) == (200, 200)
+    assert again(fresh.connect()) == 503
+    first.close()
+    until(lambda: again(fresh.connect()) == 200, "a free place")
+
+
+def test_announcements_of_one_node_are_not_all_held(authority: Authority, fresh: Fresh) -> None:
+    node = fresh.connect()
+    assert node.post(PATH, content=b"", headers=sign()).status_code == 200
+    target = "POST /v1/fleet/push-messages HTTP/1.1"
+
+    def begun(size: int) -> bytes:
+        lines = [f"{name}: {value}" for name, value in sign().items()]
+        return head(target, "Host: a", f"Content-Length: {size}", *lines) + b"x"
+
+    with connected(authority, fresh.address) as slow:
+        slow.sendall(begun(10 * MEGABYTE))
+        until(
+            lambda: raw(authority, fresh.address, begun(10 * MEGABYTE)).startswith(b"HTTP/1.1 503"),
+            "a refusal of the second",
+        )
+    until(
+        lambda: (
+            node.post("/v1/fleet/push-messages", content=b"\xff", headers=sign()).status_code == 400
+        ),
+        "a place for another",
+    )
+
+
+def test_nobody_washes_the_log_away(
+    authority: Authority, inside: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = ssl.create_default_context(cafile=authority.certificate)
-    log = tmp_path / "log"
-    with Gate("127.0.0.1:0", settings(authority, inside, connections=2), log=log) as gate:
-        host, port = gate.address.split(":")
-        held = [
-            context.wrap_socket(socket.create_connection((host, int(port))), server_hostname=host)
-            for _ in range(2)
-        ]
-        with pytest.raises(httpx.TransportError):
-            httpx.get(f"https://{gate.address}/", verify=context)
-        until(lambda: " 503 too many connections: -" in log.read_text(), "a line")
-        for connection in held:
-            connection.close()
+    log, refusal = io.StringIO(), gate_module.Refusal(404, "not the Fleet API")
+    server = gate_module._Server(settings(authority, inside), 0, log)
+    node, other = (gate_module._Party("1.2.3.4:5", key) for key in (b"key", b"other"))
+    server._refused(node, refusal, "first")
+    for number in range(100_000):
+        address = f"10.0.{number % 7_000 // 200}.{number % 200}"
+        stranger = gate_module._Party(f"{address}:1", gate_module._network(address))
+        server._refused(stranger, refusal, "noise")
+    server._refused(node, refusal, "second")
+    for _ in range(1000):
+        server._refused(other, refusal, "noise")
+    server._refused(node, refusal, "third")
+    lines = log.getvalue().splitlines()
+    assert [line.split()[-1] for line in lines if "1.2.3.4:5 " in line and "noise" not in line] == [
+        "first",
+        "second",
+        "third",
+    ]
+    assert len(lines) < 3000
+    now = time.monotonic() + gate_module._LINES_SECONDS
+    monkeypatch.setattr(gate_module.time, "monotonic", lambda: now)
+    server._refused(node, refusal, "later")
+    assert str(101_000 + 3 - len(lines)) in log.getvalue().splitlines()[-2]
 
-        def free() -> bool:
-            try:
-                return httpx.get(f"https://{gate.address}/", verify=context).status_code == 404
-            except httpx.TransportError:
-                return False
 
-        until(free, "a free connection")
+def test_a_machine_with_ipv6_is_one_party() -> None:
+    one, same, other = map(gate_module._network, ("fd00::1%eth0", "fd00::2", "fd00:0:0:1::1"))
+    assert one == same != other
 
 
 def test_a_superlink_that_is_gone_is_worth_another_try(authority: Authority) -> None:
@@ -377,7 +480,7 @@ def test_a_superlink_that_is_gone_is_worth_another_try(authority: Authority) -> 
     nobody = f"127.0.0.1:{free_port()}"
     with Gate("127.0.0.1:0", settings(authority, nobody)) as gate:
         address = f"https://{gate.address}{PATH}"
-        assert httpx.post(address, headers=sign(), verify=context).status_code == 502
+        assert httpx.post(address, headers=sign(), verify=context, timeout=NEVER).status_code == 502
 
 
 def test_a_superlink_of_another_authority_gets_nothing(
@@ -394,7 +497,7 @@ def test_a_superlink_of_another_authority_gets_nothing(
     )
     with Gate("127.0.0.1:0", trusting) as gate:
         address = f"https://{gate.address}{PATH}"
-        assert httpx.post(address, headers=sign(), verify=context).status_code == 502
+        assert httpx.post(address, headers=sign(), verify=context, timeout=NEVER).status_code == 502
     assert len(Inside.asked) == asked
 
 
@@ -403,7 +506,7 @@ def test_many_clients_at_once(client: httpx.Client, authority: Authority, gate: 
     assert client.post(PATH, content=b"", headers=sign()).status_code == 200
 
     def push(number: int) -> int:
-        with httpx.Client(verify=context, base_url=f"https://{gate.address}") as own:
+        with httpx.Client(verify=context, base_url=f"https://{gate.address}", timeout=NEVER) as own:
             bodies = [bytes(number * 10_000 + i) for i in range(5)]
             return sum(
                 own.post(PATH, content=body, headers=sign()).json()["size"] == len(body)
@@ -471,7 +574,8 @@ def test_the_command(authority: Authority, inside: str) -> None:
 
         def answers() -> bool:
             try:
-                return httpx.get(f"https://127.0.0.1:{port}/", verify=context).status_code == 404
+                address = f"https://127.0.0.1:{port}/"
+                return httpx.get(address, verify=context, timeout=NEVER).status_code == 404
             except httpx.TransportError:
                 return False
 
@@ -482,25 +586,51 @@ def test_the_command(authority: Authority, inside: str) -> None:
         assert b" 404 not the Fleet API: GET /\n" in running.stderr.read()
 
 
+class Waits:
+    """The gate's `asyncio`, whose timeouts end when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[float, asyncio.Timeout]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    def timeout(self, seconds: float) -> asyncio.Timeout:
+        never = asyncio.timeout(None)
+        self.begun.append((seconds, never))
+        return never
+
+    def end(self, seconds: float) -> None:
+        """Ends the last wait of about so many seconds."""
+        last = [wait for asked, wait in self.begun if abs(asked - seconds) < 5][-1]
+        last.reschedule(0)
+
+
 @pytest.mark.parametrize(
-    ("limit", "sent", "reason"),
-    [
-        ("_HEAD_SECONDS", head(f"POST {PATH} HTTP/1.1", "Host: a")[:-2], "408 headers too slow"),
-        ("_GRACE_SECONDS", None, "408 too slow"),
-    ],
+    ("limit", "is_whole", "reason"),
+    [("_HEAD_SECONDS", False, "408 headers too slow"), ("_GRACE_SECONDS", True, "408 too slow")],
 )
 def test_slow_clients_are_cut_off(
     authority: Authority,
     inside: str,
     monkeypatch: pytest.MonkeyPatch,
     limit: str,
-    sent: bytes | None,
+    is_whole: bool,
     reason: str,
 ) -> None:
-    monkeypatch.setattr(passage, limit, 0.3)
     lines = [f"{name}: {value}" for name, value in sign().items()]
-    unfinished = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 99", *lines) + b"x"
-    log = io.StringIO()
+    sent = head(f"POST {PATH} HTTP/1.1", "Host: a", "Content-Length: 99", *lines)
+    sent = sent + b"x" if is_whole else sent[:-2]
+    log, waits, received = io.StringIO(), Waits(), bytearray()
+    receive = h11.Connection.receive_data
+
+    def watched(self: h11.Connection, data: bytes) -> None:
+        if self.our_role is h11.SERVER:
+            received.extend(data)
+        receive(self, data)
+
+    monkeypatch.setattr(h11.Connection, "receive_data", watched)
+    monkeypatch.setattr(passage, "asyncio", waits)
 
     async def talk() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
@@ -509,7 +639,12 @@ def test_slow_clients_are_cut_off(
         context = ssl.create_default_context(cafile=authority.certificate)
         port = listener.getsockname()[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
-        writer.write(sent or unfinished)
+        writer.write(sent)
+        while received != sent:
+            await asyncio.sleep(0.01)
+        for _ in range(9):  # until it waits for more
+            await asyncio.sleep(0)
+        waits.end(getattr(passage, limit))
         answer = await asyncio.wait_for(reader.read(), NEVER)
         assert answer.startswith(b"HTTP/1.1 408")
         writer.close()
