@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedsim import audit, federation, progress, scoring
+from fedsim.data.images import public_images
 from fedsim.report.figures import format_claim
 from fedsim.scenario import Document, Scenario, expand, locate, open_document
 from fedsim.system.device import resolve_device
@@ -51,7 +53,7 @@ class Accepted:
         ]
         if scenario.federation.engine == "deployment":
             lines[0] += "; nodes with data of their own are asked for their counts by a run"
-        lines += left_out(first.described)
+        lines += [*left_out(first.described), *known_beforehand(first)]
         if first.trains:
             local = first.declared
             each = number_of(local.batch_size, of)
@@ -79,6 +81,21 @@ def left_out(described: Dataset | Table) -> list[str]:
     total = sum(count for _, count in described.left_out)
     reasons = "; ".join(f"{count:,} {reason}" for reason, count in described.left_out)
     return [f"left out: {number_of(total, 'file')} of the data source ({reasons})"]
+
+
+def known_beforehand(server: Server) -> list[str]:
+    """One line on observed images of which public ones are near copies, if there are any.
+
+    Of clients that are elsewhere nothing is known here; rows say it once their truth is there.
+    """
+    if not isinstance(server, Workload) or isinstance(server.dataset, Table):
+        return []
+    asked, held = server.scenario.observe.clients, server.dataset.train_images
+    seen = [held[one.own] for one in server.clients if asked == "all" or one.number in asked]
+    public = public_images(server.dataset, server.scenario.seed)
+    count = sum(scoring.near_copies(images, public) for images in seen)
+    problem = scoring.guess_problem(len(public), math.inf, count)
+    return [f"of what observed clients hold: {problem}"] if problem else []
 
 
 def claimed(server: Server, claim: PrivacyClaim) -> str:

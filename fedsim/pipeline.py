@@ -348,6 +348,8 @@ class _Plan:
             self.deployed.save(self.out)
         for line in acceptance.left_out(self.described):
             display.note(f"{self.place}{line}")
+        for line in acceptance.known_beforehand(next(iter(self.servers.values()))):
+            display.note(f"WARNING: {self.place}{line}")
         for name, server in self.servers.items():
             if spending.targets(server.stack):
                 display.note(f"{self.place}{acceptance.claimed(server, self.claims[name])}")

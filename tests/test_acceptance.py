@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ast
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fedsim
 from fedsim import acceptance, federation
+from fedsim.scenario import expand
 from fedsim.training import accounting, refusals
-from fedsim.types import FedsimError
+from fedsim.training.source import load_dataset
+from fedsim.training.workload import Workload
+from fedsim.types import Dataset, FedsimError
 
 SCENARIO: dict[str, Any] = {
     "name": "t",
@@ -101,3 +106,16 @@ def test_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(tmp_path)
     fedsim.validate(SCENARIO)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_copies_of_observed_images_among_public_ones_are_told_before_the_run() -> None:
+    scenario = expand({**SCENARIO, "data": {"source": "faces", "clients": 2}})[0].scenario
+    data = load_dataset(scenario)
+    assert isinstance(data, Dataset)
+    for client, count in ((0, 1), (1, 0)):
+        own = Workload(scenario, "none", data).parts[client][:1]
+        public = torch.cat([data.test_images, data.train_images[own]])
+        labels = torch.cat([data.test_labels, data.train_labels[own]])
+        copied = replace(data, test_images=public, test_labels=labels)
+        assert len(acceptance.known_beforehand(Workload(scenario, "none", copied))) == count
+    assert acceptance.known_beforehand(Workload(scenario, "none", data)) == []

@@ -60,7 +60,7 @@ from fedsim.types import (
 
 OnProgress = Callable[[Progress], None]
 
-NOT_LEARNED = {"public": None, "public_per_image": None}
+NOT_LEARNED = {"public": None, "public_per_image": None, "near_copies": None}
 """Of a baseline that no public image has a part in."""
 
 
@@ -417,6 +417,7 @@ def _baseline(
         "name": name,
         "public": guess.public,
         "public_per_image": guess.public_per_image,
+        "near_copies": scoring.near_copies(truth.images.cpu(), setting.guesser.public()),
         **scoring.baseline(guess, truth, labels_alone=alone, lpips=lpips),
         **_of_features(observation, truth, found, setting),
     }

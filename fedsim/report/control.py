@@ -82,7 +82,7 @@ def warnings(rows: Sequence[LeaderboardRow]) -> list[str]:
         }
         poor = [row for row in members if row.guess_problem]
         if poor:
-            worst = min(poor, key=lambda row: row.guess_public_per_image or 0.0)
+            worst = min(poor, key=lambda row: (-row.near_copies, row.guess_public_per_image or 0.0))
             sizes = ", ".join(map(str, sorted({row.batch_size for row in poor})))
             lines[f"{where}batch size {sizes}, at worst: {worst.guess_problem}"] = None
         ended = [row for row in members if row.ended]

@@ -146,6 +146,8 @@ class LeaderboardRow:
     """Mean seconds of a trial."""
     certificates: Certificates | None = None
     """What the attack said that it knows, summed over the trials; None if it said nothing."""
+    near_copies: int = 0
+    """Number of attacked images, over all trials, of which a public one is a near copy."""
     recognizable: int = 0
     """Number of trials that leak, with pictures that are recognizable."""
     ended: bool = True
@@ -268,7 +270,7 @@ class LeaderboardRow:
         """Why the guess is poor that gains refer to; None if it is good, or not described."""
         if self.guess_public is None or self.guess_public_per_image is None:
             return None
-        return guess_problem(self.guess_public, self.guess_public_per_image)
+        return guess_problem(self.guess_public, self.guess_public_per_image, self.near_copies)
 
     @property
     def warnings(self) -> list[str]:

@@ -138,6 +138,8 @@ class BaselineOf(Metrics):
     public: int | None = None
     """Number of public images; None for a guess that uses none, and if the row does not say."""
     public_per_image: float | None = None
+    near_copies: int | None = None
+    """Number of attacked images of which a public one is a near copy."""
 
 
 class ControlOf(RowPart):

@@ -3,7 +3,7 @@
 from fedsim.scoring.accuracy import Accuracy, accuracy, learning_problem
 from fedsim.scoring.baselines import baseline, feature_baseline, row_baseline
 from fedsim.scoring.certificates import Certificate, certificate, false_certificates
-from fedsim.scoring.guess import Guesser, guess_problem, mean_image
+from fedsim.scoring.guess import Guesser, guess_problem, mean_image, near_copies
 from fedsim.scoring.image import check_pixels, psnr
 from fedsim.scoring.matching import MISSING, align
 from fedsim.scoring.metrics import COMPARABLE, METRICS, Metric
@@ -42,6 +42,7 @@ __all__ = [
     "load_lpips",
     "matched_images",
     "mean_image",
+    "near_copies",
     "psnr",
     "row_baseline",
     "score",

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedsim import rng
@@ -28,6 +29,10 @@ _POOL, _POOL_VALUES = 10_000, 1 << 26
 _NEEDED = 20
 """A guess is good from so many public images for each of its own. With fewer it falls behind that
 of many: on digits by 0.2 to 0.4 dB with 20, by 0.3 to 0.8 with 10, by 0.9 and more with 5."""
+
+_OUTLINE, _ALIKE = 16, 0.99
+"""Pixels a side, and least cosine, of near copies. No bundled face or photograph of one split has
+0.98 with one of the other. Digits reach 0.991; copies with noise of 0.02 mostly exceed 0.995."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +96,7 @@ class Guesser:
         """Of the images and labels."""
         return hash(self._content)
 
-    def public(self, max_images: int) -> Tensor:
+    def public(self, max_images: int = _POOL) -> Tensor:
         """Returns at most so many public images, evenly chosen: (P, C, H, W), uint8."""
         step = -(-len(self._images) // max_images)
         return self._images[::step]
@@ -188,8 +193,36 @@ def mean_image(images: Tensor) -> Tensor:
     return (total / (len(images) * scale)).float().clamp(0, 1)
 
 
-def guess_problem(public: int, public_per_image: float) -> str | None:
-    """Returns why a guess from so many images (see `Guess`) is poor; None if it is not."""
+def near_copies(images: Tensor, public: Tensor) -> int:
+    """Counts the `images` (N, C, H, W) of which `public` (P, C, H, W) has a near copy.
+
+    Its distance is the angle between both, averaged to 16x16 pixels or fewer and without their
+    means, so that no brightness and no contrast matters. Copies that are cropped, moved or mirrored
+    are not noticed. An image of one level has no copy: it tells nothing.
+    """
+    known = _outlines(public)
+    parts = torch.split(images, CHUNK)
+    return sum(int(((_outlines(part) @ known.T).amax(1) >= _ALIKE).sum()) for part in parts)
+
+
+def _outlines(images: Tensor) -> Tensor:
+    """Returns (N, D) of length 1, or 0 for images of one level."""
+    side = [min(_OUTLINE, size) for size in images.shape[2:]]
+    values = F.adaptive_avg_pool2d(images.float(), side).flatten(1)
+    return F.normalize(values - values.mean(1, keepdim=True), dim=1)
+
+
+def guess_problem(public: int, public_per_image: float, copies: int = 0) -> str | None:
+    """Returns why a guess from so many images (see `Guess`) is poor; None if it is not.
+
+    `copies` is how many attacked images have near copies among them.
+    """
+    if copies:
+        return (
+            f"of {copies} attacked image{'s' * (copies != 1)} a public image is a near copy: the "
+            "guess, and an attack that is granted public images, may know them without any "
+            "update; keep images of one scene, person or source in one split"
+        )
     if public_per_image >= _NEEDED:
         return None
     return (

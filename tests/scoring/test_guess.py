@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedsim.scoring import METRICS, Guesser, ScoringError, baseline, mean_image, score
+from fedsim.scoring import (
+    METRICS,
+    Guesser,
+    ScoringError,
+    baseline,
+    mean_image,
+    near_copies,
+    score,
+)
 from fedsim.types import GroundTruth, Reconstruction
 
 
@@ -184,3 +192,18 @@ def test_it_says_what_is_wrong() -> None:
         Guesser(flat([1, 2]), torch.zeros(2).long())(2, [0])
     guess = Guesser(flat([100]), torch.zeros(1).long())(1)
     assert guess.name == "mean_image", "of one public image nothing can be learned"
+
+
+def test_near_copies_are_told_from_other_images() -> None:
+    stream = torch.Generator().manual_seed(3)
+    public = torch.randint(0, 256, (6, 3, 32, 32), generator=stream, dtype=torch.uint8)
+    others = torch.rand(4, 3, 32, 32, generator=stream)
+    exact = public[2:3].float() / 255
+    darker = 0.2 + 0.4 * public[4:5].float() / 255
+    noisy = public[5:6].float() / 255 + 0.02 * torch.randn(1, 3, 32, 32, generator=stream)
+    black = torch.zeros(1, 3, 32, 32)
+    assert near_copies(others, public) == 0
+    assert near_copies(torch.cat([others, exact, darker, noisy, black]), public) == 3
+    assert near_copies(black, torch.zeros(2, 3, 32, 32, dtype=torch.uint8)) == 0
+    mixed = 0.8 * exact + 0.2 * others[:1]
+    assert near_copies(mixed, public) == 0

@@ -817,6 +817,19 @@ def test_a_guess_of_few_public_images_is_called_poor(tmp_path: Path) -> None:
     assert "public images, " not in told(tmp_path, board(tmp_path, lines))
 
 
+def test_copies_of_victims_among_public_images_are_counted_and_told(tmp_path: Path) -> None:
+    """Rule 12: whoever has them may know a victim without any update, however many others."""
+    lines = [line(20.0 + t, trial=t, batch_size=4) for t in range(3)]
+    for row, copies in zip(lines, (0, 1, 2), strict=True):
+        row["baseline"] |= {"public": 400, "public_per_image": 100.0, "near_copies": copies}
+    rows = board(tmp_path, lines)
+    assert rows[0].near_copies == 3 and rows[0].guess_problem in rows[0].warnings
+    assert len(json.loads(render(rows, "json"))["warnings"]) == 1
+    for row in lines:
+        row["baseline"]["near_copies"] = 0
+    assert board(tmp_path, lines)[0].guess_problem is None
+
+
 def test_features_that_are_guessed_as_well_are_no_leak_and_no_control(tmp_path: Path) -> None:
     """Rule 12: of a single trial, where no other update tells."""
     for error, status, level in ((0.22, "failed", "unseen"), (0.09, "passed", "features")):
