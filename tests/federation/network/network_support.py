@@ -143,8 +143,8 @@ class SuperLink:
         return self.connect(FleetHttpClient, signer, *more, address=address)
 
     @contextmanager
-    def run(self) -> Iterator[HttpGrid]:
-        """Starts a run and plays its ServerApp."""
+    def run(self, kind: type[HttpGrid] = HttpGrid) -> Iterator[HttpGrid]:
+        """Starts a run and plays its ServerApp, with a grid of this `kind`."""
         fab, _ = build_fab_from_files(FILES)
         secret = []
         if self.secret:
@@ -162,7 +162,7 @@ class SuperLink:
             control.StartRun(StartRunRequest(fab=fab_proto))
             request = AcquireTaskRequest(supported_task_types=[TaskType.SERVER_APP])
             task = until(lambda: (r := runtime.AcquireTask(request)).token and r, "a task")
-        grid = HttpGrid(
+        grid = kind(
             self.address, self.authority is None, root_certificates=self.roots, token=task.token
         )
         try:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import typer
+from flwr.proto.control_pb2 import UnregisterNodeRequest
+from flwr.supercore.control.control_http_client import ControlHttpClient
 from network_support import superlink
 from typer.testing import CliRunner
 
@@ -82,3 +84,8 @@ def test_a_superlink_registers_each_key_once(tmp_path: Path) -> None:
         assert (second.exit_code, second.output) == (0, "node-0.pub: was registered already\n")
         with link.node(tmp_path / "keys" / "node-0" / "key") as node:
             assert node.identifier
+        with link.connect(ControlHttpClient) as control:
+            control.UnregisterNode(UnregisterNodeRequest(node_id=node.identifier))
+        third = CliRunner().invoke(app, words)
+        assert third.exit_code == 2, "Flower lets in no node with this key again"
+        assert "another key" in third.output
