@@ -44,7 +44,10 @@ ATTACKS: dict[str, tuple[str, dict[str, Any]]] = {
     "factored_inversion": ("factored_inversion", {"iterations": 1000}),
     "inverting_gradients": ("inverting_gradients", {"iterations": 1000}),
     "grad_inversion": ("grad_inversion", {"iterations": 250}),
-    "feature_inversion_pixels": ("feature_inversion", {"prior": "pixel", "iterations": 1000}),
+    "feature_inversion_pixels": (
+        "feature_inversion",
+        {"prior": "pixel", "iterations": 1000, "cosines": "weighted_mean"},
+    ),
     "inverting_gradients, 2000": ("inverting_gradients", {"iterations": 2000}),
     "factored_inversion, long": ("factored_inversion", {"iterations": 4800}),
     "inverting_gradients, published": ("inverting_gradients", {}),

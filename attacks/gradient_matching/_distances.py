@@ -50,13 +50,13 @@ def squared_distance(
     return distance, direction, 2 / target.square
 
 
-def reweighted_cosine(weights: Sequence[float]) -> Distance:
-    """Makes Σ_i w_i (1 - cos(u_i, t_i)) / Σ_i w_i over the tensors of the update.
+def reweighted_cosine(weights: Sequence[float], *, summed: bool = False) -> Distance:
+    """Makes Σ_i w_i (1 - cos(u_i, t_i)) over the tensors of the update, over Σ_i w_i if not summed.
 
-    Liu et al., Appendix D, weigh each tensor by its number of non-zero parameters; where all that
-    count have none, as a classifier that starts at zero, entries weigh alike. A tensor whose
-    observed gradient is nothing but rounding (a bias before batch norm) has no direction, and does
-    not count.
+    Liu et al., Appendix D, sum and weigh each tensor by its number of non-zero parameters; where
+    all that count have none, as a classifier that starts at zero, entries weigh alike. A tensor
+    whose observed gradient is nothing but rounding (a bias before batch norm) has no direction, and
+    does not count.
     """
 
     def distance(update: Sequence[Tensor], target: Target) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -65,7 +65,7 @@ def reweighted_cosine(weights: Sequence[float]) -> Distance:
         counted = torch.stack([weight * each for weight, each in zip(weights, told, strict=True)])
         sizes = [t.numel() * each for t, each in zip(target.tensors, told, strict=True)]
         counted = torch.where(counted.sum() > 0, counted, torch.stack(sizes))
-        total = counted.sum()
+        total = counted.new_ones(()) if summed else counted.sum()
         for weight, u, t in zip(counted, update, target.tensors, strict=True):
             square, lengths = _lengths(u, t)
             cosine = (u * t).sum() / lengths

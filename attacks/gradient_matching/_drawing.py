@@ -18,6 +18,8 @@ Canvas = Literal["unet", "pixel"]
 """What is optimized: the weights of an untrained U-Net, or the pixels themselves."""
 
 _RATES = {"pixel": 0.1, "unet": 1e-3}
+_COPYING = 200
+"""Steps in which a U-Net learns to draw given images."""
 
 
 @final
@@ -66,8 +68,9 @@ class Drawing:
             with streams.global_stream(seed):
                 self._network = UNet(count, spec.input_shape, told, width).to(device)
             variables = list(self._network.parameters())
-        rate = _RATES[canvas] if rate is None else rate
-        self._optimizer = torch.optim.Adam(variables, lr=rate, fused=True)
+        self._rate = _RATES[canvas] if rate is None else rate
+        self._variables = variables
+        self._optimizer = self._make_optimizer()
         self._schedule = decayed(self._optimizer, iterations)
 
     def draw(self) -> Tensor:
@@ -77,6 +80,18 @@ class Drawing:
             return self._pixels
         with torch.enable_grad():
             return normalize(self._network(self._features), self._spec)
+
+    def copy(self, images: Tensor) -> None:
+        """Brings a U-Net to draw normalized `images` (N, C, H, W) as nearly as it soon can."""
+        optimizer = self._make_optimizer()
+        for _ in range(_COPYING):
+            drawn = self.draw()
+            optimizer.zero_grad()
+            torch.autograd.backward(drawn, drawn.detach() - images)
+            optimizer.step()
+
+    def _make_optimizer(self) -> torch.optim.Adam:
+        return torch.optim.Adam(self._variables, lr=self._rate, fused=True)
 
     def step(self, drawn: Tensor, slope: Tensor) -> None:
         """Takes a step of Adam, given the gradient in the images `drawn`; pixels stay valid."""

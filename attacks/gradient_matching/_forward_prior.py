@@ -25,13 +25,16 @@ class Features(NamedTuple):
 
     values: Tensor
     measure: Literal["squared_cosine", "relative"]
+    trust: Tensor | float = 1.0
+    """(N,): what each image's misfit counts."""
 
     def misfit(self, features: Tensor) -> Tensor:
         """Computes the mean over the images of 1 - cos², or of |x - f|² / |f|²."""
         if self.measure == "squared_cosine":
-            return (1 - F.cosine_similarity(features, self.values).square()).mean()
-        away = (features - self.values).square().sum(1)
-        return (away / self.values.square().sum(1)).mean()
+            away = 1 - F.cosine_similarity(features, self.values).square()
+        else:
+            away = (features - self.values).square().sum(1) / self.values.square().sum(1)
+        return (self.trust * away).mean()
 
 
 @final

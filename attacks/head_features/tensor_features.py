@@ -24,8 +24,12 @@ from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.layers import Activation, activation
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks._attack_kinds import DirectAttack
-from fedsim_attacks.head_features import _hermite
-from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features import _hermite, _joint_fit, _output_solver
+from fedsim_attacks.head_features._head_gradient import HeadGradient, norms
+from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.head_features._output_fit import OutputFit
+from fedsim_attacks.head_features._output_solver import OutputSolver
+from fedsim_attacks.head_features.spectral_features import span
 
 _STARTS = 5
 _ROUNDS = 100
@@ -100,6 +104,12 @@ def _alternate(tensor: Tensor, start: Tensor) -> tuple[Tensor, float]:
 
 
 _NEGLIGIBLE = 1e-3
+_BUDGET, _COARSE = 1500, 16
+"""Iterations of each descent from the decomposition, and directions an image in which it begins
+behind a defense that blurs the rows."""
+_UNEQUAL = 3.0
+"""Times their median, up to which norms of features differ at first; those that a wrong direction
+implies may be any."""
 _ROUNDING = 5e-7
 """Share of the longest singular value of a float32 gradient below which it holds rounding; rounding
 alone leaves a tenth of that. Images of one label differ in D by as little as 1e-6."""
@@ -133,6 +143,9 @@ class TensorFeatures(DirectAttack):
     """Of the power method for the span."""
     contraction: Literal["auto", "second", "third"] = "auto"
     """The matrix: Σ g H_2, or Σ g H_3(I, I, a); by the activation's k_2 if `auto`."""
+    refine: bool = False
+    """Descend from the decomposition to what the head's gradient shows, norms included. The paper
+    does not: without it, the decomposition is the answer."""
     oracle: bool = False
     """Order and signs by the true features, as the paper evaluates it (section 2, order recovery);
     an upper bound that needs `knowledge.features: known`. Else signs are those that explain ∂L/∂A
@@ -147,6 +160,8 @@ class TensorFeatures(DirectAttack):
     ) -> Reconstruction:
         """Returns unit features. The loss is the share of the tensor that they do not explain.
 
+        Refined ones have norms, and the loss is the share of ∂L/∂A that they do not explain.
+
         Raises:
             AttackFailed: there is no two-layer head, or none of its neurons are planted.
         """
@@ -160,6 +175,8 @@ class TensorFeatures(DirectAttack):
             contraction=self.contraction,
             rng=rng,
         )
+        if self.refine:
+            estimates, residual = refined(head, estimates.float())
         if self.oracle:
             assert knowledge.true_features is not None
             estimates = greedily_ordered(estimates, knowledge.true_features.to(estimates))
@@ -231,6 +248,34 @@ def decompose(
         slices += [(basis.T @ matrix @ basis)[:, :, None] for matrix in matrices]
     directions, residual = components(torch.cat(slices, 2), rng)
     return _signed(F.normalize(directions @ basis.T @ back, dim=1), head), residual
+
+
+def refined(head: HeadGradient, directions: Tensor) -> tuple[Tensor, Tensor]:
+    """Descends from unit `directions` (N, d) to features that explain the head's gradient.
+
+    First in the strongest directions of the rows of ∂L/∂W: in as many as there are images where
+    those are exact or stand out of noise, else in some more. Then in all, where a defense has
+    blurred them. Returns features (N, d), and the share of ∂L/∂A that they leave unexplained (0-d).
+    """
+    objective, joint = Objective(head), _joint_fit.applies(head)
+    start = objective(directions)
+    factors, _ = norms(head, directions, start.errors)
+    usual = factors.median()
+    features = directions * factors.clamp(usual / _UNEQUAL, usual * _UNEQUAL)[:, None]
+    clear = head.exact or joint
+    count = min(head.rank if clear else _COARSE * head.rank, head.hidden.shape[1])
+    basis = span(head.rows, count)[0].to(features.dtype)
+    inside = head.within(basis)
+    solver = OutputSolver(attempt=OutputFit.start(inside, [features @ basis.T]), budget=_BUDGET)
+    while not solver.finished:
+        solver.improve()
+    features = inside.lifted(solver.scaled())
+    if joint:
+        features = _joint_fit.descended(head, features)
+    elif not head.exact:
+        features = _output_solver.descended(head, features, _BUDGET)
+    loss = objective(features).loss
+    return (features, loss) if bool(loss < start.loss) else (directions, start.loss)
 
 
 def independent_rows(outer: Tensor, rank: int, noise: float) -> Tensor:

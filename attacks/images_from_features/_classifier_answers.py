@@ -21,6 +21,15 @@ def explained(classifier: ClassifierGradient, features: Tensor) -> bool:
     return _certificates.explained(problem, float(_at(problem, features, 0).losses[0]))
 
 
+def doubts(classifier: ClassifierGradient, features: Tensor) -> Tensor:
+    """Squares the bounds (N,) of the relative errors of `features` (N, d), 0 beyond its classes."""
+    if classifier.excess:
+        return features.new_zeros(len(features))
+    problem = Consistency(classifier)
+    bounds = _certificates.relative_errors(problem, _at(problem, features, 0), 0)
+    return bounds.square().nan_to_num(1)
+
+
 def determined(classifier: ClassifierGradient, features: Tensor) -> bool:
     """Says whether noise leaves each image's features nearer to the truth than to another's.
 

@@ -1,28 +1,63 @@
 """Which attack recovers the features behind a model's head.
 
-A two-layer head, planted or not, is solved by `best_features`. Behind an ordinary linear classifier
-`classifier_fit` is asked where the classifier's gradient can determine the features of so many
-images, and `extreme_rays`, which reads layers before it, where it cannot.
+A user may name one. Else a two-layer head, planted or not, is solved by `best_features`. Behind an
+ordinary linear classifier `classifier_fit` is asked where the classifier's gradient can determine
+the features of so many images, and `extreme_rays`, which reads layers before it, where it cannot.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fedsim.contracts.attack import Attack, AttackFailed, solve
+from pydantic import ValidationError
+
+from fedsim.contracts.attack import Attack, AttackFailed, create, solve
 from fedsim.contracts.grant import Knowledge
+from fedsim.contracts.plugins import PluginError
 from fedsim.models.head import TwoLayerHead
 from fedsim.models.victim import rebuild
 from fedsim.system.device import moved
 from fedsim.types import Observation, Reconstruction
 from fedsim_attacks.classifier_features._classifier_gradient import ClassifierGradient
-from fedsim_attacks.classifier_features.classifier_fit import ClassifierFit
 from fedsim_attacks.head_features._head_gradient import HeadGradient
-from fedsim_attacks.head_features.best_features import BestFeatures
-from fedsim_attacks.layer_inputs.extreme_rays import ExtremeRays
 
 Head = HeadGradient | ClassifierGradient
+FeatureSource = str | dict[str, Any]
+"""`suited`, `none`, or an attack that answers features: its name, or `{name: ..., parameters}`."""
+SUITED, NONE = "suited", "none"
+
+
+def resolved(source: FeatureSource) -> FeatureSource:
+    """Writes out all parameters of an attack that is to recover features.
+
+    Raises:
+        ValueError: there is no such attack, a parameter is wrong, or it reads no updates.
+    """
+    if source in (SUITED, NONE):
+        return source
+    named: Mapping[str, Any] = {"name": source} if isinstance(source, str) else source
+    name = named.get("name")
+    if not isinstance(name, str):
+        raise ValueError("expected an attack's name, or {name: ..., its parameters}")
+    try:
+        attack = create(name, {key: named[key] for key in named if key != "name"})
+    except ValidationError as error:
+        wrong = [".".join([name, *map(str, e["loc"])]) + f": {e['msg']}" for e in error.errors()]
+        raise ValueError("; ".join(wrong)) from None
+    except PluginError as error:
+        raise ValueError(str(error)) from None
+    if "update" not in attack.reads:
+        raise ValueError(f"{name} reads no update of a model: name an attack that answers features")
+    return {"name": name, **attack.model_dump(mode="json")}
+
+
+def source_attack(source: FeatureSource) -> Attack[Any] | None:
+    """Makes the attack that a `resolved` source names; None if it names none."""
+    if isinstance(source, str):
+        return None
+    return create(source["name"], {key: source[key] for key in source if key != "name"})
 
 
 def head_of(observation: Observation) -> Head:
@@ -39,24 +74,32 @@ def head_of(observation: Observation) -> Head:
     return ClassifierGradient.of(observation)
 
 
-def recover(observation: Observation, knowledge: Knowledge, seed: int) -> Reconstruction:
+def recover(
+    observation: Observation, knowledge: Knowledge, seed: int, source: FeatureSource = SUITED
+) -> Reconstruction:
     """Recovers features (and the labels of an ordinary classifier) by the attack that suits.
 
     The answer names that attack (`features_by`).
 
+    Args:
+        observation: what the server saw.
+        knowledge: what is granted.
+        seed: of the attack that is asked.
+        source: names it; `suited` chooses by the head.
+
     Raises:
         AttackFailed: the head is of neither kind, or no gradient holds the features of all images.
     """
+    if not isinstance(source, str):
+        attack = source_attack(source)
+        assert attack is not None
+        return _ask(source["name"], observation, knowledge, seed, attack)
     if isinstance(rebuild(observation).head, TwoLayerHead):
-        return _asked("best_features", BestFeatures(), observation, knowledge, seed)
+        return _ask("best_features", observation, knowledge, seed)
     classifier = ClassifierGradient.of(observation)
     if classifier.excess:
         return _read_before(classifier, observation, knowledge, seed)
-    found = _asked("classifier_fit", ClassifierFit(), observation, knowledge, seed)
-    assert found.features is not None
-    if not bool(found.features.isfinite().all()):
-        raise AttackFailed("no features reproduce the gradient of the classifier")
-    return found
+    return _ask("classifier_fit", observation, knowledge, seed)
 
 
 def recovered_if_told(
@@ -84,7 +127,7 @@ def _read_before(
     others. So they have to be determined, every one.
     """
     try:
-        found = _asked("extreme_rays", ExtremeRays(), observation, knowledge, seed)
+        found = _ask("extreme_rays", observation, knowledge, seed)
     except AttackFailed as error:
         raise AttackFailed(
             f"{classifier.excess}; nor does a layer before it tell them: {error}; observe smaller "
@@ -100,7 +143,14 @@ def _read_before(
     return found
 
 
-def _asked(
-    name: str, attack: Attack[Any], observation: Observation, knowledge: Knowledge, seed: int
+def _ask(
+    name: str,
+    observation: Observation,
+    knowledge: Knowledge,
+    seed: int,
+    attack: Attack[Any] | None = None,
 ) -> Reconstruction:
-    return replace(solve(attack, observation, knowledge, seed).reconstruction, features_by=name)
+    answer = solve(attack or create(name), observation, knowledge, seed).reconstruction
+    if answer.features is None or len(answer.features) != observation.num_images:
+        raise AttackFailed(f"{name} answers no features of {observation.num_images} images")
+    return replace(answer, features_by=name)

@@ -59,6 +59,25 @@ def determined(head: Head, features: Tensor, exchanged: float = EXCHANGED) -> bo
     return gap > max(misfit - 1, _CHANCE * _explained_by_chance(head, features))
 
 
+def doubts(head: Head, features: Tensor) -> Tensor:
+    """Estimates how far off features (N, d) are: (N,) in [0, 1], about the square of an angle.
+
+    Behind a two-layer head that is the share of ∂L/∂A which they leave unexplained beyond noise,
+    the same for all images; it cannot be told under dropout. Behind an ordinary classifier it is
+    the square of each image's bound of the relative error.
+    """
+    on_processor = features.cpu()
+    if isinstance(head, ClassifierGradient):
+        found = _classifier_answers.doubts(head, on_processor)
+    elif head.dropout:
+        found = torch.zeros(len(features))
+    else:
+        objective = Objective(head)
+        left = float(objective(on_processor).loss) - objective.noise_floor(head.noise)
+        found = torch.full((len(features),), left)
+    return found.clamp(0, 1).to(features)
+
+
 def fitted(head: Head, features: Tensor, other: Tensor) -> Tensor | None:
     """Fits the head's gradient from images' `features` (N, d); returns `other` if that is better.
 

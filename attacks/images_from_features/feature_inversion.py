@@ -2,18 +2,20 @@
 
 Liu, Wang, Du and Lei, Data Reconstruction Attacks and Defenses: A Systematic Evaluation, section 4
 (equations 2 and 3) and Appendix D: reweighted gradient matching + α_TV TV + α_BN BN + α_f R, where
-the features that R holds candidates to are also fed to the U-Net.
+the features that R holds candidates to are also fed to the U-Net. What differs from the paper is
+said in docs/image-reconstruction.md, and which parameters bring it back.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, final
+from typing import Annotated, Any, ClassVar, Literal, final
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, field_validator
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from fedsim.contracts.attack import AttackState
@@ -29,9 +31,51 @@ from fedsim_attacks.gradient_matching._distances import (
 from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
+from fedsim_attacks.gradient_matching._variation import (
+    Variation,
+    chromatic_variation,
+    total_variation,
+)
 from fedsim_attacks.gradient_matching.inverting_gradients import regularized
-from fedsim_attacks.images_from_features._heads import recover
+from fedsim_attacks.head_features._head_gradient import HeadGradient
+from fedsim_attacks.head_features._head_objective import Objective
+from fedsim_attacks.images_from_features._body_gradient import BodyGradient
+from fedsim_attacks.images_from_features._heads import (
+    FeatureSource,
+    head_of,
+    recover,
+    resolved,
+    source_attack,
+)
+from fedsim_attacks.images_from_features._image_features import doubts
 from fedsim_attacks.images_from_features._signals import signals
+from fedsim_attacks.labels.label_inference import infer_labels
+
+_DOUBT = 0.01
+"""Doubt at which a feature counts half, about an angle of 0.1. Beyond, it tells no label."""
+_VARIATIONS: dict[str, Variation] = {
+    "absolute": total_variation,
+    "chromatic": chromatic_variation,
+}
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is known of the images before any is drawn."""
+
+    recovered: Reconstruction | None
+    """Features, and which attack they are by; None if none are wanted."""
+    labels: Tensor
+    """(N,) int64, in the features' order."""
+    trust: Tensor | float
+    """(N,) in [0, 1]: what the features count."""
+    sure: bool
+    """Whether features are in so little doubt that labels and error signals are read off them."""
+
+    @property
+    def features(self) -> Tensor | None:
+        """(N, d)."""
+        return None if self.recovered is None else self.recovered.features
 
 
 @dataclass(kw_only=True)
@@ -40,11 +84,13 @@ class Inversion(AttackState):
 
     matching: Matching
     drawing: Drawing
-    labels: Tensor
+    unet: Drawing | None
+    """That draws after pixels have; None if there is no such change to come."""
+    told: Told
+    body: BodyGradient | None
+    """What images are compared with in place of the whole update, if error signals are known."""
     prior: ForwardPrior
     distance: Distance
-    recovered: Reconstruction | None
-    """Features, and which attack they are by; None if none are wanted."""
     best: Tensor
     best_loss: Tensor
 
@@ -53,8 +99,9 @@ class Inversion(AttackState):
 class FeatureInversion(IterativeAttack[Inversion]):
     """Matches the update's direction through a U-Net that is told the recovered features.
 
-    With `features`, which the model has to give away, labels are taken from them; without, as the
-    threat model grants them. The batch-norm term is there if the threat model grants statistics.
+    Features are those of any attack that answers some, which the user names (`features_from`). With
+    features, labels are read off them if they explain the head's gradient, else given to them as
+    the threat model grants labels. The batch-norm term is there if it grants statistics.
     """
 
     paper: ClassVar[str] = (
@@ -63,6 +110,11 @@ class FeatureInversion(IterativeAttack[Inversion]):
 
     iterations: Annotated[int, Field(ge=1)] = 10_000
     """Of Adam."""
+    features_from: FeatureSource = "suited"
+    """The attack that recovers features: `tensor_features`, as in the paper, `best_features`,
+    `classifier_fit`, or any other that answers some, by its name or as `{name: ..., parameters}`;
+    `suited` chooses by the head, `none` matches the update alone. `{name: tensor_features, oracle:
+    true}` has the paper's order by the true features, which `knowledge.features` has to grant."""
     prior: Canvas = "unet"
     """What is optimized: the weights of an untrained U-Net, or the pixels."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
@@ -70,13 +122,23 @@ class FeatureInversion(IterativeAttack[Inversion]):
     learning_rate: Annotated[float, Field(gt=0)] | None = None
     """Of Adam, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net and 0.1 for pixels.
     The paper states 0.00001, which draws next to nothing in 10,000 iterations."""
-    reweighted: bool = True
-    """Cosine by tensor, weighted by its number of non-zero parameters; else over all together."""
-    features: Literal["squared_cosine", "relative", "none"] = "squared_cosine"
-    """What holds candidates to the recovered features: 1 - cos² (equation 2, sign-free), the
-    relative squared distance (where they have sign and norm), or nothing."""
+    pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the iterations in which pixels are descended. The U-Net then learns to draw them,
+    and goes on. The paper's starts from random weights."""
+    cosines: Literal["weighted_sum", "sum", "weighted_mean", "whole"] = "weighted_sum"
+    """How directions are compared: 1 - cosine summed over the update's tensors, each weighted by
+    its number of non-zero parameters, as the paper does, or not weighted; their mean by those
+    weights, of which terms beside it count more; or one cosine over all tensors together."""
+    features: Literal["squared_cosine", "relative"] = "squared_cosine"
+    """What holds candidates to the recovered features: 1 - cos² (equation 2, sign-free), or the
+    relative squared distance (where they have sign and norm)."""
+    doubted: bool = True
+    """Whether a feature counts less, the more of the head's gradient it leaves unexplained. The
+    paper trusts all alike."""
     total_variation: Annotated[float, Field(ge=0)] = 0.01
     """α_TV."""
+    variation: Literal["absolute", "chromatic"] = "absolute"
+    """Mean absolute difference of neighbouring pixels, or three times as much of it in color."""
     batch_norm: Annotated[float, Field(ge=0)] = 0.001
     """α_BN."""
     feature_weight: Annotated[float, Field(ge=0)] = 0.1
@@ -84,6 +146,29 @@ class FeatureInversion(IterativeAttack[Inversion]):
     tensors: Matched = "all"
     """Which tensors of the update are matched: all, or those of the body, that is, all but the
     classifier's head. The paper reweights all; the head has most of the parameters."""
+    errors: Literal["candidates", "features"] = "candidates"
+    """Whose error signals the update is recomputed with: those that the head computes of the
+    candidates, or those that features tell. With these the head is out of the loop, and the body's
+    share of the update is compared in squared distance, as `factored_inversion` does; not where
+    features are in doubt, and not over several local steps or clients."""
+    jump_width: Annotated[float, Field(ge=0)] = 0.0
+    """How wide a jump of a slope is to its derivative, in units of its input; 0: as it is."""
+
+    @field_validator("features_from")
+    @classmethod
+    def _resolve(cls, source: FeatureSource) -> FeatureSource:
+        return resolved(source)
+
+    def required(self) -> Grant:
+        """Asks for what the attack needs that recovers features."""
+        source = source_attack(self.features_from)
+        return self.needs if source is None else source.required()
+
+    def brings(self) -> tuple[str, ...]:
+        """Says what this attack has, and what the one has that recovers features."""
+        source = source_attack(self.features_from)
+        own = super(FeatureInversion, self.model_copy(update={"features_from": "none"})).brings()
+        return own if source is None else own + source.brings()
 
     def init(
         self, observation: Observation, knowledge: Knowledge, rng: torch.Generator
@@ -94,38 +179,46 @@ class FeatureInversion(IterativeAttack[Inversion]):
             AttackFailed: features are wanted and not told, or nothing of the update is the body's.
         """
         seed = int(torch.randint(2**31, (), generator=rng))
-        recovered, features, labels = None, None, None
-        if self.features != "none":
-            recovered = recover(observation, knowledge, seed)
-            features = recovered.features
-            assert features is not None
-            labels = signals(observation, features).labels
-        else:
-            labels = granted_labels(observation, knowledge)
-        if labels is None:
-            labels = granted_labels(observation, Knowledge(grant=Grant(labels="inferred")))
-            assert labels is not None
-        matching = Matching(observation, calls=self.iterations, tensors=self.tensors)
-        drawing = Drawing(
-            self.prior,
-            observation.num_images,
-            observation.model,
-            features=None if features is None else _scaled(features),
-            width=self.width,
-            rate=self.learning_rate,
-            iterations=self.iterations,
-            seed=seed,
-            rng=rng,
-            device=matching.device,
+        told = self._recover(observation, knowledge, seed)
+        matching = Matching(
+            observation, calls=self.iterations, width=self.jump_width, tensors=self.tensors
         )
-        wanted = None
-        if features is not None and self.features != "none":
-            wanted = Features(features, self.features)
+        settings: dict[str, Any] = {
+            "features": None if told.features is None else _scaled(told.features),
+            "width": self.width,
+            "seed": seed,
+            "rng": rng,
+            "device": matching.device,
+        }
+        count, spec, unet = observation.num_images, observation.model, None
+        pixels = self._pixel_iterations
+        if pixels:
+            unet = Drawing(
+                "unet",
+                count,
+                spec,
+                rate=self.learning_rate,
+                iterations=self.iterations - pixels,
+                **settings,
+            )
+        drawing = Drawing(
+            "pixel" if pixels else self.prior,
+            count,
+            spec,
+            rate=None if pixels else self.learning_rate,
+            iterations=pixels or self.iterations,
+            **settings,
+        )
+        wanted, body = None, self._body(observation, told)
+        if told.features is not None and body is None:
+            wanted = Features(told.features, self.features, told.trust)
         return Inversion(
             loss=torch.full((), torch.inf, device=matching.device),
             matching=matching,
             drawing=drawing,
-            labels=labels,
+            unet=unet,
+            told=told,
+            body=body,
             prior=ForwardPrior(
                 observation,
                 knowledge,
@@ -133,20 +226,20 @@ class FeatureInversion(IterativeAttack[Inversion]):
                 feature_weight=self.feature_weight,
                 batch_norm=self.batch_norm,
             ),
-            distance=reweighted_cosine(matching.counts) if self.reweighted else cosine_distance,
-            recovered=recovered,
+            distance=self._distance(matching.counts),
             best=drawing.draw().detach().clone(),
             best_loss=torch.full((), torch.inf, device=matching.device),
         )
 
     def step(self, state: Inversion) -> Inversion:
         """Takes a step of Adam; pixels stay valid."""
+        if state.unet is not None and state.iteration == self._pixel_iterations:
+            state.unet.copy(state.best)
+            state.drawing, state.unet = state.unet, None
+            state.best_loss = torch.full_like(state.best_loss, torch.inf)
         drawn = state.drawing.draw()
         images = drawn.detach()
-        candidate = Candidate(images, state.labels, None)
-        loss, (slope,) = regularized(
-            state.matching, candidate, state.distance, self.total_variation
-        )
+        loss, slope = self._compared(state, images)
         known, known_slope = state.prior(images)
         state.loss, slope = loss + known, slope + known_slope
         better = state.loss < state.best_loss
@@ -158,14 +251,91 @@ class FeatureInversion(IterativeAttack[Inversion]):
 
     def postprocess(self, state: Inversion) -> Reconstruction:
         """Returns the iterate of least own loss."""
+        recovered = state.told.recovered
         return Reconstruction(
             images=state.matching.pixels(state.best),
-            labels=state.labels,
-            features=state.recovered.features if state.recovered else None,
-            features_by=state.recovered.features_by if state.recovered else None,
+            labels=state.told.labels,
+            features=recovered and recovered.features,
+            features_by=recovered and recovered.features_by,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
+
+    def _compared(self, state: Inversion, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes all of the objective but its prior (0-d), and its slope in the images."""
+        variation = _VARIATIONS[self.variation]
+        if state.body is None:
+            candidate = Candidate(images, state.told.labels, None)
+            loss, (slope,) = regularized(
+                state.matching, candidate, state.distance, self.total_variation, variation
+            )
+            return loss, slope
+        misfit, (varies, slope) = state.body(images), variation(images)
+        loss = misfit.update + self.feature_weight * misfit.features
+        return loss + self.total_variation * varies, misfit.slope.add(
+            slope, alpha=self.total_variation
+        )
+
+    def _body(self, observation: Observation, told: Told) -> BodyGradient | None:
+        """Prepares the body's share of the update, if error signals are wanted and known."""
+        single = observation.training.steps == observation.num_clients == 1
+        if self.errors == "candidates" or not (told.features is not None and told.sure and single):
+            return None
+        return BodyGradient(
+            observation,
+            told.features,
+            signals(observation, told.features),
+            weight=self.feature_weight,
+            width=self.jump_width,
+            calls=self.iterations,
+        )
+
+    @property
+    def _pixel_iterations(self) -> int:
+        """Iterations over pixels before the U-Net's."""
+        return int(self.pixels_first * self.iterations) if self.prior == "unet" else 0
+
+    def _distance(self, counts: list[float]) -> Distance:
+        if self.cosines == "whole":
+            return cosine_distance
+        weights = [1.0] * len(counts) if self.cosines == "sum" else counts
+        return reweighted_cosine(weights, summed=self.cosines != "weighted_mean")
+
+    def _recover(self, observation: Observation, knowledge: Knowledge, seed: int) -> Told:
+        """Recovers features as far as wanted, and orders labels as they are."""
+        if self.features_from == "none":
+            return Told(None, _granted(observation, knowledge), 1.0, False)
+        recovered = recover(observation, knowledge, seed, self.features_from)
+        features = recovered.features
+        assert features is not None
+        head = head_of(observation)
+        doubt = doubts(head, features)
+        trust = _DOUBT / (_DOUBT + doubt) if self.doubted else torch.ones_like(doubt)
+        sure = bool((doubt <= _DOUBT).all())
+        if self.required().features == knowledge.grant.labels == "known":
+            labels = _granted(observation, knowledge)  # features are in the order of the truth
+        elif sure or not isinstance(head, HeadGradient):
+            labels = signals(observation, features).labels
+        else:
+            labels = _ordered(_granted(observation, knowledge), head, features)
+        return Told(recovered, labels, trust, sure)
+
+
+def _granted(observation: Observation, knowledge: Knowledge) -> Tensor:
+    """Returns labels (N,), true if they are known and else inferred."""
+    found = granted_labels(observation, knowledge)
+    return infer_labels(observation) if found is None else found
+
+
+def _ordered(labels: Tensor, head: HeadGradient, features: Tensor) -> Tensor:
+    """Orders a batch's `labels` (N,) as the features (N, d) whose error signals they suit best.
+
+    In the class of its label an image's error signal is negative; where features are doubtful, it
+    is not so of each of them.
+    """
+    errors = F.normalize(Objective(head)(features.cpu()).errors, dim=0)
+    _, place = linear_sum_assignment(errors[labels.cpu()].T.numpy())
+    return labels[torch.from_numpy(place).to(labels.device)]
 
 
 def _scaled(features: Tensor) -> Tensor:

@@ -157,7 +157,7 @@ class TestFeatureInversionOfPixels(AttackContract):
     model_parameters: ClassVar[dict[str, Any]] = {"width": 4, "norm": "batch"}
 
     def make(self) -> FeatureInversion:
-        return FeatureInversion(iterations=3, prior="pixel", features="none")
+        return FeatureInversion(iterations=3, prior="pixel", features_from="none")
 
 
 class TestGradInversion(AttackContract):

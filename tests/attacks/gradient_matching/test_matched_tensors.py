@@ -26,7 +26,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "inverting_gradients": {"iterations": 3},
     "grad_inversion": {"iterations": 2, "seeds": 2},
     "generative_prior": {"iterations": 2},
-    "feature_inversion": {"iterations": 2, "prior": "pixel", "features": "none"},
+    "feature_inversion": {"iterations": 2, "prior": "pixel", "features_from": "none"},
 }
 over_distances = pytest.mark.parametrize("distance", [cosine_distance, squared_distance])
 

@@ -18,6 +18,7 @@ from fedsim.models.base import HeadConfig
 from fedsim.models.head import TwoLayerHead
 from fedsim.scoring import score
 from fedsim.testing import make_observation
+from fedsim.testing.observation import example_batch
 from fedsim_attacks.head_features import _hermite
 from fedsim_attacks.head_features._head_gradient import HeadGradient
 from fedsim_attacks.head_features.tensor_features import (
@@ -299,3 +300,26 @@ def test_all_rows_give_a_direction_for_each_image(
     assert found is not None
     assert found.shape == (count, 36)
     torch.testing.assert_close(found.norm(dim=1), torch.ones(count))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-4])
+def test_refined_features_are_exact_where_the_decomposition_is_not(noise: float) -> None:
+    """With norms, which the decomposition has not."""
+    head = {"width": 640, "planted": 512, "planted_std": 0.3, "planted_gain": 0.1}
+    defense = [{"name": "gaussian_noise", "std": noise}] if noise else []
+    observation, truth = make_observation(
+        *example_batch(3),
+        model="mlp",
+        model_parameters={"hidden": [12], "head": head},
+        defense=defense,
+    )
+    assert truth.features is not None
+    errors = {}
+    for refine in (False, True):
+        attack = create("tensor_features", {"rows": "all", "whiten": True, "refine": refine})
+        found = solve(attack, observation, Knowledge(), 1).reconstruction.features
+        assert found is not None
+        ordered = greedily_ordered(found.double(), truth.features.double())
+        away = (ordered - truth.features).norm(dim=1) / truth.features.norm(dim=1)
+        errors[refine] = float(away.max())
+    assert errors[True] < 0.02 < 0.2 < errors[False]
