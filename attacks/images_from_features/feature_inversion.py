@@ -255,8 +255,8 @@ class FeatureInversion(IterativeAttack[Inversion]):
         return Reconstruction(
             images=state.matching.pixels(state.best),
             labels=state.told.labels,
-            features=recovered and recovered.features,
-            features_by=recovered and recovered.features_by,
+            features=state.told.features,
+            features_by=recovered.features_by if recovered else None,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )
