@@ -187,3 +187,34 @@ def test_a_network_learns_to_draw_pixels_before_it_goes_on() -> None:
     assert float((drawing.draw().detach() - wanted).square().mean()) < 0.1 * before
     tried = attack(prior="unet", width=8, iterations=4, pixels_first=0.5, features_from="none")
     assert solve(tried, observation, Knowledge(), 1).reconstruction.iterations == 4
+
+
+def disc() -> Tensor:
+    """A bright disc before a shaded ground: (1, 3, 16, 16)."""
+    y, x = torch.meshgrid(*[torch.linspace(-1, 1, 16)] * 2, indexing="ij")
+    ground = torch.stack([0.3 + 0.2 * x, 0.4 - 0.2 * y, 0.5 * torch.ones_like(x)])
+    return torch.where((x - 0.2).square() + y.square() < 0.3, 0.9, ground)[None]
+
+
+@pytest.mark.parametrize("pixels_first", [0.0, 0.3])
+def test_the_network_draws_an_image_well_above_its_guess(pixels_first: float) -> None:
+    """The guess has the true mean color of the image, which no attacker has."""
+    images = disc()
+    observation, _ = make_observation(
+        images, torch.tensor([3]), model="mlp", model_parameters={"hidden": [24]}
+    )
+    tried = attack(
+        prior="unet",
+        width=8,
+        iterations=150,
+        learning_rate=0.01,
+        cosines="weighted_mean",
+        features_from="classifier_fit",
+        total_variation=0.001,
+        pixels_first=pixels_first,
+    )
+    drawn = solve(tried, observation, Knowledge(), 1).reconstruction.images
+    assert drawn is not None
+    error = float((drawn - images).square().mean())
+    guess = float((images.mean((2, 3), keepdim=True) - images).square().mean())
+    assert error < guess / 4, "6 dB"
