@@ -17,7 +17,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from fedsim_attacks.fast_autograd._forward import replace_forward
+from fedsim_attacks.fast_autograd._second_order import replace_forward
 
 _Visit = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
