@@ -310,10 +310,10 @@ def compare(
     before: Annotated[Path, typer.Argument(metavar="BEFORE")],
     after: Annotated[Path, typer.Argument(metavar="AFTER")],
 ) -> None:
-    """Compare two runs: status 1 with a line for each attack that gains more than its interval was.
+    """Compare two runs: status 1 with a line for all that leaks more, or was measured otherwise.
 
-    BEFORE and AFTER are folders of runs, or of sweeps. A larger ε, and what is not measured any
-    more, are lines, too.
+    BEFORE and AFTER are folders of runs, or of sweeps. A larger ε, other data or attacks under one
+    name, and what is not measured any more, are lines, too.
     """
     with exits():
         from fedsim.report.limits import grown

@@ -6,21 +6,23 @@ for its truth, and a defense of which nothing is proven are all reported.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 from fedsim.report.control import describe_comparison, invalid_reasons
 from fedsim.report.facts import unfinished
+from fedsim.report.figures import describe_variant, format_metric
 from fedsim.report.leaderboard import aggregate
-from fedsim.report.row import Comparison, LeaderboardRow
+from fedsim.report.level import level_of
+from fedsim.report.reliance import attempt, works
+from fedsim.report.row import REQUIRED_GAIN, Comparison, LeaderboardRow
 from fedsim.report.utility import UtilityRow, utility
-from fedsim.results.reading import ReportError, Run, load_runs, measurements
-from fedsim.results.threat_model import ThreatModel
+from fedsim.results.reading import ReportError, Run, load_runs, measurements, placed
+from fedsim.results.settings import differences, leaves_of
+from fedsim.scoring import METRICS
 from fedsim.words import number_of
-
-Cell = tuple[str, str, str, str, ThreatModel, int, int]
-"""(member of a sweep, defense, attack, vantage, threat model, batch size, round)."""
 
 
 def broken_limits(
@@ -70,6 +72,8 @@ def broken_limits(
     lines += _unmeasured(
         [row for row in chosen if row.ended], max_psnr is not None, max_gain is not None
     )
+    if max_psnr is not None or max_gain is not None:
+        lines += _untried([row for row in chosen if row.ended], rows)
     for row in chosen:
         lines += _leaks(row, max_psnr, max_gain)
     if max_epsilon is not None:
@@ -79,20 +83,30 @@ def broken_limits(
 
 
 def grown(before: Path | str, after: Path | str) -> list[str]:
-    """Returns a line for each attack on a defense that leaks more in `after` than in `before`.
+    """Returns a line for what leaks more in `after` than in `before`, or was measured otherwise.
 
-    More is a mean gain beyond the earlier interval (or the best trial, where there is none), or a
-    larger ε. What was measured before and is not any more is a line, too.
+    A mean leaks more if it lies beyond the earlier interval (or the best trial, where there is
+    none), or by as much as counts as a leak. So does a trial, or an image, that certainly leaks and
+    of which there was none; more certificates; a larger ε; and a leak that was not measured before.
+    Other data, settings or attack parameters under one name are lines, too, and so is what is not
+    measured any more.
 
     Raises:
         ReportError: a folder holds no results, or they have no attack on a defense in common.
     """
-    runs, later = load_runs([before]), load_runs([after])
+    runs, later = placed(load_runs([before]), before), placed(load_runs([after]), after)
     rows, later_rows = (aggregate(measurements(each)) for each in (runs, later))
-    swept = any(len({(r.scenario, r.variant) for r in each}) > 1 for each in (rows, later_rows))
-    old, new = ({_cell(row, swept): row for row in each} for each in (rows, later_rows))
-    common = [cell for cell in old if cell in new]
-    if not common:
+    pairs = _partners({*map(_member, rows)}, {*map(_member, later_rows)})
+    named: dict[tuple[object, ...], list[LeaderboardRow]] = {}
+    for new in later_rows:
+        named.setdefault(_names(new), []).append(new)
+    matched = []
+    for old in rows:
+        alike = [n for n in named.get(_names(old), []) if (_member(old), _member(n)) in pairs]
+        # Two attacks of one label are each compared with themselves, where that is there.
+        same = [new for new in alike if attempt(new, summed=False) == attempt(old, summed=False)]
+        matched += [(old, new) for new in same or alike]
+    if not matched:
         raise ReportError(
             f"{before} and {after} have no attack on a defense in common, so that nothing compares"
         )
@@ -105,38 +119,193 @@ def grown(before: Path | str, after: Path | str) -> list[str]:
         if reason not in known
     ]
     gone = "not measured yet" if late else "not measured any more"
-    lines += [f"{_named(old[cell])}: {gone}" for cell in old if cell not in new]
-    for cell in common:
-        was, is_ = old[cell].own_gain, new[cell].own_gain
-        if was and old[cell].n_ok and not (is_ and new[cell].n_ok):
-            lines.append(f"{_named(new[cell])}: {gone}")
-        elif was and is_ and is_.mean > _upper(old[cell]):
-            lines.append(
-                f"{_named(new[cell])}: gain {is_.mean:+.1f} dB, before {was.mean:+.1f} "
-                f"({_reach(old[cell])})"
-            )
-    was_proven, proven = _claims(runs, swept), _claims(later, swept)
-    for (member, name), earlier in was_proven.items():
-        now = proven.get((member, name), math.inf)
-        if now > earlier * (1 + 1e-9):
-            of = f"{member}, " if member else ""
-            lines.append(f"{of}{name}: ε {now:.4g}, before {earlier:.4g}")
+    measured = [old for old, _ in matched]
+    lines += [f"{_named(old)}: {gone}" for old in rows if old not in measured]
+    of_runs = _partners({*map(_member_of, runs)}, {*map(_member_of, later)})
+    for run, other in ((r, o) for r in runs for o in later):
+        if (_member_of(run), _member_of(other)) in of_runs:
+            lines += _other_setting(run, other)
+    for old, new in matched:
+        lines += _other_attack(old, new) + _more(old, new, gone)
+    fresh = [new for new in later_rows if all(new is not each or not o.n_ok for o, each in matched)]
+    lines += [
+        f"{_named(new)}: leaks, and was not measured before"
+        for new in fresh
+        if _shows(new, later_rows)
+    ]
+    return list(dict.fromkeys([*lines, *_weaker_claims(runs, later, of_runs)]))
+
+
+def _member(row: LeaderboardRow) -> str:
+    return f"{row.scenario} {row.variant}"
+
+
+def _member_of(run: Run) -> str:
+    return f"{run.name} {describe_variant(run.variant)}"
+
+
+def _partners(old: Collection[str], new: Collection[str]) -> set[tuple[str, str]]:
+    """Returns which members are compared: those of one name, and with the only one all others."""
+    return {
+        (one, other)
+        for one in old
+        for other in new
+        if one == other or (1 in (len(old), len(new)) and one not in new and other not in old)
+    }
+
+
+def _names(row: LeaderboardRow) -> tuple[object, ...]:
+    """Identifies what is compared, by the names that a scenario gives."""
+    return row.defense, row.attack, row.vantage, row.threat, row.batch_size, row.round
+
+
+def _other_setting(old: Run, new: Run) -> list[str]:
+    """Returns a line for each setting in which the runs differ, and one if their data do."""
+    before, after = differences([old.scenario, new.scenario], [{}, {}])
+    lines = [
+        f"{new.name}: {key} is {after.get(key)}, before {before.get(key)}, so that nothing compares"
+        for key in dict.fromkeys([*before, *after])
+        if not key.startswith("defenses.")
+    ]
+    data = [run.origin for run in (old, new) if run.origin.startswith("data:")]
+    if len(set(data)) > 1:
+        lines.append(f"{new.name}: the data are others than before, so that nothing compares")
+    elif len(data) < 2 and (others := _other_victims(old, new)):
+        what = number_of(others, "trial")
+        lines.append(f"{new.name}: {what} on other data than before, so that nothing compares")
     return lines
 
 
-def _cell(row: LeaderboardRow, swept: bool) -> Cell:
-    member = f"{row.scenario} {row.variant}" if swept else ""
-    where = row.vantage, row.threat, row.batch_size, row.round
-    return member, row.defense, row.attack, *where
+def _other_victims(old: Run, new: Run) -> int:
+    """Returns how many trials have other victims; none of nodes, which draw them from a secret."""
+    if old.setting("seed") != new.setting("seed"):
+        return 0
+    if any(run.setting("federation", "engine") == "deployment" for run in (old, new)):
+        return 0
+    drawn: list[dict[tuple[object, ...], list[str]]] = [
+        {
+            (r.vantage, r.batch_size, r.round, r.client, r.trial): sorted(r.victims)
+            for r in run.rows
+            if r.victims is not None
+        }
+        for run in (old, new)
+    ]
+    return sum(drawn[1].get(place, victims) != victims for place, victims in drawn[0].items())
 
 
-def _claims(runs: Sequence[Run], swept: bool) -> dict[tuple[str, str], float]:
-    """Maps (member of a sweep, defense) to the largest ε of its runs."""
-    claims: dict[tuple[str, str], float] = {}
+def _other_attack(old: LeaderboardRow, new: LeaderboardRow) -> list[str]:
+    """Returns a line for each part of what was attacked, and how, that the same names hide."""
+    before, after = (json.loads(row.cell) for row in (old, new))
+    parts = ["attack", "dataset", "model", "learner", "release", "releases"]
+    if old.stack == new.stack:  # defenses may change it
+        parts.append("training")
+    lines = []
+    for part in parts:
+        was, now = (dict(leaves_of({part: cell.get(part)})) for cell in (before, after))
+        lines += [
+            f"{new.attack if part == 'attack' else new.scenario}: {key} is {now.get(key)}, before "
+            f"{was.get(key)}, so that nothing compares"
+            for key in dict.fromkeys([*was, *now])
+            if was.get(key) != now.get(key)
+        ]
+    return lines
+
+
+def _more(old: LeaderboardRow, new: LeaderboardRow, gone: str) -> list[str]:
+    """Returns a line for each measure by which `new` leaks more, and if something is `gone`."""
+    if not old.n_ok:
+        return []
+    lines = []
+    named = _named(new)
+    missing = not new.n_ok
+    if old.own_gain and new.own_gain and new.n_ok:
+        was, is_ = old.own_gain.mean, new.own_gain.mean
+        if is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN:
+            lines.append(f"{named}: gain {is_:+.1f} dB, before {was:+.1f} ({_reach(old)})")
+        elif new.exposed and not old.exposed:
+            lines.append(
+                f"{named}: gain {is_:+.1f} dB, at best {new.own_gain.max:+.1f}, before {was:+.1f}, "
+                f"at best {old.own_gain.max:+.1f}"
+            )
+    for name, metric in METRICS.items():
+        value, earlier = new.metrics.get(name), old.metrics.get(name)
+        missing |= bool(earlier and not value)
+        if not (value and earlier and new.n_ok and metric.heading):
+            continue
+        if name == "psnr" and old.own_gain and new.own_gain:
+            continue
+        growth = metric.gain(value.mean, earlier.mean)
+        end = earlier.high if metric.larger_leaks else earlier.low
+        best = earlier.max if metric.larger_leaks else earlier.min
+        beyond = metric.gain(value.mean, best if end is None else end)
+        unseen = 0.5 * 10.0 ** -(2 if metric.shown_as == "percent" else metric.digits)
+        if (beyond > 0 and growth > unseen) or growth >= _MARGINS.get(name, _MARGIN):
+            lines.append(
+                f"{named}: {metric.heading} {format_metric(value, metric)}, before "
+                f"{format_metric(earlier, metric)}"
+            )
+    missing |= bool(old.own_gain and not new.own_gain)
+    lost, lost_before = new.n - new.n_ok, old.n - old.n_ok
+    if missing:
+        lines.append(f"{named}: {gone}")
+    elif lost * old.n > lost_before * new.n:
+        lines.append(f"{named}: {lost} of {number_of(new.n, 'trial')} failed, before {lost_before}")
+    return lines + _more_certain(old, new)
+
+
+_MARGINS = {"psnr": REQUIRED_GAIN, "membership_auc": 0.05}
+_MARGIN = 0.1
+"""A mean leaks more if it grew by as much, however wide the earlier interval: of shares."""
+_UNSEEN = 0.05
+"""Decibels that no table shows."""
+
+
+def _more_certain(old: LeaderboardRow, new: LeaderboardRow) -> list[str]:
+    """Returns a line if the attacker knows of more images that they are right, or is wrong more."""
+    was, is_ = old.certificates, new.certificates
+    if is_ is None:
+        return []
+    lines = []
+    for what in ("certified", "false"):
+        count, earlier = getattr(is_, what) or 0, (was and getattr(was, what)) or 0
+        total = was.images if was else 1
+        if count * total > earlier * is_.images:
+            lines.append(
+                f"{_named(new)}: certificates, {what}: {count} of "
+                f"{number_of(is_.images, 'image')}, before {earlier} of {total if was else 0}"
+            )
+    return lines
+
+
+def _shows(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether something leaks to the attack of `row` for certain."""
+    key = (row.comparison, row.defense)
+    known = row.certificates and row.certificates.certified
+    return bool(known) or works(row, [r for r in rows if (r.comparison, r.defense) == key])
+
+
+def _weaker_claims(
+    runs: Sequence[Run], later: Sequence[Run], pairs: Collection[tuple[str, str]]
+) -> list[str]:
+    """Returns a line for each defense whose ε is larger than before."""
+    before, after = _claims(runs), _claims(later)
+    lines = []
+    for one, other in sorted(pairs):
+        for name, earlier in before.get(one, {}).items():
+            now = after.get(other, {}).get(name, math.inf)
+            if now > earlier * (1 + 1e-9):
+                of = f"{other}, " if len(after) > 1 else ""
+                lines.append(f"{of}{name}: ε {now:.4g}, before {earlier:.4g}")
+    return lines
+
+
+def _claims(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+    """Maps members to the largest ε of their runs, by defense."""
+    claims: dict[str, dict[str, float]] = {}
     for run in runs:
+        own = claims.setdefault(_member_of(run), {})
         for row in utility([run]):
-            key = row.variant if swept else "", row.defense
-            claims[key] = max(claims.get(key, 0.0), _epsilon(row))
+            own[row.defense] = max(own.get(row.defense, 0.0), _epsilon(row))
     return claims
 
 
@@ -169,10 +338,45 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
     lines, best = [], row.worst.get("psnr")
     if max_psnr is not None and best is not None and best > max_psnr:
         lines.append(f"{_named(row)}: an image has {best:.1f} dB, above {max_psnr:g}")
-    if max_gain is not None and row.own_gain and _upper(row) > max_gain:
-        lines.append(
-            f"{_named(row)}: gains {row.own_gain.mean:+.1f} dB ({_reach(row)}), above {max_gain:g}"
-        )
+    if max_gain is not None and row.own_gain:
+        # Failed trials count as gains of 0, so that without them the mean is more.
+        most = max(_upper(row), row.own_gain.max if row.n_ok < row.n else -math.inf)
+        if most > max_gain:
+            gains = f"gains {row.own_gain.mean:+.1f} dB ({_reach(row)})"
+            best = f", at best {row.own_gain.max:+.1f}" if most > _upper(row) else ""
+            lines.append(f"{_named(row)}: {gains}{best}, above {max_gain:g}")
+    return lines
+
+
+def _untried(chosen: Sequence[LeaderboardRow], rows: Sequence[LeaderboardRow]) -> list[str]:
+    """Returns a line for each attack that works undefended and was not measured on a defense.
+
+    It was left out, or most of its trials failed. Defenses without any measured attack have a line
+    already.
+    """
+    stacks: dict[tuple[Comparison, str], list[LeaderboardRow]] = {}
+    for row in chosen:
+        stacks.setdefault((row.comparison, row.defense), []).append(row)
+    lines = []
+    for (comparison, defense), members in stacks.items():
+        bare = [row for row in rows if row.comparison == comparison and row.undefended]
+        summed = any(row.vantage == "aggregate" for row in members)
+        for row in bare:
+            if level_of(row, bare) not in ("leak", "partial"):
+                continue
+            same = [
+                each
+                for each in members
+                if not each.masked and attempt(each, summed) == attempt(row, summed)
+            ]
+            trials, ok = sum(each.n for each in same), sum(each.n_ok for each in same)
+            if 2 * ok < max(trials, 1) and any(each.n_ok and each.gain for each in members):
+                what = f"failed in {trials - ok} of {trials} trials" if same else "was left out"
+                lines.append(
+                    f"{defense} ({describe_comparison(comparison)}): {row.attack}, batch size "
+                    f"{row.batch_size}, round {row.round}, works undefended and {what}, and what "
+                    "is not measured keeps to no limit"
+                )
     return lines
 
 

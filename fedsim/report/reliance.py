@@ -88,13 +88,13 @@ def _untested(rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRo
     if failed:
         runs = number_of(total, "attack run")
         return f"{failed} of {runs} failed, which is no protection"
-    working = [row for row in undefended if _works(row, undefended)]
+    working = [row for row in undefended if works(row, undefended)]
     if not working:
         return "no attack works for certain without a defense"
     summed = any(row.vantage == "aggregate" for row in rows)
-    tried = {_attempt(row, summed) for row in rows if not row.masked}
+    tried = {attempt(row, summed) for row in rows if not row.masked}
     for row in working:
-        if _attempt(row, summed) not in tried:
+        if attempt(row, summed) not in tried:
             return (
                 f"{row.attack} at batch size {row.batch_size} in round {row.round} works without "
                 "a defense and was not tried here in the same way"
@@ -102,12 +102,13 @@ def _untested(rows: Sequence[LeaderboardRow], undefended: Sequence[LeaderboardRo
     return None
 
 
-def _works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+def works(row: LeaderboardRow, rows: Sequence[LeaderboardRow]) -> bool:
+    """Whether something leaks for certain to the attack of `row`, chosen among `rows`."""
     leaks = level_of(row, rows) in ("leak", "partial", "features")
     return leaks or leaks_labels(row, rows) or tells_members(row, rows)
 
 
-def _attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
+def attempt(row: LeaderboardRow, summed: bool) -> tuple[Any, ...]:
     """Identifies what was tried; a sum is of more images than the updates in it."""
     attack = json.dumps(json.loads(row.cell)["attack"], sort_keys=True)
     size = None if summed else row.batch_size

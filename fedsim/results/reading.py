@@ -213,6 +213,19 @@ def _contradictions(runs: Sequence[Run]) -> list[dict[str, str]]:
     ]
 
 
+def placed(runs: Iterable[Run], root: Path | str) -> list[Run]:
+    """Names runs by their places below `root` where a digest tells them apart that none has later.
+
+    So each of several recordings can be compared with a later one in a folder of the same name.
+    """
+    named = []
+    for run in runs:
+        digests = [kind for kind in ("recording", "run", "figures") if kind in run.apart]
+        place = str(run.folder.relative_to(Path(root).resolve()))
+        named.append(_varied(run, dict.fromkeys(digests, place)))
+    return named
+
+
 def measurements(runs: Iterable[Run]) -> list[ResultRow]:
     """Returns all rows of `runs`; of equal ones, as after a copy, the one with the weakest claim.
 

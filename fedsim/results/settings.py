@@ -53,16 +53,16 @@ def stacks_of(scenario: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _decisive(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in _leaves(scenario):
+    for key, value in leaves_of(scenario):
         if _within(key, _DECISIVE) and not _within(key, _NEVER):
             yield key, value
 
 
-def _leaves(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_of(mapping: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
     """Yields dotted keys and values; a list is a value."""
     for key, value in mapping.items():
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, f"{path}{key}.")
+            yield from leaves_of(value, f"{path}{key}.")
         else:
             yield f"{path}{key}", value
 

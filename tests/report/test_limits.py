@@ -233,6 +233,242 @@ def test_an_attack_that_fails_now_is_told(tmp_path: Path) -> None:
     assert lines and all("dp" in line and "not measured any more" in line for line in lines)
 
 
+def of_attack(label: str, **metrics: float) -> Callable[[dict[str, Any]], None]:
+    """A change of what an attack recovers behind dp."""
+
+    def change(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp" and row["attack"]["label"] == label and row["metrics"]:
+            row["metrics"] |= metrics
+
+    return change
+
+
+def certified(count: int, false: int = 0) -> Callable[[dict[str, Any]], None]:
+    def change(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp" and row["attack"]["label"] == "inverting_gradients":
+            row["certificate"] = {"images": 4, "certified": count, "false": false}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (
+            of_attack("label_inference", label_accuracy=0.2),
+            of_attack("label_inference", label_accuracy=1.0),
+        ),
+        (
+            of_attack("inverting_gradients", subspace_error=0.9),
+            of_attack("inverting_gradients", subspace_error=0.0),
+        ),
+        (
+            of_attack("inverting_gradients", feature_cosine=0.1),
+            of_attack("inverting_gradients", feature_cosine=0.99),
+        ),
+        (
+            of_attack("inverting_gradients", membership_auc=0.5),
+            of_attack("inverting_gradients", membership_auc=0.94),
+        ),
+        (of_attack("inverting_gradients", ssim=0.2), of_attack("inverting_gradients", ssim=0.85)),
+        (certified(0), certified(1)),
+        (lambda row: None, certified(4)),
+        (certified(2), certified(2, false=1)),
+    ],
+)
+def test_whatever_else_leaks_more_is_told(
+    was: Callable[[dict[str, Any]], None], now: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    before = altered(written(tmp_path / "before"), was)
+    after = altered(written(tmp_path / "after"), now)
+    lines = grown(before, after)
+    assert lines and all(line.startswith("dp, ") for line in lines)
+    assert grown(before, before) == grown(after, after) == []
+
+
+def test_an_interval_that_is_wide_hides_no_leak(tmp_path: Path) -> None:
+    """Of three trials that scatter by 30 dB the interval reaches 40 dB: it tells nothing."""
+
+    def scattered(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] == "dp" and row["metrics"]["psnr"] is not None:
+            row["metrics"]["psnr"] = row["baseline"]["psnr"] + 15 * (row["trial"] - 1)
+            row["control"] = None
+
+    def leaking(row: dict[str, Any]) -> None:
+        scattered(row)
+        if row["defense"]["name"] == "dp" and row["metrics"]["psnr"] is not None:
+            row["metrics"]["psnr"] += 8
+
+    before = altered(written(tmp_path / "before"), scattered)
+    assert grown(before, before) == []
+    lines = grown(before, altered(written(tmp_path / "after"), leaking))
+    assert any(line.startswith("dp, inverting_gradients") for line in lines)
+
+
+def test_one_of_ten_trials_that_leaks_now_is_told(tmp_path: Path) -> None:
+    def one(row: dict[str, Any]) -> None:
+        chosen = row["attack"]["label"] == "inverting_gradients" and row["trial"] == 4
+        if row["defense"]["name"] == "dp" and chosen:
+            row["metrics"]["psnr"] += 25
+
+    runs = [
+        write_run(tmp_path / n, stacks=CHOSEN, trials=10, batch_sizes=(1,), rounds=3, side=8)
+        for n in ("before", "after")
+    ]
+    lines = grown(runs[0], altered(runs[1], one))
+    assert lines and all(line.startswith("dp, inverting_gradients") for line in lines)
+
+
+def test_of_two_runs_the_one_that_leaks_is_told(tmp_path: Path) -> None:
+    """They have one name; whichever of them is read last hides nothing."""
+
+    def of_others(row: dict[str, Any]) -> None:
+        row["victims"] = [f"other {row['trial']}"]
+
+    def of_these(row: dict[str, Any]) -> None:
+        row["victims"] = [f"one {row['trial']}"]
+
+    before = altered(written(tmp_path / "before"), of_these)
+    altered(written(tmp_path / "after" / "a"), of_these)
+    leaky = altered(altered(written(tmp_path / "after" / "b"), of_others), leak)
+    for name in ("b", "0"):
+        leaky = leaky.rename(leaky.with_name(name))
+        lines = grown(before, tmp_path / "after")
+        assert any(line.startswith("dp, ") and "gain" in line for line in lines)
+    # Each of several is compared with that of its own name.
+    for name, victims in (("a", of_these), ("0", of_others)):
+        altered(written(tmp_path / "earlier" / name), victims)
+    lines = grown(tmp_path / "earlier", tmp_path / "after")
+    assert lines and all(line.startswith("dp, ") and "figures=0" in line for line in lines)
+
+
+def test_a_leak_that_was_not_measured_before_is_told(tmp_path: Path) -> None:
+    def without(row: dict[str, Any]) -> bool:
+        return row["attack"]["label"] != "deep_leakage"
+
+    before = altered(written(tmp_path / "before"), without)
+    after = written(tmp_path / "after")
+    assert not any(line.startswith("dp, ") for line in grown(before, after)), "it leaks nothing"
+    lines = grown(before, altered(after, leak))
+    assert any(line.startswith("dp, deep_leakage") for line in lines)
+    failing = altered(written(tmp_path / "failing"), failed)
+    lines = grown(failing, altered(written(tmp_path / "leaky"), leak))
+    assert any(line.startswith("dp, inverting_gradients") for line in lines)
+
+
+def test_more_failures_are_told(tmp_path: Path) -> None:
+    def later(row: dict[str, Any]) -> None:
+        if row["trial"] > 0 and row["attack"]["label"] == "inverting_gradients":
+            failed(row)
+
+    before = written(tmp_path / "before")
+    lines = grown(before, altered(written(tmp_path / "after"), later))
+    assert lines and all(line.startswith("dp, inverting_gradients") for line in lines)
+
+
+def parameters(row: dict[str, Any]) -> None:
+    if row["attack"]["label"] == "inverting_gradients":
+        row["attack"]["parameters"] = {"iterations": 1}
+
+
+def width(row: dict[str, Any]) -> None:
+    row["model"]["parameters"]["width"] = 8
+
+
+def steps(row: dict[str, Any]) -> None:
+    row["training"]["lr"] = 0.01
+
+
+def other_source(row: dict[str, Any]) -> None:
+    row["dataset"] = "faces"
+
+
+def other_images(row: dict[str, Any]) -> None:
+    row["victims"] = [f"{row['trial']} of another ward"]
+
+
+@pytest.mark.parametrize("change", [parameters, width, steps, other_source, other_images])
+def test_what_is_measured_otherwise_does_not_compare(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    def drawn(row: dict[str, Any]) -> None:
+        row["victims"] = [f"{row['trial']}"]
+
+    before = altered(written(tmp_path / "before"), drawn)
+    after = altered(altered(written(tmp_path / "after"), drawn), change)
+    assert grown(before, after) and grown(after, before)
+    assert grown(after, after) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("clients: 10", "clients: 100", "data.clients"),
+        ("training: {rounds: 8}", "training: {rounds: 2}", "training.rounds"),
+        ("seed: 7", "seed: 8", None),
+    ],
+)
+def test_another_setting_does_not_compare(
+    old: str, new: str, said: str | None, tmp_path: Path
+) -> None:
+    before, after = written(tmp_path / "before"), written(tmp_path / "after")
+    text = (after / "scenario.yaml").read_text(encoding="utf-8")
+    (after / "scenario.yaml").write_text(text.replace(old, new), encoding="utf-8")
+    lines = grown(before, after)
+    assert any(said in line for line in lines) if said else lines == []
+
+
+def planned(run: Path, data: str) -> Path:
+    plan = {"scenario": "photos-demo", "variant": {}, "rounds": 0, "lines": 0, "attack_runs": 0}
+    (run / "plan.json").write_text(json.dumps(plan | {"resumable": False, "origin": data}))
+    return run
+
+
+def test_other_data_under_one_name_do_not_compare(tmp_path: Path) -> None:
+    runs = [planned(written(tmp_path / d), f"data:{d}") for d in ("one", "other")]
+    assert grown(*runs) and grown(runs[0], runs[0]) == []
+
+
+def test_an_attack_that_works_was_carried_out_on_the_defense(tmp_path: Path) -> None:
+    """A weaker attack that was measured does not stand for it."""
+
+    def left_out(row: dict[str, Any]) -> bool:
+        return row["defense"]["name"] != "dp" or row["attack"]["label"] != "inverting_gradients"
+
+    def broken(row: dict[str, Any]) -> None:
+        if not left_out(row):
+            failed(row)
+
+    def weaker_version(row: dict[str, Any]) -> None:
+        if not left_out(row):
+            row["attack"]["parameters"] = {"iterations": 1}
+
+    whole = written(tmp_path / "whole")
+    assert broken_limits([whole], max_gain=60.0, max_psnr=90.0) == []
+    for change in (left_out, broken, weaker_version):
+        run = altered(written(tmp_path / change.__name__), change)
+        for limit in ({"max_gain": 60.0}, {"max_psnr": 90.0}):
+            (line,) = broken_limits([run], **limit)  # type: ignore[arg-type]
+            assert line.startswith("dp (") and "inverting_gradients" in line
+        assert broken_limits([run], max_gain=60.0, defenses=["pruning"]) == []
+
+
+def test_trials_that_failed_hide_no_gain(tmp_path: Path) -> None:
+    """One of ten was measured: that the others count as guesses is no limit kept to."""
+
+    def one(row: dict[str, Any]) -> None:
+        if row["defense"]["name"] != "dp" or row["attack"]["label"] != "inverting_gradients":
+            return
+        if row["trial"]:
+            failed(row)
+        else:
+            row["metrics"]["psnr"] = row["baseline"]["psnr"] + 5
+
+    run = write_run(tmp_path, stacks=CHOSEN, trials=10, batch_sizes=(1,), rounds=3, side=8)
+    lines = broken_limits([altered(run, one)], max_gain=4.0, defenses=["dp"])
+    assert any("inverting_gradients, batch size 1" in line and "above 4" in line for line in lines)
+
+
 def test_the_status_says_it(run_folder: Path) -> None:
     def status(*words: str) -> tuple[int, str]:
         done = CliRunner().invoke(app, list(words))

@@ -37,6 +37,7 @@ MATCHED = "tests/attacks/gradient_matching/test_matched_tensors.py"
 
 GUESS = "tests/scoring/test_guess.py"
 VICTIMS = "tests/validity/test_victims.py"
+LIMITS = "tests/report/test_limits.py"
 IDENTITY = "tests/results/test_identity.py"
 
 STATED = "tests/validity/test_stated_epsilon.py"
@@ -1194,5 +1195,37 @@ MUTATIONS = (
         old='purpose.encode() + b"\\0" + session',
         new='purpose.encode() + b"\\0"',
         tests=("tests/federation/secure_aggregation/test_secrecy.py",),
+    ),
+    Mutation(
+        name="compare passes what grows within a wide interval",
+        item=9,
+        file="fedsim/report/limits.py",
+        old="is_ > _upper(old) + _UNSEEN or is_ - was >= REQUIRED_GAIN",
+        new="is_ > _upper(old) + _UNSEEN",
+        tests=(LIMITS,),
+    ),
+    Mutation(
+        name="compare passes another attack under one label",
+        item=9,
+        file="fedsim/report/limits.py",
+        old="lines += _other_attack(old, new) + _more(old, new, gone)",
+        new="lines += _more(old, new, gone)",
+        tests=(LIMITS,),
+    ),
+    Mutation(
+        name="compare passes features that are exact now",
+        item=9,
+        file="fedsim/report/limits.py",
+        old="growth = metric.gain(value.mean, earlier.mean)",
+        new="growth = value.mean - earlier.mean",
+        tests=(LIMITS,),
+    ),
+    Mutation(
+        name="check passes where the attack that works was left out",
+        item=9,
+        file="fedsim/report/limits.py",
+        old="if 2 * ok < max(trials, 1) and",
+        new="if 2 * ok < trials and",
+        tests=(LIMITS,),
     ),
 )
