@@ -343,8 +343,8 @@ def _leaks(row: LeaderboardRow, max_psnr: float | None, max_gain: float | None) 
         most = max(_upper(row), row.own_gain.max if row.n_ok < row.n else -math.inf)
         if most > max_gain:
             gains = f"gains {row.own_gain.mean:+.1f} dB ({_reach(row)})"
-            best = f", at best {row.own_gain.max:+.1f}" if most > _upper(row) else ""
-            lines.append(f"{_named(row)}: {gains}{best}, above {max_gain:g}")
+            one = f", at best {row.own_gain.max:+.1f}" if most > _upper(row) else ""
+            lines.append(f"{_named(row)}: {gains}{one}, above {max_gain:g}")
     return lines
 
 

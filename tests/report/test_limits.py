@@ -433,7 +433,9 @@ def test_an_attack_that_works_was_carried_out_on_the_defense(tmp_path: Path) -> 
     """A weaker attack that was measured does not stand for it."""
 
     def left_out(row: dict[str, Any]) -> bool:
-        return row["defense"]["name"] != "dp" or row["attack"]["label"] != "inverting_gradients"
+        return bool(
+            {"dp", "inverting_gradients"} - {row["defense"]["name"], row["attack"]["label"]}
+        )
 
     def broken(row: dict[str, Any]) -> None:
         if not left_out(row):

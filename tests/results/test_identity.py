@@ -244,6 +244,6 @@ def test_the_digest_of_data_is_of_their_content(part: str) -> None:
     data = load_dataset(variant.scenario)
     own = getattr(data, part)
     other = own.flip(0) if isinstance(own, torch.Tensor) else (0.25, *own[1:])
-    changed = replace(data, **{part: other})
+    changed = replace(data, **{part: other})  # type: ignore[arg-type]
     digests = {digest_of_inputs(variant.scenario, each) for each in (data, replace(data), changed)}
     assert len(digests) == 2
