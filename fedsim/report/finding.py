@@ -144,7 +144,7 @@ def evidence_of(verdict: Verdict, rows: Sequence[LeaderboardRow], finding: Findi
     if leaking and leaking.count and (finding == "some trials" or _is_seldom(rows, finding)):
         parts.append(
             f"{leaking.count} of {leaking.n} with {REQUIRED_GAIN:g} dB or more (interval of that "
-            f"share {100 * leaking.low:.0f} to {leaking.high:.0%})"
+            f"share {100 * leaking.low:.0f} to {leaking.high:.0%} {row.population})"
         )
     best = max((line.exposed_image or 0.0 for line in rows), default=0.0)
     if best and _is_seldom(rows, finding):
@@ -181,17 +181,17 @@ def _span(row: LeaderboardRow) -> str:
     if span.low is None or span.high is None:
         return f"{text} (no interval)"
     ends = f"{max(0.0, span.low):.2f} to {span.high:.2f}"
-    return f"{text}, {span.confidence:.0%} interval {ends}"
+    return f"{text}, {span.confidence:.0%} interval {ends} {row.population}"
 
 
 def _figure(verdict: Verdict) -> str:
     """Words the gain with its interval, or the span error where there is no gain."""
-    gain = verdict.gain
+    row, gain = verdict.strongest, verdict.gain
     if gain is None:
-        return _span(verdict.strongest)
-    what = "over guessing and another update" if verdict.strongest.blind else "over guessing"
+        return _span(row)
+    what = "over guessing and another update" if row.blind else "over guessing"
     text = f"{format_signed(gain.mean)} dB {what}"
     if gain.low is None or gain.high is None:
         return f"{text} (no interval)"
     ends = f"{format_signed(gain.low)} to {format_signed(gain.high)} dB"
-    return f"{text}, {gain.confidence:.0%} interval {ends}"
+    return f"{text}, {gain.confidence:.0%} interval {ends} {row.population}"

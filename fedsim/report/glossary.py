@@ -103,7 +103,9 @@ _TABLE = (
         key="interval",
         name="interval",
         meaning="Where the mean over many more trials would lie at the stated confidence "
-        "(Student’s), or the chance of a trial (Clopper and Pearson’s). In the table it is of each "
+        "(Student’s), or the chance of a trial (Clopper and Pearson’s). Trials of one run share "
+        "weights, client and partition: its interval is of this network and this client, and says "
+        "nothing of another. Runs of other seeds widen it. In the table it is of each "
         "attack alone. In answers and verdicts it is wider, for it allows for the choice of the "
         f"best of several attacks (Bonferroni). Of fewer than {number_of(LEAST, 'trial')} a mean "
         "has none.",

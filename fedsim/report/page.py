@@ -19,6 +19,7 @@ from fedsim.report.figures import (
 )
 from fedsim.report.glossary import terms_of
 from fedsim.report.leaderboard import aggregate
+from fedsim.report.row import population_of
 from fedsim.report.section import build_section
 from fedsim.report.threat import threat_model
 from fedsim.report.utility import attacks_nothing, utility
@@ -91,6 +92,7 @@ def _context(runs: Sequence[Run]) -> dict[str, Any]:
         "threats": threat_model(results),
         "invalid": invalid,
         "confidence": f"{confidence:.0%}",
+        "population": population_of(rows),
         "question": next((t for run in runs if (t := run.setting("description"))), _QUESTION),
         "sections": sections,
         "defenses": list(dict.fromkeys(row.defense for row in rows)),

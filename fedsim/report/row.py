@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fedsim.contracts.grant import Grant
@@ -10,6 +11,7 @@ from fedsim.results.lines import Subject
 from fedsim.results.threat_model import ThreatModel
 from fedsim.scoring import Accuracy, Share, Summary, guess_problem, learning_problem
 from fedsim.types import Server, watcher_of
+from fedsim.words import number_of
 
 Comparison = tuple[str, str, str, str, ThreatModel, str]
 """(scenario, variant, data source, model, threat model, who looks): rows of one may be ranked, of
@@ -146,6 +148,10 @@ class LeaderboardRow:
     """Mean seconds of a trial."""
     certificates: Certificates | None = None
     """What the attack said that it knows, summed over the trials; None if it said nothing."""
+    networks: int = 1
+    """Number of networks attacked, one of each run: its trials share weights and partition."""
+    clients: int = 1
+    """Number of clients attacked, over all networks."""
     near_copies: int = 0
     """Number of attacked images, over all trials, of which a public one is a near copy."""
     recognizable: int = 0
@@ -184,6 +190,17 @@ class LeaderboardRow:
         """Names the attack, and what it is on behind defenses that combine updates."""
         combined = self.masked or self.vantage == "aggregate"
         return f"{self.attack} ({self.sight})" if combined else self.attack
+
+    @property
+    def population(self) -> str:
+        """Says of what an interval of this line is: its trials vary images, and little else."""
+        clients = number_of(self.clients, "client")
+        if self.networks > 1:
+            return f"of {self.networks} networks" + f" and {clients}" * (
+                self.vantage != "aggregate"
+            )
+        whose = "this client" if self.clients == 1 else clients
+        return "of this network" + f" and {whose}" * (self.vantage != "aggregate")
 
     @property
     def standing(self) -> tuple[float, ...]:
@@ -297,3 +314,9 @@ class LeaderboardRow:
             self.label_gain.mean if self.label_gain else -math.inf,
             self.membership_gain.mean if self.membership_gain else -math.inf,
         )
+
+
+def population_of(rows: Sequence[LeaderboardRow]) -> str:
+    """Says of what the intervals of `rows` are, of all lines at once where these agree."""
+    populations = {row.population for row in rows}
+    return min(populations) if len(populations) == 1 else "of the networks and clients of each line"

@@ -62,7 +62,7 @@ def success_sentence(
     return (
         f" I{times[1:]} {row.attack_on} gained {REQUIRED_GAIN:g} dB or more over {over}; "
         f"{leaking.confidence:.0%} interval of that chance {100 * leaking.low:.0f} to "
-        f"{leaking.high:.0%}{_allowing(compared)}."
+        f"{leaking.high:.0%} {row.population}{_allowing(compared)}."
     )
 
 
@@ -122,7 +122,7 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
                 f"{row.attack_on} {finding}, {where}. {no_proof}"
             )
         return (
-            f"The strongest attack, {row.attack_on}, {finding}: {_gain(gain, signed=True)} "
+            f"The strongest attack, {row.attack_on}, {finding}: {_gain(row, gain, signed=True)} "
             f"{where}. {no_proof}"
         )
     worst = row.worst["psnr"]
@@ -134,12 +134,12 @@ def main_sentence(row: LeaderboardRow, level: Level, gain: Summary | None) -> st
             what = f"{row.subject} {in_trials(leaking.count, leaking.n)}"
         return (
             f"{row.attack_on} reconstructs {what}, the best by {row.own_gain.max:.1f} dB, and not "
-            f"for certain: {_gain(gain, signed=True)} {where}."
+            f"for certain: {_gain(row, gain, signed=True)} {where}."
             f"{image}"
         )
     tail = "" if worst is None else f" Worst case: {worst:.1f} dB PSNR."
     return (
-        f"{row.attack_on} reconstructs {row.subject} better than guessing by {_gain(gain)} "
+        f"{row.attack_on} reconstructs {row.subject} better than guessing by {_gain(row, gain)} "
         f"{where}.{tail}"
     )
 
@@ -148,13 +148,14 @@ _INVISIBLE = 0.05
 """A difference below so many dB is invisible at one decimal."""
 
 
-def _gain(gain: Summary, signed: bool = False) -> str:
+def _gain(row: LeaderboardRow, gain: Summary, signed: bool = False) -> str:
     def number(value: float) -> str:
         return format_signed(value) if signed else f"{value:.1f}"
 
     if gain.low is None or gain.high is None:
         return f"{number(gain.mean)} dB"
-    interval = f"{gain.confidence:.0%} interval {number(gain.low)} to {number(gain.high)}"
+    ends = f"{number(gain.low)} to {number(gain.high)}"
+    interval = f"{gain.confidence:.0%} interval {ends} {row.population}"
     return f"{number(gain.mean)} dB ({interval}{_allowing(gain.compared)})"
 
 
@@ -217,7 +218,7 @@ def label_sentence(rows: Sequence[LeaderboardRow]) -> str | None:
     terms = [] if guessed is None else [f"guessing: {guessed:.0%}"]
     if summary and summary.low is not None and summary.high is not None:
         low, high = max(0.0, summary.low), min(1.0, summary.high)
-        terms.append(f"{summary.confidence:.0%} interval {low:.0%} to {high:.0%}")
+        terms.append(f"{summary.confidence:.0%} interval {low:.0%} to {high:.0%} {best.population}")
     guess = f" ({', '.join(terms)})" if terms else ""
     text = (
         f"{share:.0%} of labels recovered{guess} by {best.attack_on}, batch size {best.batch_size}"

@@ -24,7 +24,7 @@ from fedsim.report.figures import (
     format_number,
     format_signed,
 )
-from fedsim.report.row import LeaderboardRow
+from fedsim.report.row import LeaderboardRow, population_of
 from fedsim.results.lines import Subject
 from fedsim.scoring import METRICS, Metric, Share, Summary
 from fedsim.words import number_of
@@ -184,7 +184,10 @@ def _legend(subject: Subject, rows: Sequence[LeaderboardRow], shown: Collection[
         if column.heading in explained
     ]
     if _INTERVAL in shown:
-        sentences.append(f"{_INTERVAL}: Student's interval (three trials or more, not all equal)")
+        sentences.append(
+            f"{_INTERVAL}: Student's interval (three trials or more, not all equal), "
+            f"{population_of(rows)}"
+        )
     text = ". ".join(sentences) + "."
     hidden = [column.heading for column in _filled(rows) if column.heading not in explained]
     if hidden:

@@ -23,8 +23,9 @@ def test_a_working_attack_says_what_it_gets_with_interval_and_n(tmp_path: Path) 
     low, high = student_interval([18.0, 19.0, 20.0, 21.0, 22.0])
     assert answer.sentence == (
         "Without a defense, the server gets recognizable pictures: +20.0 dB over guessing, 95% "
-        f"interval {low:+.1f} to {high:+.1f} dB by inverting_gradients at batch size 1, n = 5 "
-        "trials; accuracy 90.0% of 1,000 test examples (88.0 to 91.7%; chance 10.0%), seconds of "
+        f"interval {low:+.1f} to {high:+.1f} dB of 5 networks and 5 clients by "
+        "inverting_gradients at batch size 1, n = 5 trials; accuracy 90.0% of 1,000 "
+        "test examples (88.0 to 91.7%; chance 10.0%), seconds of "
         "a round not recorded; no guarantee (ε = ∞: no noise is added); do not rely on it: the "
         "attack works."
     )
@@ -76,8 +77,14 @@ def test_a_verdict_has_the_words_of_its_answer(tmp_path: Path) -> None:
     verdict = answer.judgement
     assert verdict.level == "partial"
     assert verdict.headline == "Recognizable pictures in all 3 trials"
-    assert "(interval of that share 23 to 100%)" in answer.evidence
-    assert "23 to 100%, allowing for the best of 2." in verdict.sentence
+    assert (
+        f"(interval of that share 23 to 100% {answer.judgement.strongest.population})"
+        in answer.evidence
+    )
+    assert (
+        f"23 to 100% {verdict.strongest.population}, allowing for the best of 2."
+        in verdict.sentence
+    )
     page = write_report(tmp_path).read_text(encoding="utf-8")
     assert "3 of 3 (29 to 100%)" in page and "of each attack alone" in page
     assert "Some leakage" not in page

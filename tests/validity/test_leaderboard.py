@@ -34,6 +34,7 @@ from fedsim.report.answers import answers
 from fedsim.report.dossier.content import dossier_of
 from fedsim.report.dossier.writing import html_of
 from fedsim.report.recovered import accused
+from fedsim.report.row import population_of
 from fedsim.report.verdict import Verdict, verdicts
 from fedsim.scoring import accuracy, student_interval
 
@@ -815,6 +816,25 @@ def test_a_guess_of_few_public_images_is_called_poor(tmp_path: Path) -> None:
     for row in lines:
         row["baseline"] |= {"public": 80, "public_per_image": 20.0}
     assert "public images, " not in told(tmp_path, board(tmp_path, lines))
+
+
+def test_an_interval_is_of_as_many_networks_and_clients_as_were_attacked(tmp_path: Path) -> None:
+    """Trials of one run share weights and partition; only other runs and clients vary them."""
+    trials = [line(20.0 + t, trial=t) | {"seed": 0} for t in range(3)]
+    (one,) = board(tmp_path, trials)
+    assert (one.networks, one.clients, one.n) == (1, 1, 3)
+    for row in trials:
+        row["client"] = row["trial"]
+    (several,) = board(tmp_path, trials)
+    assert (several.networks, several.clients) == (1, 3)
+    for row in trials:
+        row["seed"] = row["trial"]
+    (runs,) = rows = board(tmp_path, trials)
+    assert (runs.networks, runs.clients) == (3, 3)
+    assert len({one.population, several.population, runs.population}) == 3
+    assert runs.population in told(tmp_path, rows)
+    assert one.population in " ".join(render([one], width=200).split())
+    assert population_of([one, several]) not in (one.population, several.population)
 
 
 def test_copies_of_victims_among_public_images_are_counted_and_told(tmp_path: Path) -> None:

@@ -36,9 +36,10 @@ def outcomes(evidence: Evidence) -> tuple[Block, ...]:
         Paragraph(
             "Gain: how much better an attack does than the best guess of somebody who saw no "
             "update, on average over n trials. In brackets: the "
-            f"{evidence.confidence:.0%} interval of that mean; there is none of fewer than three "
-            "trials, or of equal ones. Another: what the same attack makes of a different "
-            "update. Only what exceeds it was read off this update."
+            f"{evidence.confidence:.0%} interval of that mean, for the same "
+            "network and client: trials of one run share weights and partition. There is none "
+            "of fewer than three trials, or of equal ones. Another: what the same attack makes of "
+            "a different update. Only what exceeds it was read off this update."
         )
     ]
     failed = [control for control in evidence.controls if control.status != "passed"]
