@@ -68,6 +68,26 @@ class RunFailed(FedsimError):  # noqa: N818 - reads as what happened
 
 
 @dataclass(frozen=True, kw_only=True)
+class StepRule:
+    """What the steps of somebody's own training have beyond SGD of the mean cross-entropy."""
+
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Of Adam."""
+    eps: float = 1e-8
+    """Of Adam."""
+    nesterov: bool = False
+    weight_decay: float = 0.0
+    """As torch.optim takes it: added to the gradient times the weights; of AdamW apart from it."""
+    proximal: float = 0.0
+    """μ of FedProx: each step's gradient has μ times what the weights have moved in addition."""
+    rates: tuple[float, ...] | None = None
+    """Learning rate of each step; None if they are all `lr`."""
+    label_smoothing: float = 0.0
+    class_weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LocalTraining:
     """How a client turns a batch into an update. Public: every observation declares it.
 
@@ -90,6 +110,8 @@ class LocalTraining:
     their mean, by which sums over a batch are divided."""
     dropout: float = 0.0
     """Probability that a hidden neuron of the head is dropped in a step."""
+    rule: StepRule | None = None
+    """What steps have beyond SGD of the mean cross-entropy; None if nothing."""
 
     @property
     def num_images(self) -> int:
@@ -394,6 +416,9 @@ class Reconstruction:
     features_by: str | None = None
     """Which other attack was asked for these features; None where none was, or they were fitted
     anew since."""
+    stages: int | None = None
+    """Number of stages that the body was cut into, each inverted on its own from four on; None
+    where the attack cuts no body."""
     rows: Tensor | None = None
     """(N, d + 1) in [-1, 1]: features and target. An attack answers with N = 1, for its target."""
     membership: Tensor | None = None

@@ -82,19 +82,26 @@ class ClassifierGradient:
         An update of several steps is their mean gradient.
 
         Raises:
-            AttackFailed: the model does not end with a linear classifier.
+            AttackFailed: the model does not end with a linear classifier, or the update holds no
+                weights of it.
         """
         layer, name = linear_classifier(rebuild(observation))
+        if f"{name}.weight" not in observation.update:
+            raise AttackFailed(
+                "features are read off the classifier's weights, which were not trained, or are "
+                "not sent: use an attack that compares the update of other layers"
+            )
         effect, training = observation.effect, observation.training
         factor = mean_gradient_factor(training)
         parts = [(layer.weight, f"{name}.weight")]
-        if layer.bias is not None:
+        biased = layer.bias is not None and f"{name}.bias" in observation.update
+        if biased:
             parts.append((layer.bias, f"{name}.bias"))
         weights = [part.detach().double().reshape(len(layer.weight), -1) for part, _ in parts]
         below = [
             _smallest(observation, f"{name}.{kind}") * abs(factor)
             for kind, part in (("weight", layer.weight), ("bias", layer.bias))
-            if part is not None
+            if kind == "weight" or biased
             for _ in range(part[0].numel())
         ]
         gradient = [
@@ -104,7 +111,7 @@ class ClassifierGradient:
         return ClassifierGradient(
             weights=torch.cat(weights, 1),
             gradient=torch.cat(gradient, 1),
-            biased=layer.bias is not None,
+            biased=biased,
             num_images=observation.num_images,
             factors=observation.num_images if effect.scaled_examples else int(effect.scaled),
             removed=effect.removed is not None,
@@ -116,7 +123,7 @@ class ClassifierGradient:
             if training.batches == "same"
             else (),
             momentum=training.momentum,
-            bias_weight=_bias_weight(observation, name) if layer.bias is not None else 1.0,
+            bias_weight=_bias_weight(observation, name) if biased else 1.0,
             removed_below=weights[0].new_tensor(below),
             grid=_grid(observation, f"{name}.weight") * abs(factor),
             rounding=max(torch.finfo(observation.update[key].dtype).eps / 2 for _, key in parts),

@@ -70,7 +70,9 @@ class Matching:
         self._windows = drop_dead_weights(model, observation.model.input_shape)
         # The mask of a client's dropout is unknown: its mean is simulated.
         self._training = replace(observation.training, dropout=0.0)
-        self._loss = loss_function(model, _cast(observation.buffers, dtype), self._training)
+        frozen = {n: self._live(n, t) for n, t in observation.buffers.items() if n in self._windows}
+        buffers = _cast(observation.buffers, dtype) | frozen
+        self._loss = loss_function(model, buffers, self._training)
         self._parameters = {n: self._live(n, t) for n, t in observation.parameters.items()}
         self.names = [n for n in self._parameters if tensors == "all" or not n.startswith("head.")]
         """Of the tensors that are compared, in the order of the target."""

@@ -27,7 +27,7 @@ class _Call:
 
     after: int
     """Number of calls that have begun once this one has ended."""
-    answer: Any
+    answer: Any = None
     version: int | None = None
     """How often the answer had been written to; None if it is no map of numbers."""
 
@@ -129,8 +129,10 @@ class BodyCalls:
         ) -> Any:
             call = _Call()
             calls.append(call)
-            call.answer = answer = forward(*arguments, **named)
-            call.after = len(calls)
+            try:
+                call.answer = answer = forward(*arguments, **named)
+            finally:
+                call.after = len(calls)
             maps = isinstance(answer, Tensor) and answer.is_floating_point()
             if maps and answer.shape[:1] == images.shape[:1]:
                 call.version = answer._version

@@ -170,6 +170,11 @@ class Phases:
         self.distribution_weight = max(_LEAST_DISTRIBUTION_WEIGHT, demanded)
         """Weight of its energy: as of a likelihood, and more where noise is most of the update."""
 
+    @property
+    def stages(self) -> int:
+        """Number of stages that the body was cut into."""
+        return len(self._staged.stages)
+
     def over(self, iteration: int) -> bool:
         """Says whether another phase is to follow at that `iteration`."""
         return bool(self._plans) and iteration - self._begun >= self.present.iterations
@@ -239,7 +244,8 @@ class Phases:
         known = signals(self._observation, features)
         if not self._is_deep:
             ordinary = isinstance(self._head, ClassifierGradient) and self._head.exact
-            if ordinary and not self._several:
+            trained = any(stage.part.parameters for stage in self._staged.stages)
+            if not trained or (ordinary and not self._several):
                 return self._direction(features, known, iterations)
             return self._whole(features, known, iterations)
         noisy = noise_share(self._as_one, self._head) > _TOO_NOISY_TO_PEEL

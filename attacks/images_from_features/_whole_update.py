@@ -52,7 +52,8 @@ def distance_by_part(names: Sequence[str], *, clipped: bool = False) -> Distance
 
 def _energy(tensors: Sequence[Tensor], body: Sequence[bool], part: bool) -> Tensor:
     chosen = [each.square().sum() for each, of in zip(tensors, body, strict=True) if of == part]
-    return torch.stack(chosen).sum().clamp_min(torch.finfo(tensors[0].dtype).tiny)
+    whole = torch.stack(chosen).sum() if chosen else tensors[0].new_zeros(())
+    return whole.clamp_min(torch.finfo(tensors[0].dtype).tiny)
 
 
 @final

@@ -182,6 +182,7 @@ class FactoredInversion(IterativeAttack[Descent]):
             features_by=told.features_by,
             determined=told.determined,
             certified=certified,
+            stages=state.phases.stages,
             loss=float(state.best_loss),
             iterations=state.iteration,
         )

@@ -23,9 +23,10 @@ from fedsim import rng as streams
 from fedsim.contracts.attack import AttackFailed
 from fedsim.contracts.grant import Grant, Knowledge
 from fedsim.models.base import Classifier
+from fedsim.models.head import TwoLayerHead
 from fedsim.models.local import mean_gradient_factor, step_weights
 from fedsim.models.victim import rebuild
-from fedsim.types import LocalTraining, Observation, Reconstruction
+from fedsim.types import LocalTraining, Observation, Reconstruction, StepRule
 from fedsim_attacks._attack_kinds import DirectAttack
 
 _DUMMIES = 32
@@ -80,16 +81,18 @@ def infer_labels(observation: Observation) -> Tensor:
 
 def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
     """Infers labels (N,) int64; also returns the mean distance of counts from integers (0-d)."""
-    model = rebuild(observation)
-    name = _last_linear(model)
+    model, rule = rebuild(observation), observation.training.rule or StepRule()
+    name = _last_linear(model, observation)
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     step = mean_gradient_factor(observation.training)
-    rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
     images = observation.num_images
-    features, probabilities = _dummy_response(model, layer, observation)
+    features, probabilities, offset = _dummy_response(model, layer, observation)
     slopes = torch.zeros_like(probabilities)
-    if layer.bias is not None:
+    rows = slopes[:, None] * features
+    if f"{name}.weight" in observation.update:
+        rows = torch.nan_to_num(observation.update[f"{name}.weight"].double() * step)
+    if f"{name}.bias" in observation.update:
         slopes = torch.nan_to_num(observation.update[f"{name}.bias"].double() * step)
     if not slopes.any():  # there is no bias, or a defense removed its gradient
         slopes = _bias_slopes(rows, features, probabilities, images)
@@ -99,14 +102,14 @@ def _infer(observation: Observation) -> tuple[Tensor, Tensor]:
         return _as_labels(counts, observation.training), counts.new_zeros(())
 
     def head(at: Tensor) -> Tensor:
-        logits = at @ layer.weight.detach().double().T
+        logits = at @ layer.weight.detach().double().T + offset
         return logits if layer.bias is None else logits + layer.bias.detach().double()
 
     found: list[tuple[Tensor, Tensor]] = []
     for scale in _scales(slopes) if observation.effect.scaled else [1.0]:
         unscaled = slopes / scale
-        estimates = _estimate_counts(unscaled, rows / scale, features, images, head)
-        counts = _round_counts(estimates, unscaled, images)
+        estimates = _estimate_counts(unscaled, rows / scale, features, images, head, rule)
+        counts = _round_counts(estimates, unscaled, images, rule)
         found.append(((estimates - counts).abs().mean(), counts))
     residual, counts = min(found, key=lambda each: float(each[0]))
     return _as_labels(counts, observation.training), residual
@@ -128,10 +131,10 @@ def _are_demanded(observation: Observation, labels: Tensor) -> bool:
     steps or clients that count differently in the mean gradient. Error signals of an image sum to
     0: where those of the bias do not, something has changed them that nobody has declared.
     """
-    name = f"{_last_linear(rebuild(observation))}.bias"
+    name = f"{_last_linear(rebuild(observation), observation)}.bias"
     weights = step_weights(observation.training)
     whole = observation.effect.exact and observation.num_clients == 1 and len(set(weights)) == 1
-    if not whole or name not in observation.update:
+    if not whole or observation.training.rule or name not in observation.update:
         return False
     slopes = observation.update[name].double() * mean_gradient_factor(observation.training)
     if float(slopes.sum().abs()) > _UNSUMMED * float(slopes.abs().sum()):
@@ -140,22 +143,38 @@ def _are_demanded(observation: Observation, labels: Tensor) -> bool:
     return bool((least == torch.bincount(labels, minlength=len(slopes))).all())
 
 
-def _last_linear(model: Classifier) -> str:
-    names = [name for name, part in model.head.named_modules() if isinstance(part, nn.Linear)]
-    if not names:
+def _last_linear(model: Classifier, observation: Observation) -> str:
+    """Returns the name of the last linear layer of the head that was trained."""
+    parts = model.head.named_modules()
+    names = [f"head.{name}".rstrip(".") for name, part in parts if isinstance(part, nn.Linear)]
+    trained = [
+        name for name in names if {f"{name}.weight", f"{name}.bias"} & observation.update.keys()
+    ]
+    if not trained:
+        lacks = "was not trained, or is not sent" if names else "is none"
         raise AttackFailed(
-            "labels are read off the last linear layer, and the model's head has none: grant "
-            "known labels"
+            f"labels are read off the last linear layer of the model's head, which {lacks}: grant "
+            "known labels, or none"
         )
-    return f"head.{names[-1]}".rstrip(".")
+    return trained[-1]
 
 
 def _dummy_response(
     model: Classifier, layer: nn.Linear, observation: Observation
-) -> tuple[Tensor, Tensor]:
-    """Computes the last layer's mean input (d,) and mean probabilities (K,) on Gaussian images."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes the last layer's mean input (d,) and mean probabilities (K,) on Gaussian images.
+
+    Also what the model adds to that layer's answer to make logits (K,), in the mean: low-rank
+    layers stand beside others.
+    """
     captured: list[Tensor] = []
-    hook = layer.register_forward_pre_hook(lambda _, inputs: captured.append(inputs[0].detach()))
+    answers: list[Tensor] = []
+
+    def capture(_: nn.Module, inputs: tuple[Tensor, ...], answer: Tensor) -> None:
+        captured.append(inputs[0].detach())
+        answers.append(answer.detach())
+
+    hook = layer.register_forward_hook(capture)
     stream = streams.generator(observation.seed, "label_inference")
     device = next(iter(observation.parameters.values())).device
     images = torch.randn(_DUMMIES, *observation.model.input_shape, generator=stream).to(device)
@@ -164,7 +183,10 @@ def _dummy_response(
     with torch.no_grad():
         logits = functional_call(model, buffers, (images,))
     hook.remove()
-    return captured[0].double().mean(0), logits.double().softmax(1).mean(0)
+    beside = torch.zeros_like(logits[0], dtype=torch.double)
+    if not isinstance(model.head, TwoLayerHead) and answers[-1].shape == logits.shape:
+        beside = (logits.double() - answers[-1].double()).mean(0)
+    return captured[0].double().mean(0), logits.double().softmax(1).mean(0), beside
 
 
 def _bias_slopes(rows: Tensor, features: Tensor, probabilities: Tensor, images: int) -> Tensor:
@@ -188,6 +210,7 @@ def _estimate_counts(
     features: Tensor,
     images: int,
     head: Callable[[Tensor], Tensor],
+    rule: StepRule,
 ) -> Tensor:
     """Estimates counts n_k >= 0 (K,) that sum to N = `images`, not rounded.
 
@@ -195,28 +218,34 @@ def _estimate_counts(
 
         slope_k = Σ_j w_j P_jk - w_k    and    row_k = Σ_j w_j P_jk h_j - w_k h_k,
 
-    solved by fixed-point iteration from one feature for all classes.
+    solved by fixed-point iteration from one feature for all classes. Under label smoothing ε, a
+    share ε / K of all w is taken from each class besides; class weights are in the w.
     """
+    kept, spread = 1 - rule.label_smoothing, rule.label_smoothing / len(slopes)
     if bool(slopes.any()):  # at one common feature, row_k = slope_k h
         features = slopes @ rows / slopes.square().sum()
     means = features.expand_as(rows)
     shares = torch.full_like(slopes, 1 / len(slopes))
     for _ in range(_ROUNDS):
         joint = shares[:, None] * head(means).softmax(1)  # w_j P_jk
-        shares = torch.nan_to_num(joint.sum(0) - slopes).clamp_min(0)
+        shares = torch.nan_to_num((joint.sum(0) - slopes - spread) / kept).clamp_min(0)
         total = shares.sum()
         shares = torch.where(total > 0, shares / total, 1 / len(shares))
         present = shares > 0.5 / images
-        solved = (joint.T @ means - rows) / shares[:, None]
+        solved = (joint.T @ means - rows - spread * (shares @ means)) / (kept * shares[:, None])
         means = torch.where(present[:, None], solved, features)
+    if rule.class_weights is not None:
+        shares = shares / shares.new_tensor(rule.class_weights).clamp_min(_ROUNDED)
+        shares = shares / shares.sum()
     return shares * images
 
 
-def _round_counts(estimates: Tensor, slopes: Tensor, images: int) -> Tensor:
+def _round_counts(estimates: Tensor, slopes: Tensor, images: int, rule: StepRule) -> Tensor:
     """Rounds the estimates to integers that sum to `images`."""
+    kept, spread = 1 - rule.label_smoothing, rule.label_smoothing / len(slopes)
     # slope_k = E[p_k] - n_k / N > -n_k / N bounds the counts from below, but for noise.
-    counts = (-images * slopes - _SLACK).ceil().clamp_min(0)
-    if int(counts.sum()) > images:
+    counts = (-images * (slopes + spread) / kept - _SLACK).ceil().clamp_min(0)
+    if int(counts.sum()) > images or rule.class_weights is not None:
         counts = torch.zeros_like(counts)
     for _ in range(images - int(counts.sum())):
         counts[(estimates - counts).argmax()] += 1

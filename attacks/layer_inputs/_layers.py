@@ -95,14 +95,14 @@ def traced(observation: Observation) -> list[Layer]:
         module, inside = call.module, call.before.flatten(1)
         if not isinstance(module, nn.Linear | nn.Conv2d) or not _is_linear(call):
             continue
-        if _head_of(call.name):
+        if _head_of(call.name) or f"{call.name}.weight" not in observation.update:
             continue
         weights, gradient = (
             _reached(weight.detach(), call).double()
             for weight in (module.weight, observation.update[f"{call.name}.weight"])
         )
         gradient = gradient * factor
-        if module.bias is not None:
+        if f"{call.name}.bias" in observation.update:
             slopes = observation.update[f"{call.name}.bias"].double() * factor
             gradient = torch.cat([gradient, slopes[:, None]], 1)
         tail = _closing_tail(model, call, calls, others, features)

@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import nn
 
 from fedsim import progress, scoring
@@ -21,7 +22,8 @@ from fedsim.assessment.local_training import Plan
 from fedsim.assessment.truth import Picked, Pixels, guesser_of, pick, truth_of
 from fedsim.assessment.victim_model import built_model, classes_of, package_of
 from fedsim.attacking.jobs import Job, Result, Setting, run_jobs
-from fedsim.attacking.observe import Subject
+from fedsim.attacking.observe import RANDOM, Subject
+from fedsim.attacking.replay import simulation_error
 from fedsim.attacking.tapped import Answer, freeze_unsent, observed
 from fedsim.contracts.attack import Progress, create
 from fedsim.contracts.grant import Grant
@@ -139,9 +141,17 @@ def assess(
         mode=mode,
     )
     notes = [f"tap, left out: {line}" for line in left_out(source)]
+    if subject.random:
+        notes.append(RANDOM)
+    halves = {value.dtype for value in picked[0].exchange.reply().values()} & _HALVES
+    if halves:
+        notes.append(
+            f"update: clients send {', '.join(map(str, halves))}, whose rounding no attack models"
+        )
     plan = Plan(answer=answer, local=local, mode=mode, defenses=defenses, notes=notes)
     with locked(folder), fixed(1):
         seen: dict[str, tuple[Observation, Picked]] = {}
+        errors: dict[str, float | None] = {}
         for each in picked:
             training = plan.training(each)
             stack, announcements, effect = plan.defended(training)
@@ -164,7 +174,15 @@ def assess(
                     "sends a delta or a gradient, say so (--answer)"
                 )
             files.save_observation(observation, folder)
-            save_truth(truth_of(each, pixels), folder, observation.id, each.number)
+            victim = truth_of(each, pixels)
+            save_truth(victim, folder, observation.id, each.number)
+            errors[observation.id] = error = simulation_error(observation, victim)
+            if error is not None and error > _UNLIKE and effect.exact:
+                notes.append(
+                    f"training: client {each.number} sent another update than is simulated of what "
+                    f"it trained on, by {error:.2g} of its length (simulation_error): attacks do "
+                    "not know all of its training, and what they miss says little"
+                )
             seen[observation.id] = observation, each
         guesser, guess_is_public = guesser_of(said, picked, pixels, notes)
         context = Context(
@@ -173,6 +191,7 @@ def assess(
             grant=grant,
             seen=seen,
             guess_is_public=guess_is_public,
+            simulation_errors=errors,
         )
         models = live.kept(subject.spec.name)
         _attack(folder, context, chosen, guesser, models, workers, quiet, digest_of(exchanges))
@@ -221,6 +240,9 @@ def assess(
     return Run(folder)
 
 
+_HALVES = {torch.float16, torch.bfloat16}
+_UNLIKE = 0.1
+"""Of the update's length, by which the simulated one may be off unsaid."""
 _BASIS = (
     "recording: made by fedsim.tap of an app that is not fedsim's; truth is what fedsim.witness "
     "saw the model being called with",

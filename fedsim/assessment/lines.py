@@ -30,6 +30,8 @@ class Context:
     seen: Mapping[str, tuple[Observation, Picked]]
     guess_is_public: bool
     """Whether the guess was learned from others' images, and not from the victims' own."""
+    simulation_errors: Mapping[str, float | None]
+    """By the id of an observation, see `simulation_error`."""
 
     def row(self, job: Job, result: Result) -> Row:
         """Returns the line of one attack on one exchange."""
@@ -69,6 +71,9 @@ class Context:
             "metrics": result.metrics,
             "per_image": result.per_image,
             "certificate": result.certificate and asdict(result.certificate),
+            "features_by": result.features_by,
+            "stages": result.stages,
+            "simulation_error": self.simulation_errors.get(observation.id),
             "victims": result.victims,
             "baseline": result.baseline | ({} if self.guess_is_public else NOT_LEARNED),
             "control": {"other_update": None},

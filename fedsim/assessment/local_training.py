@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from fedsim.assessment.truth import Picked
 from fedsim.attacking.tapped import EXAMPLES, Answer, Local, gradient_of
 from fedsim.scenario import build_stack
 from fedsim.scenario.build import announced, plugin_class
 from fedsim.scenario.model import PluginRef
-from fedsim.types import Effect, FedsimError, LocalTraining, Mode
+from fedsim.types import Effect, FedsimError, LocalTraining, Mode, StepRule
 from fedsim.words import number_of
 
+_OPTIMIZERS: Mapping[str, Literal["sgd", "adam", "adamw"]] = {
+    "SGD": "sgd",
+    "Adam": "adam",
+    "AdamW": "adamw",
+}
+_UNKNOWN_SETTINGS = ("amsgrad", "maximize", "dampening")
 _UNDEFENDED, _DEFENDED = "none", "declared"
 """Names of the stack."""
 
@@ -80,11 +86,7 @@ class Plan:
                 "is not known; say how the app trains (--batch-size and --lr), or that it sends a "
                 "gradient (--answer gradient)"
             )
-        if "SGD" not in said.optimizer and "DP" not in said.optimizer:
-            self.notes.append(
-                f"local: clients step with {said.optimizer}, and attacks take steps for those of "
-                "SGD: what they miss says little"
-            )
+        rule = self._rule(each)
         epochs = max(1, round(sum(said.sizes) / said.images))
         if epochs > 1 and said.steps > epochs:
             self.notes.append(
@@ -100,7 +102,43 @@ class Plan:
             lr=said.settings["lr"],
             momentum=said.settings.get("momentum", 0.0),
             mode=self._mode,
+            rule=rule,
         )
+
+    def _rule(self, each: Picked) -> StepRule | None:
+        """Returns what the witness saw beyond SGD of the mean cross-entropy, and notes the rest."""
+        said, settings = each.testimony.said, each.testimony.said.settings
+        unmodelled = [*said.unmodelled]
+        optimizer = _OPTIMIZERS.get(str(said.optimizer), "sgd")
+        if said.optimizer not in _OPTIMIZERS and "DP" not in str(said.optimizer):
+            unmodelled.append(f"it steps with {said.optimizer}, which is taken for SGD")
+        unmodelled += [f"it sets {name}" for name in _UNKNOWN_SETTINGS if settings.get(name)]
+        if optimizer != "sgd":
+            self.notes.append(
+                f"local: clients step with {said.optimizer}. Attacks that compare updates simulate "
+                "it; those that read labels or features off an update take it for SGD"
+            )
+        for what in unmodelled:
+            self.notes.append(
+                f"local: of the clients' training {what}, which attacks do not simulate: what "
+                "they miss says little"
+            )
+        lr, rates = settings["lr"], said.rates or [settings["lr"]] * said.steps
+        decay = settings.get("weight_decay", 0.0)
+        if optimizer == "sgd" and len(said.factors) == len(rates):
+            rates = [factor * rate for factor, rate in zip(said.factors, rates, strict=True)]
+            decay /= said.factors[0] or 1.0
+        rule = StepRule(
+            optimizer=optimizer,
+            betas=(settings.get("beta1", 0.9), settings.get("beta2", 0.999)),
+            eps=settings.get("eps", 1e-8),
+            nesterov=bool(settings.get("nesterov")),
+            weight_decay=decay,
+            rates=tuple(rates) if any(rate != lr for rate in rates) else None,
+            label_smoothing=said.label_smoothing,
+            class_weights=None if said.class_weights is None else tuple(said.class_weights),
+        )
+        return rule if rule != StepRule() else None
 
     def defended(
         self, training: LocalTraining

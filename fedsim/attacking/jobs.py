@@ -126,6 +126,8 @@ class Result:
     """What the attack says that it knows of its answer; None if it says nothing."""
     features_by: str | None = None
     """Which other attack it asked for its features; None if none."""
+    stages: int | None = None
+    """Number of stages that it cut the body into; None if it cuts none."""
     baseline: dict[str, float | str | None]
     """Metrics of the zero-information guess, its `name`, and how many images it was learned from
     (`public`, and `public_per_image` that it guesses)."""
@@ -369,6 +371,7 @@ def finish(
         per_image=per_image,
         certificate=certificate,
         features_by=found.features_by if found else None,
+        stages=found.stages if found else None,
         baseline=_baseline(observation, truth, found, setting, lpips),
         victims=_victims(truth),
         tensor_rate=outcome.tensor_rate,

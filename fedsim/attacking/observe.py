@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
@@ -26,6 +28,11 @@ from fedsim.words import number_of
 _LOCAL = ("steps", "lr", "momentum", "batches")
 _NAMED = 3
 """Parameters that a message names at most."""
+RANDOM = (
+    "model: it draws random numbers in training mode beside dropout; attacks take one draw for "
+    "all, which is not the client's"
+)
+_log = logging.getLogger("fedsim.observe")
 
 
 def observe(
@@ -52,9 +59,10 @@ def observe(
         model: At the weights that the client started from; takes normalized images (B, C, H, W) and
             returns logits (B, K), or something with `logits`. It is copied and stays as it is.
         update: By the names of `model.named_parameters()`: the gradient (`fedsgd`), or the weights
-            after local training less those before (`fedavg`). Parameters that need no gradient may
-            be left out. Or tensors without names in the order of `model.parameters()`, as
-            `torch.autograd.grad` returns them: of all parameters, or of those that need a gradient.
+            after local training less those before (`fedavg`), or of state dicts. Parameters that
+            need no gradient may be left out, and all names may have a prefix more or less. Or
+            tensors without names in the order of `model.parameters()`, as `torch.autograd.grad`
+            returns them: of all parameters, or of those that need a gradient.
         input_shape: (C, H, W) of an image.
         classes: Their number, K.
         batch_size: Images that the update was computed from; of several local steps, in each.
@@ -76,7 +84,18 @@ def observe(
         model, input_shape=input_shape, classes=classes, mean=mean, std=std, mode=mode, head=head
     )
     named = update if isinstance(update, Mapping) else _named(update, model)
-    return subject.observation(named, training, buffers=buffers, seed=seed)
+    named = own_names(named, model, "update")
+    # A difference of state dicts holds that of batch norm's statistics as well.
+    statistics = dict(model.named_buffers())
+    gradient = {name: value for name, value in named.items() if name not in statistics}
+    moved = {name: value for name, value in named.items() if name in statistics}
+    _check(moved, {name: statistics[name] for name in moved}, "update")
+    moved = {n: statistics[n] + v for n, v in moved.items() if statistics[n].is_floating_point()}
+    if subject.random:
+        _log.warning("fedsim.observe: %s", RANDOM)
+    return subject.observation(
+        gradient, training, buffers=moved if buffers is None else buffers, seed=seed
+    )
 
 
 class Subject:
@@ -122,6 +141,8 @@ class Subject:
             if p.requires_grad and self._names[name] not in idle
         }
         self._frozen = [name for name in every if name not in self._trained]
+        self.random = live.is_random(apart)
+        """Whether the model draws random numbers in training mode, of which attacks take one."""
         self._statistics: Tensors = dict(model.named_buffers())
         state = apart.state_dict(keep_vars=False)
         self._held = {
@@ -171,7 +192,7 @@ class Subject:
         names = self._names
         update = {n: v for n, v in update.items() if n not in self._frozen or bool(v.any())}
         _check(update, self._trained, "update")
-        sent, start = dict(buffers or {}), dict(state or {})
+        sent, start = dict(buffers or {}), {n: _single(v) for n, v in (state or {}).items()}
         _check(sent, {n: self._statistics[n] for n in sent if n in self._statistics}, "buffers")
         _check(start, {n: self._held[n] for n in start if n in self._held}, "state")
         held = self._held | start
@@ -290,6 +311,8 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
             close = difflib.get_close_matches(name, list(wanted), n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise FedsimError(f"{what}: the model has no {name!r}{hint}")
+        if isinstance(value, Tensor) and value.is_complex():
+            raise FedsimError(f"{what}.{name}: expected real numbers, got {value.dtype}")
         if not isinstance(value, Tensor) or value.shape != wanted[name].shape:
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise FedsimError(
@@ -301,4 +324,59 @@ def _check(given: Mapping[str, Tensor], wanted: Tensors, what: str) -> None:
 
 
 def _renamed(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    return {names[name]: value.detach().clone() for name, value in tensors.items()}
+    """Copies, in float32 where they are numbers: attacks compute in no other precision."""
+    return {names[name]: _single(value).detach().clone() for name, value in tensors.items()}
+
+
+def _single(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def own_names(
+    tensors: Mapping[str, Tensor], model: nn.Module, what: str, prefix: str = ""
+) -> dict[str, Tensor]:
+    """Returns tensors by the model's own names, of which they may have a prefix more or less.
+
+    `prefix` is put before each name, if that makes names of the model. Otherwise what all names
+    begin with (`module.`, `base_model.model.`) is taken off, or what one part of the model begins
+    with is put before them, if one way alone gives names and shapes of the model. Names may lack
+    the `default` that PEFT gives to its adapters.
+
+    Raises:
+        FedsimError: several ways do.
+    """
+    own = dict(model.state_dict())
+    short = {name.replace(".default.", "."): name for name in own}
+    aliases = own.keys() | (short.keys() if len(short) == len(own) else set())
+
+    def renamed(off: str, on: str) -> dict[str, Tensor] | None:
+        names = {name: on + name.removeprefix(off) for name in tensors}
+        if any(each not in aliases for each in names.values()):
+            return None
+        found = {short.get(names[n], names[n]): value for n, value in tensors.items()}
+        fit = all(getattr(v, "shape", None) == own[name].shape for name, v in found.items())
+        return found if fit or not (off or on) else None
+
+    for on in dict.fromkeys((prefix, "")):
+        if all(on + name in own for name in tensors):
+            return {on + name: value for name, value in tensors.items()}
+    leading = _prefixes([*tensors])
+    ways: dict[tuple[str, ...], tuple[str, dict[str, Tensor]]] = {}
+    parts = dict.fromkeys(("", prefix, *(each for name in own for each in _prefixes([name]))))
+    for off, on in itertools.product(("", *leading), parts):
+        if (found := renamed(off, on)) is not None:
+            ways.setdefault(tuple(found), (f"{on!r} for {off!r}", found))
+    if len(ways) > 1:
+        listed = ", ".join(sorted(way for way, _ in ways.values())[:_NAMED])
+        raise FedsimError(
+            f"{what}: names may be those of several parts of the model ({listed}): give them the "
+            "model's own names"
+        )
+    return next((found for _, found in ways.values()), dict(tensors))
+
+
+def _prefixes(names: Sequence[str]) -> list[str]:
+    """Lists what all `names` begin with, up to and with each dot."""
+    first = names[0] if names else ""
+    dotted = [first[: end + 1] for end, each in enumerate(first) if each == "."]
+    return [each for each in dotted if all(name.startswith(each) for name in names)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from fedsim.attacking.question import on_cpu
 from fedsim.attacking.targets import question, unanswerable
 from fedsim.contracts.attack import create
 from fedsim.contracts.grant import Grant
+from fedsim.models.base import normalize
+from fedsim.models.local import gradient, local_update, loss_function
+from fedsim.models.victim import rebuild
 from fedsim.recording import files
 from fedsim.recording.truth import has_truth, load_truth
 from fedsim.system.device import resolve_device
@@ -67,7 +72,8 @@ def attack(
         server, knowledge, metrics (null without truth), how many images are `missing` from the
         reconstruction, which no metric of images is of (null without truth), the `certificate`
         (what the attack says that it knows; null if it says nothing), which other attack its
-        features are by (`features_by`), and cost.
+        features are by (`features_by`), how many `stages` it cut the body into, the
+        `simulation_error` (null without truth), and cost.
 
     Raises:
         FedsimError: the recording or the attack cannot be used, or the attack failed.
@@ -127,8 +133,42 @@ def attack(
         "missing": scores and scores.missing,
         "certificate": told and asdict(told),
         "features_by": found.features_by,
+        "stages": found.stages,
+        "simulation_error": simulation_error(observation, victim),
         "cost": jobs.cost(solution),
     }
+
+
+def simulation_error(observation: Observation, truth: Truth | None) -> float | None:
+    """Returns how far the update that attacks simulate at the truth is from the recorded one.
+
+    It is the distance over the recorded update's length: 0 to rounding where attacks know all of
+    the client's training and defense. Something that they do not model makes it larger, and so do
+    noise and, of several steps, images that are not in the order of the steps. None where there is
+    no truth, the truth is of several clients, or batches vary in size.
+    """
+    training = observation.training
+    several = observation.num_clients > 1 or training.sampling != "without_replacement"
+    if not isinstance(truth, GroundTruth) or several or len(truth.images) % training.steps:
+        return None
+    device = next(iter(observation.parameters.values())).device
+    model, training = rebuild(observation), replace(training, dropout=0.0)
+    buffers = {name: value.clone() for name, value in observation.buffers.items()}
+    loss = loss_function(model, buffers, training)
+    images, labels = normalize(truth.images.to(device), observation.model), truth.labels.to(device)
+    batches = [(images, labels)] * training.steps
+    if training.batches == "different":
+        count = training.steps
+        batches = list(zip(images.chunk(count), labels.chunk(count), strict=True))
+    simulated = local_update(partial(gradient, loss), observation.parameters, batches, training)
+    off, size = (
+        math.sqrt(math.fsum(float(each.detach().double().square().sum()) for each in tensors))
+        for tensors in (
+            [simulated[name] - value for name, value in observation.update.items()],
+            list(observation.update.values()),
+        )
+    )
+    return off / size if size and math.isfinite(off) else None
 
 
 def _given(observation: Observation, images: Tensor, labels: Tensor) -> GroundTruth:

@@ -10,11 +10,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedsim.attacking.observe import Subject
+from fedsim.attacking.observe import Subject, own_names
 from fedsim.models.local import step_weights
 from fedsim.recording.exchanges import Exchange
 from fedsim.recording.files import observation_id
-from fedsim.types import Effect, FedsimError, LocalTraining, Mode, Observation
+from fedsim.types import Effect, FedsimError, LocalTraining, Mode, Observation, StepRule
 
 Answer = Literal["weights", "delta", "gradient"]
 """What clients answer: their weights after training, these less the server's, or a gradient."""
@@ -35,6 +35,7 @@ class Local:
     lr: float
     momentum: float = 0.0
     mode: Mode = "train"
+    rule: StepRule | None = None
 
     @classmethod
     def declared(
@@ -75,12 +76,18 @@ class Local:
             momentum=self.momentum,
             mode=self.mode,
             batches="same" if self.per_epoch == 1 and self.steps > 1 else "different",
+            rule=self.rule,
         )
         if self.per_epoch == 1 or self.steps <= self.per_epoch:
             return again
-        once = replace(again, steps=self.per_epoch)
+        rule = self.rule
+        if rule is not None and rule.rates is not None:
+            rule = replace(rule, rates=rule.rates[: self.per_epoch])
+        once = replace(again, steps=self.per_epoch, rule=rule)
         weight = sum(step_weights(again)) / sum(step_weights(once))
-        return replace(once, lr=self.lr * weight)
+        if rule is not None and rule.rates is not None:
+            rule = replace(rule, rates=tuple(weight * each for each in rule.rates))
+        return replace(once, lr=self.lr * weight, rule=rule)
 
 
 def gradient_of(examples: int, mode: Mode) -> LocalTraining:
@@ -136,12 +143,12 @@ def observed(
     after = _own_names(exchange.reply(), model, prefix)
     trained = {name for name, _ in model.named_parameters()}
     update = {
-        name: value - before[name] if answer == "weights" else value
+        name: value.double() - before[name].double() if answer == "weights" else value
         for name, value in after.items()
         if name in trained and name in before
     }
     sent = {
-        name: before[name] + value if answer == "delta" else value
+        name: before[name].float() + value if answer == "delta" else value
         for name, value in after.items()
         if name not in trained and value.is_floating_point() and name in before
     }
@@ -166,7 +173,7 @@ def _own_names(tensors: Mapping[str, Tensor], model: nn.Module, prefix: str) -> 
         ordered: Sequence[Tensor] = [tensors[name] for name in sorted(tensors, key=int)]
         named = dict(zip(own, ordered, strict=True))
     else:
-        named = {prefix + name: value for name, value in tensors.items()}
+        named = own_names(tensors, model, "--prefix", prefix)
     for name, value in named.items():
         if name not in own:
             raise FedsimError(

@@ -90,6 +90,7 @@ def assess(
     """
     with exits():
         from fedsim.assessment import assess as assess_recording
+        from fedsim.results.record import strict_json
         from fedsim.scenario import grant_of, parameters_of
         from fedsim.types import FedsimError
 
@@ -136,6 +137,9 @@ def assess(
         )
         if not quiet:
             show(finished)
+            notes = strict_json((finished.out / "record.json").read_bytes())["notes"]
+            for note in notes.values():
+                typer.echo(note, err=True)
 
 
 def _named(text: str) -> tuple[str, list[str]]:

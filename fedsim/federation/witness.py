@@ -93,6 +93,10 @@ def _keep(
         optimizer=steps.optimizer,
         settings=steps.settings,
         training_mode=steps.training_mode,
+        rates=steps.rates,
+        factors=steps.factors,
+        unmodelled=steps.unmodelled,
+        **steps.loss,
     )
     images = torch.stack(steps.images)
     files = run_of(folder, context.run_id).rglob("*.safetensors")

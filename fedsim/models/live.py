@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,22 @@ from fedsim.types import FedsimError, Mode
 
 _TRIED = 2
 """Images by which a taken-apart model is compared with what it was."""
+_RELUS = (F.relu, torch.relu, Tensor.relu)
+_POOLS = (F.max_pool2d, torch.max_pool2d)
+_MASKS = (
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+)
+_AXES = 4
+_POSITION = 4
+"""Of the chance of dropout among the arguments of attention."""
 _PREFIX = "live:"
 _numbers = itertools.count(1)
 _models: dict[str, Classifier] = {}
@@ -68,9 +85,11 @@ def taken_apart(
 ) -> tuple[Classifier, Mapping[str, str]]:
     """Return a copy of `model` as body and head, and the names that its tensors have there.
 
-    The head is the linear layer of `classes` outputs that is called last, if all that follows it
-    is its output; a model without such a layer is all body. Masks of dropout are no attacker's to
-    know: the copy has none.
+    The head is the linear layer of `classes` outputs that is called last, if the model's answer is
+    its output or the log-softmax of that, of which cross-entropy makes the same. Otherwise it is a
+    part that is linear as a whole, as of low-rank layers beside another. A model without either is
+    all body. Masks of dropout are no attacker's to know: the copy has none, computes in float32,
+    and draws the same numbers each time if it still draws any (`is_random`).
 
     Args:
         model: Takes (B, C, H, W) and returns logits (B, K), or something with `logits`.
@@ -82,7 +101,12 @@ def taken_apart(
         FedsimError: the model does not take such images or has other outputs, a parameter has two
             names, or `head` is no linear layer that can be taken off.
     """
-    own = copy.deepcopy(model)
+    try:
+        own = copy.deepcopy(model).float()
+    except RuntimeError as error:
+        raise FedsimError(
+            f"model: it cannot be copied: {error}; hand it over before it has computed anything"
+        ) from error
     _prepare(own)
     whole = _Logits(own)
     probe = _probe(own, input_shape)
@@ -97,24 +121,32 @@ def taken_apart(
         raise FedsimError(
             "model: a parameter has two names (tied weights), and no update tells which is meant"
         )
-    layer = head or next((name for name in reversed(called) if _is_head(own, name, classes)), None)
-    if layer is None:
-        return Classifier(whole, nn.Identity()), _renamed(own, None)
-    if not _is_head(own, layer, classes):
-        raise FedsimError(f"head: {layer} is no linear layer with {classes} outputs of the model")
-    parent, _, last = layer.rpartition(".")
-    linear = own.get_submodule(layer)
-    names = _renamed(own, layer)
-    setattr(own.get_submodule(parent), last, nn.Identity())
-    found = Classifier(whole, linear)
-    with torch.no_grad():
-        parted = found.eval()(probe)
-    if parted.shape == expected.shape and torch.allclose(parted, expected, rtol=1e-4, atol=1e-5):
-        return found, names
+    whole.seeded = _is_random(whole, probe)
+    if head is not None and not _is_head(own, head, classes):
+        raise FedsimError(f"head: {head} is no linear layer with {classes} outputs of the model")
+    for layer in [head] if head else _head_candidates(own, called, classes):
+        parent, _, last = layer.rpartition(".")
+        linear = own.get_submodule(layer)
+        names = _renamed(own, layer)
+        setattr(own.get_submodule(parent), last, _HeadReached())
+        found = Classifier(whole, linear)
+        with torch.no_grad():
+            try:
+                parted: Tensor | None = found.eval()(probe)
+            except Exception:  # features are not all that the layer is called with
+                parted = None
+        fits = parted is not None and parted.shape == expected.shape
+        if fits and any(_alike(each, expected) for each in (parted, parted.log_softmax(1))):
+            return found, names
+        setattr(own.get_submodule(parent), last, linear)
     if head is not None:
         raise FedsimError(f"head: what the model returns is not the output of {head}")
-    setattr(own.get_submodule(parent), last, linear)
     return Classifier(whole, nn.Identity()), _renamed(own, None)
+
+
+def is_random(model: Classifier) -> bool:
+    """Whether a model that was taken apart draws random numbers, of which it takes one draw."""
+    return isinstance(model.body, _Logits) and model.body.seeded
 
 
 def unused(model: Classifier, mode: Mode, input_shape: tuple[int, int, int]) -> set[str]:
@@ -149,6 +181,8 @@ def _prepare(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
+        if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
+            part.dropout = 0.0
         if getattr(part, "inplace", False):
             setattr(part, "inplace", False)  # noqa: B010 - of a module of any kind
         for name, child in list(part.named_children()):
@@ -158,8 +192,17 @@ def _prepare(model: nn.Module) -> None:
                 setattr(part, name, _Hardswish())
 
 
-class _AnyOrder(TorchFunctionMode):
-    """Lets `view` take tensors in any order of memory: attacks lay images out as is fastest."""
+class _Substitutes(TorchFunctionMode):
+    """Exchanges functions that a model calls for what attacks can work with.
+
+    `view` takes tensors in any order of memory: attacks lay images out as is fastest. ReLU and max
+    pooling become modules, which attacks find as they find others'. Masks are left out, and drawn
+    ones (`bernoulli`) are their mean.
+    """
+
+    def __init__(self, modules: nn.ModuleDict, *, adding: bool) -> None:
+        super().__init__()
+        self._modules, self._adding = modules, adding
 
     def __torch_function__(
         self,
@@ -170,7 +213,55 @@ class _AnyOrder(TorchFunctionMode):
     ) -> Any:
         if func is Tensor.view and not any(isinstance(each, torch.dtype) for each in args):
             return args[0].reshape(*args[1:])
-        return func(*args, **(kwargs or {}))
+        named = dict(kwargs or {})
+        if func in _MASKS:
+            return args[0] if args else named["input"]
+        if func is Tensor.bernoulli_:
+            return args[0].fill_(args[1] if len(args) > 1 else named.get("p", 0.5))
+        if func is torch.bernoulli and len(args) == 1:
+            return args[0]
+        if func is F.scaled_dot_product_attention:
+            if len(args) > _POSITION:
+                args = (*args[:_POSITION], 0.0, *args[_POSITION + 1 :])
+            else:
+                named["dropout_p"] = 0.0
+        substitute = self._substitute(func, args, named)
+        return substitute(args[0]) if substitute else func(*args, **named)
+
+    def _substitute(
+        self, func: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]
+    ) -> nn.Module | None:
+        """The module that computes what `func` does; None if that is no such function."""
+        if func in _RELUS and args:
+            key, made = "relu", nn.ReLU()
+        elif func in _POOLS and args and args[0].ndim == _AXES and len(args) <= _AXES + 1:
+            if named.get("return_indices"):
+                return None
+            key = f"max_pool {args[1:]} {named}".replace(".", "_")
+            made = nn.MaxPool2d(*args[1:], **named)
+        else:
+            return None
+        if key not in self._modules:
+            if not self._adding:
+                return None
+            self._modules[key] = made
+        return self._modules[key]
+
+
+class _FeaturesReached(BaseException):
+    """A model calls its head. Not an `Exception`, which its code may catch."""
+
+    def __init__(self, features: Tensor) -> None:
+        super().__init__()
+        self.features = features
+
+
+class _HeadReached(nn.Module):
+    """Stands where the head was: what it is called with are the features."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Any shape."""
+        raise _FeaturesReached(features)
 
 
 class _Logits(nn.Module):
@@ -179,12 +270,27 @@ class _Logits(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.functions = nn.ModuleDict()
+        """Functions that the model calls, as modules."""
+        self.adding = False
+        """Whether functions that are not among them are added."""
+        self.seeded = False
+        """Whether all that is drawn is drawn anew from the same seed."""
 
     def forward(self, images: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, K)."""
+        """(B, C, H, W) -> (B, K), or the features that the head is called with."""
+        substitutes = _Substitutes(self.functions, adding=self.adding)
         # Of other kernels of attention, no second derivative is known.
-        with sdpa_kernel(SDPBackend.MATH), _AnyOrder():
-            answer: Any = self.module(images)
+        with ExitStack() as stack:
+            stack.enter_context(sdpa_kernel(SDPBackend.MATH))
+            if self.seeded:
+                stack.enter_context(torch.random.fork_rng(devices=[]))
+                torch.manual_seed(0)
+            stack.enter_context(substitutes)
+            try:
+                answer: Any = self.module(images)
+            except _FeaturesReached as reached:
+                return reached.features
         answer = getattr(answer, "logits", answer)
         return cast(Tensor, answer[0] if isinstance(answer, tuple) else answer)
 
@@ -199,13 +305,13 @@ def _probe(model: nn.Module, input_shape: tuple[int, int, int]) -> Tensor:
 
 
 def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
-    """The logits, and the names of linear layers in the order in which they are called."""
+    """The logits, and the names of the modules in the order in which their calls end."""
     called: list[str] = []
     hooks = [
         part.register_forward_hook(lambda *_, name=name: called.append(name))
         for name, part in model.module.named_modules()
-        if isinstance(part, nn.Linear)
     ]
+    model.adding = True
     try:
         with torch.no_grad():
             logits = model.eval()(images)
@@ -215,6 +321,7 @@ def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
             f"{type(error).__name__}: {error}"
         ) from error
     finally:
+        model.adding = False
         for hook in hooks:
             hook.remove()
     if not isinstance(logits, Tensor):
@@ -222,6 +329,49 @@ def _traced(model: _Logits, images: Tensor) -> tuple[Tensor, list[str]]:
             f"model: expected logits, or something that has `logits`, got {type(logits).__name__}"
         )
     return logits, called
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def _is_random(model: _Logits, images: Tensor) -> bool:
+    """Whether two passes in training mode differ; statistics stay as they are."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            one, other = (model.train()(images) for _ in range(2))
+            return not torch.equal(one, other)
+        except Exception:  # batch norm of too few values, or somebody else's code
+            return False
+        finally:
+            model.eval().load_state_dict(before, strict=False)
+
+
+def _head_candidates(model: nn.Module, called: list[str], classes: int) -> list[str]:
+    """Lists what may be the head, the likeliest first: linear layers, then parts that are linear.
+
+    `called` are the names of modules in the order in which their calls end.
+    """
+    last = list(dict.fromkeys(reversed(called)))
+    linear = [name for name in last if _is_head(model, name, classes)][:1]
+    return linear + [name for name in reversed(last) if name and _is_affine(model, name, classes)]
+
+
+def _is_affine(model: nn.Module, name: str, classes: int) -> bool:
+    """Whether a part of several layers maps features to logits as one linear layer would."""
+    part = model.get_submodule(name)
+    first = next((each for each in part.modules() if isinstance(each, nn.Linear)), None)
+    if first is None or first is part or next(part.buffers(), None) is not None:
+        return False
+    drawn = torch.randn(2, first.in_features, generator=torch.Generator().manual_seed(0))
+    one, other = drawn.to(first.weight).split(1)
+    with torch.no_grad():
+        try:
+            both = part(one + other) + part(torch.zeros_like(one))
+            return both.shape == (1, classes) and _alike(both, part(one) + part(other))
+        except Exception:  # it takes something else
+            return False
 
 
 def _is_head(model: nn.Module, name: str, classes: int) -> bool:

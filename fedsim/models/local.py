@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedsim.models.base import Classifier
-from fedsim.types import FedsimError, LocalTraining, Tensors
+from fedsim.types import FedsimError, LocalTraining, StepRule, Tensors
+
+_TINY = 1e-30
 
 LossFn = Callable[[Tensors, Tensor, Tensor], Tensor]
 OutputFn = Callable[[Tensors, Tensor], Tensor]
@@ -23,7 +25,9 @@ DirectionFn = Callable[[Tensors, Tensor, Tensor], Tensors]
 
 
 def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) -> LossFn:
-    """Returns mean cross-entropy as a pure function of (parameters, images, labels).
+    """Returns the mean cross-entropy as a pure function of (parameters, images, labels).
+
+    A `StepRule` may weight classes and smooth labels.
 
     Labels are (B,) int64 or (B, K) probabilities. In train mode batch norm writes its running
     statistics into `buffers`, in place: hand over a copy and read the new statistics there. The
@@ -33,9 +37,15 @@ def loss_function(model: Classifier, buffers: Tensors, training: LocalTraining) 
         FedsimError: when called, if batch norm has a single value per channel to normalize.
     """
     logits = _pure(model, model.forward, buffers, training)
+    rule = training.rule or StepRule()
+    weights, smoothing = None, rule.label_smoothing
+    if rule.class_weights is not None:
+        weights = next(model.parameters()).detach().new_tensor(rule.class_weights)
 
     def loss(parameters: Tensors, images: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits(parameters, images), labels)
+        return F.cross_entropy(
+            logits(parameters, images), labels, weight=weights, label_smoothing=smoothing
+        )
 
     return loss
 
@@ -174,11 +184,13 @@ def local_update(
         parameters: the global weights.
         batches: (images, labels), one per step.
         training: see `LocalTraining`; momentum follows torch.optim.SGD: v ← μ v + g, θ ← θ - lr
-            v.
+            v. `StepRule` says what else a step may do.
     """
     if training.algorithm == "fedsgd":
         ((images, labels),) = batches
         return direction(parameters, images, labels)
+    if training.rule is not None:
+        return _ruled_update(direction, parameters, batches, training, training.rule)
     current = dict(parameters)
     velocity: dict[str, Tensor] = {}
     for images, labels in batches:
@@ -193,10 +205,55 @@ def local_update(
     return {name: current[name] - parameters[name] for name in parameters}
 
 
+def _ruled_update(
+    direction: DirectionFn,
+    parameters: Tensors,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    training: LocalTraining,
+    rule: StepRule,
+) -> Tensors:
+    """Returns the update of `training` under a `rule`, step for step as torch.optim computes it."""
+    current = dict(parameters)
+    first: dict[str, Tensor] = {}
+    second: dict[str, Tensor] = {}
+    decoupled = rule.optimizer == "adamw"
+    momentum = training.momentum if rule.optimizer == "sgd" else rule.betas[0]
+    for count, (images, labels) in enumerate(batches, 1):
+        lr = training.lr if rule.rates is None else rule.rates[count - 1]
+        for name, step in direction(current, images, labels).items():
+            weight = current[name]
+            if rule.proximal:
+                step = step + rule.proximal * (weight - parameters[name])
+            if rule.weight_decay and not decoupled:
+                step = step + rule.weight_decay * weight
+            share = 1.0 if rule.optimizer == "sgd" else 1 - momentum
+            previous = first.get(name)
+            first[name] = share * step if previous is None else momentum * previous + share * step
+            if rule.optimizer == "sgd":
+                moved = step + momentum * first[name] if rule.nesterov else first[name]
+            else:
+                beta = rule.betas[1]
+                squares = (1 - beta) * step.square() + beta * second.get(name, 0.0)
+                second[name] = squares
+                # The slope of a root at 0 is infinite.
+                root = (squares / (1 - beta**count) + _TINY).sqrt() + rule.eps
+                moved = first[name] / (1 - momentum**count) / root
+            if decoupled:
+                weight = (1 - lr * rule.weight_decay) * weight
+            current[name] = weight - lr * moved
+    return {name: current[name] - parameters[name] for name in parameters}
+
+
 def step_weights(training: LocalTraining) -> list[float]:
     """Returns how often each step's gradient enters the update, in units of -lr; [1] for one."""
     if training.algorithm == "fedsgd":
         return [1.0]
+    if training.rule is not None and training.rule.rates is not None:
+        later = [rate / training.lr for rate in training.rule.rates]
+        return [
+            sum(training.momentum**j * each for j, each in enumerate(later[s:]))
+            for s in range(training.steps)
+        ]
     # Step s (of T) enters 1 + μ + ... + μ^(T - s) times.
     return [sum(training.momentum**j for j in range(s)) for s in range(training.steps, 0, -1)]
 

@@ -46,6 +46,14 @@ class Witnessed(BaseModel):
     settings: dict[str, Annotated[float, Field(allow_inf_nan=False)]]
     """Of the optimizer: `lr`, `momentum` and the like."""
     training_mode: bool
+    rates: list[Annotated[float, Field(allow_inf_nan=False)]] = []
+    """Learning rate of each step; none in files before there were any."""
+    factors: list[Annotated[float, Field(allow_inf_nan=False)]] = []
+    """By what each step's gradient exceeds that of its images' mean loss."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    class_weights: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] | None = None
+    unmodelled: list[str] = []
+    """What was seen of the training that no attack knows of."""
 
     @property
     def steps(self) -> int:

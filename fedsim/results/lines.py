@@ -259,6 +259,9 @@ class ResultRow(RowPart):
     """None if the attack says nothing of what it knows, and in rows before there were any."""
     features_by: str | None = None
     """Which other attack was asked for the features; None if none, and in rows before."""
+    stages: int | None = None
+    """Number of stages that the attack cut the body into; None if it cuts none, and in rows
+    before."""
     folder: Path = Path()
     """Folder of the run that it was read from."""
     ended: bool = True

@@ -149,6 +149,7 @@ class Context:
             "per_image": result.per_image,
             "certificate": result.certificate and asdict(result.certificate),
             "features_by": result.features_by,
+            "stages": result.stages,
             "victims": result.victims,
             "baseline": result.baseline,
             "control": {"other_update": None},

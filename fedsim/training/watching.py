@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,13 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 _LOSSES = ("cross_entropy", "nll_loss")
 """Functions of torch.nn.functional; the modules of these losses call them."""
+_ARGUMENTS = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+"""Of these, after inputs and targets."""
 _IMAGE_AXES = 4
+_MOST_ACCUMULATED = 129
+"""Batches whose losses an app divides by their number are fewer."""
+_ROUNDED = 1e-5
+"""Relative rounding of a loss."""
 
 
 @dataclass
@@ -43,6 +49,15 @@ class Steps:
     optimizer: str | None = None
     settings: dict[str, float] = field(default_factory=dict)
     """Learning rate, momentum and the like of the first step."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
+    factors: list[float] = field(default_factory=list)
+    """By what each step's gradient exceeds that of the mean loss of its images: where several
+    batches are accumulated, or losses are summed."""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """`label_smoothing` and `class_weights`, where the loss has them."""
+    unmodelled: list[str] = field(default_factory=list)
+    """What was seen of the training that no attack knows of."""
     training_mode: bool = True
     """Whether the model's layers computed in training mode."""
     left_out: int = 0
@@ -96,6 +111,10 @@ class _Watch:
         """Whether the call that is going on has had its images."""
         self._batches: list[tuple[Tensor, Tensor]] = []
         """Of the step that is coming."""
+        self._means: list[float] = []
+        """Mean loss of each of them."""
+        self._differentiated: list[float] = []
+        """Values that were differentiated for it."""
 
     def called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         """Before a module computes: the first images within a call from outside are the model's."""
@@ -118,33 +137,74 @@ class _Watch:
         if threading.get_ident() == self._thread:
             self._depth = max(0, self._depth - 1)
 
-    def lost(self, labels: Any) -> None:
-        """When a loss is asked about `labels`."""
-        if threading.get_ident() == self._thread and torch.is_grad_enabled():
-            self._pair(labels)
-
-    def _pair(self, labels: Any) -> None:
+    def lost(self, labels: Any, value: Tensor, given: Mapping[str, Any]) -> None:
+        """When a loss of `labels` has been computed; `given` are its other arguments."""
+        if threading.get_ident() != self._thread or not torch.is_grad_enabled():
+            return
         images, self._inputs = self._inputs, None
         if images is None or not isinstance(labels, Tensor):
             return
         if labels.dtype == torch.int64 and labels.shape == images.shape[:1]:
             copies = images.to("cpu", torch.float32, copy=True), labels.detach().to("cpu")
             self._batches.append(copies)
+            mean = value.detach().double().mean()
+            weights, loss = given.get("weight"), dict[str, Any]()
+            if given.get("reduction") == "sum":
+                mean /= len(images) if weights is None else float(weights[labels].sum())
+            self._means.append(float(mean))
+            if smoothing := given.get("label_smoothing"):
+                loss["label_smoothing"] = float(smoothing)
+            if isinstance(weights, Tensor):
+                loss["class_weights"] = weights.detach().tolist()
+            if self.steps.sizes and loss != self.steps.loss:
+                self._note("its loss changes between steps")
+            self.steps.loss = loss
+
+    def differentiated(self, values: Any) -> None:
+        """When a loss is differentiated."""
+        if threading.get_ident() == self._thread and isinstance(values, Tensor):
+            self._differentiated.append(float(values.detach().sum()))
+
+    def _note(self, what: str) -> None:
+        if what not in self.steps.unmodelled:
+            self.steps.unmodelled.append(what)
 
     def stepped(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
         """Before an optimizer steps."""
         if threading.get_ident() != self._thread or not self._batches:
             return
+        first, *others = (_settings(group) for group in optimizer.param_groups)
         if not self.steps.sizes:
             self.steps.optimizer = type(optimizer).__name__
-            self.steps.settings = {
-                name: float(value)
-                for name, value in optimizer.param_groups[0].items()
-                if isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and math.isfinite(value)
-            }
+            self.steps.settings = first
+        if any(each != first for each in others):
+            self._note("groups of parameters have settings of their own")
+        known = {**self.steps.settings, "lr": first.get("lr")}
+        if type(optimizer).__name__ != self.steps.optimizer or {"lr": None, **first} != known:
+            self._note("its optimizer, or a setting of it other than lr, changes between steps")
+        self.steps.rates.append(first.get("lr", 0.0))
+        self.steps.factors.append(self._factor())
         self._take()
+
+    def _factor(self) -> float:
+        """By what the coming step's gradient exceeds that of the mean loss of all its images.
+
+        A number before the loss shows in the value that is differentiated. What is no such number
+        (a penalty, a proximal term, a focal loss) is noted.
+        """
+        count = len(self._batches)
+        means, values = self._means, self._differentiated
+        if len(means) != len(values):
+            means, values = [math.fsum(means)], [math.fsum(values)]
+        factors = [value / mean if mean else 1.0 for mean, value in zip(means, values, strict=True)]
+        lengths = [float(len(images)) for images, _ in self._batches]
+        known = [1.0, *lengths, *(1 / n for n in range(2, _MOST_ACCUMULATED))]
+        for factor in known:
+            if all(math.isclose(each, factor, rel_tol=_ROUNDED) for each in factors):
+                return factor * count
+        if self._differentiated:
+            self._note("what is differentiated is not the mean cross-entropy alone")
+        return float(count)
 
     def end(self) -> None:
         """At the end: batches that no optimizer stepped with are those of one gradient."""
@@ -153,6 +213,7 @@ class _Watch:
 
     def _take(self) -> None:
         batches, self._batches = self._batches, []
+        self._means, self._differentiated = [], []
         self.steps.add(batches)
 
 
@@ -192,6 +253,9 @@ class _Hooks:
             loss = getattr(F, name)
             setattr(F, name, self._listening(loss))
             self._undo.append(partial(setattr, F, name, loss))
+        backward = torch.autograd.backward
+        setattr(torch.autograd, "backward", self._differentiating(backward))  # noqa: B010
+        self._undo.append(partial(setattr, torch.autograd, "backward", backward))
 
     def _called(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
         for watch in self._watches:
@@ -208,15 +272,38 @@ class _Hooks:
     def _listening(self, loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Returns `loss`, which now also tells of its labels."""
 
-        def told(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
+        def compute(input: Tensor, target: Tensor, *arguments: Any, **named: Any) -> Tensor:
+            value = loss(input, target, *arguments, **named)
+            given = dict(zip(_ARGUMENTS, arguments, strict=False)) | named
             for watch in self._watches:
-                watch.lost(target)
-            return loss(input, target, *arguments, **named)
+                watch.lost(target, value, given)
+            return value
 
-        return told
+        return compute
+
+    def _differentiating(self, backward: Callable[..., None]) -> Callable[..., None]:
+        """Returns `backward`, which now also tells of what is differentiated."""
+
+        def compute(tensors: Any, *arguments: Any, **named: Any) -> None:
+            for watch in self._watches:
+                watch.differentiated(tensors)
+            backward(tensors, *arguments, **named)
+
+        return compute
 
 
 _hooks = _Hooks()
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a group of parameters; of pairs, as Adam's betas, `beta1` and `beta2`."""
+    found = {}
+    for name, value in group.items():
+        pair = name != "params" and isinstance(value, tuple | list)
+        for place, each in enumerate(value if pair else [value], 1):
+            if isinstance(each, int | float) and math.isfinite(each):
+                found[f"{name.removesuffix('s')}{place}" if pair else name] = float(each)
+    return found
 
 
 def _are_images(value: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedsim
+from fedsim.contracts.attack import AttackFailed
 from fedsim.models.victim import rebuild
 from fedsim.types import FedsimError, Observation
 
@@ -285,3 +286,186 @@ def test_a_model_of_another_process_is_named() -> None:
 
     with pytest.raises(FedsimError, match=r"call fedsim\.observe again"):
         live.again("live:Net-999999")
+
+
+class Plain(nn.Module):
+    """A body of two layers and a classifier, of which parts are frozen or exchanged."""
+
+    def __init__(self, finish: Callable[[Tensor], Tensor] = lambda logits: logits) -> None:
+        super().__init__()
+        self.hidden = nn.Linear(64, 24)
+        self.classifier: nn.Module = nn.Linear(24, CLASSES)
+        self.finish = finish
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.dropout(self.hidden(images.flatten(1)).sigmoid(), 0.5, self.training)
+        return self.finish(self.classifier(hidden))
+
+
+class LowRank(nn.Module):
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+
+    def forward(self, features: Tensor) -> Any:
+        return self.base_layer(features) + self.lora_B["default"](self.lora_A["default"](features))
+
+
+def plain(finish: Callable[[Tensor], Tensor] = lambda logits: logits) -> Plain:
+    torch.manual_seed(0)
+    return Plain(finish)
+
+
+def trained(
+    model: nn.Module, images: Tensor, labels: Tensor, loss: Any = None
+) -> dict[str, Tensor]:
+    """The gradient of what needs one, in evaluation mode."""
+    like = next(model.parameters())
+    answer = model.eval()(((images - MEAN[0]) / STD[0]).to(like.dtype))
+    value = (loss or F.cross_entropy)(answer, labels)
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(named, torch.autograd.grad(value, list(named.values())), strict=True))
+
+
+def labels_of(observation: Observation, batch: tuple[Tensor, Tensor]) -> float:
+    _, row = fedsim.attack(observation, "label_inference", truth=batch)
+    return float(row["metrics"]["label_accuracy"])
+
+
+def test_the_classifier_before_a_log_softmax_is_the_head(batch: tuple[Tensor, Tensor]) -> None:
+    model = plain(lambda logits: logits.log_softmax(1))
+    observation = seen(model, trained(model, *batch, loss=F.nll_loss))
+    assert "head.weight" in observation.update
+    assert labels_of(observation, batch) == 1.0
+    model = plain(lambda logits: logits.softmax(1))
+    assert "head.weight" not in seen(model, trained(model, *batch)).update
+
+
+@pytest.mark.parametrize("frozen", ["classifier", "classifier.weight", "hidden", "classifier.bias"])
+def test_labels_with_a_part_that_is_not_trained(frozen: str, batch: tuple[Tensor, Tensor]) -> None:
+    model = plain()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    observation = seen(model, trained(model, *batch))
+    if frozen == "classifier":
+        with pytest.raises(AttackFailed, match="not trained, or is not sent"):
+            labels_of(observation, batch)
+    else:
+        assert labels_of(observation, batch) == 1.0
+    found, _ = fedsim.attack(
+        observation,
+        "inverting_gradients",
+        {"iterations": 2},
+        grant=fedsim.Grant(labels="known"),
+        truth=batch,
+    )
+    assert found.images is not None
+
+
+def test_labels_through_low_rank_layers_on_the_classifier(batch: tuple[Tensor, Tensor]) -> None:
+    model = plain()
+    assert isinstance(model.classifier, nn.Linear)
+    model.classifier = LowRank(model.classifier)
+    model.hidden.requires_grad_(False)
+    update = trained(model, *batch)
+    sent = {  # as PEFT names what it saves
+        "base_model.model." + name.replace(".default", ""): value for name, value in update.items()
+    }
+    observation = seen(model, sent)
+    assert set(observation.update) == {
+        "head.lora_A.default.weight",
+        "head.lora_B.default.weight",
+    }
+    assert labels_of(observation, batch) == 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_other_precisions(dtype: torch.dtype, batch: tuple[Tensor, Tensor]) -> None:
+    model = plain().to(dtype)
+    observation = seen(model, trained(model, *batch))
+    assert {value.dtype for value in observation.update.values()} == {torch.float32}
+    assert labels_of(observation, batch) == 1.0
+    found, row = fedsim.attack(observation, "inverting_gradients", {"iterations": 2}, truth=batch)
+    assert found.images is not None
+    assert row["simulation_error"] < (0.1 if dtype == torch.bfloat16 else 1e-5)
+    assert next(model.parameters()).dtype == dtype
+
+
+@pytest.mark.parametrize("prefix", ["module.", "base_model.model.", "_orig_mod."])
+def test_prefixes_are_taken_off(prefix: str, batch: tuple[Tensor, Tensor]) -> None:
+    model = plain()
+    update = trained(model, *batch)
+    wanted = seen(model, update).update
+    found = seen(model, {prefix + name: value for name, value in update.items()}).update
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_names_of_several_parts_are_refused(batch: tuple[Tensor, Tensor]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 5))
+    model[1].requires_grad_(False)
+    one = {"weight": torch.zeros(64, 64), "bias": torch.zeros(64)}
+    with pytest.raises(FedsimError, match="several parts"):
+        seen(model, one)
+
+
+def test_a_difference_of_state_dicts_is_an_update() -> None:
+    model = built().eval()
+    with torch.no_grad():
+        difference = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    observation = seen(model, difference, algorithm="fedavg", local={"steps": 1, "lr": 0.1})
+    assert not any("running" in name for name in observation.update)
+    mean = observation.buffers_update["body.module.norm.running_mean"]
+    assert torch.equal(mean, model.norm.running_mean + 1)
+
+
+def test_random_layers_are_left_out_or_drawn_once(batch: tuple[Tensor, Tensor]) -> None:
+    class Noisy(Plain):
+        def forward(self, images: Tensor) -> Tensor:
+            return super().forward(images + torch.randn_like(images) * self.training)
+
+    torch.manual_seed(0)
+    for model in (plain(), Noisy()):
+        copy = rebuild(seen(model, trained(model, *batch))).train()
+        before = torch.get_rng_state()
+        assert torch.equal(copy(batch[0]), copy(batch[0]))
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_attention_and_dropped_paths_have_no_masks() -> None:
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+            self.out = nn.Linear(64, CLASSES)
+
+        def forward(self, images: Tensor) -> Tensor:
+            rows = images[:, 0]
+            kept = rows.new_empty(len(rows), 1, 1).bernoulli_(0.5).div_(0.5)
+            rows = rows + self.attend(rows, rows, rows)[0] * (kept if self.training else 1)
+            mixed = F.scaled_dot_product_attention(
+                rows, rows, rows, dropout_p=0.5 if self.training else 0.0
+            )
+            logits: Tensor = self.out(mixed.flatten(1))
+            return logits
+
+    torch.manual_seed(0)
+    model = Attending()
+    update = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    copy, images = rebuild(seen(model, update)), torch.rand(2, *SHAPE)
+    torch.testing.assert_close(copy.train()(images), model.eval()(images))
+
+
+def test_the_simulated_update_tells_of_a_training_that_is_not_modelled(
+    batch: tuple[Tensor, Tensor],
+) -> None:
+    model = plain()
+    update = trained(model, *batch)
+    right, wrong = (
+        fedsim.attack(seen(model, each), "label_inference", truth=batch)[1]["simulation_error"]
+        for each in (update, {n: v + model.state_dict()[n] for n, v in update.items()})
+    )
+    assert right < 1e-5
+    assert wrong > 0.1
+    assert fedsim.attack(seen(model, update), "label_inference")[1]["simulation_error"] is None

@@ -7,7 +7,7 @@ from torch.func import functional_call, grad, vmap
 
 from fedsim.models.base import build, denormalize, normalize
 from fedsim.models.local import gradient, local_update, loss_function
-from fedsim.types import FedsimError, LocalTraining, ModelSpec
+from fedsim.types import FedsimError, LocalTraining, ModelSpec, StepRule
 
 STEPS, BATCH, CLASSES = 4, 3, 3
 
@@ -103,6 +103,64 @@ def test_several_steps_are_those_of_torch_optim(momentum, mode):
         assert float(update[name].abs().max()) > 0 or name.endswith("bias")
     for name, after in model.named_buffers():
         torch.testing.assert_close(buffers[name], after)
+
+
+RULES = {
+    "nesterov": (
+        {"nesterov": True, "weight_decay": 0.02},
+        lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.02),
+    ),
+    "adam": (
+        {"optimizer": "adam", "betas": (0.8, 0.95), "weight_decay": 0.02},
+        lambda p: torch.optim.Adam(p, lr=0.3, betas=(0.8, 0.95), weight_decay=0.02),
+    ),
+    "adamw": (
+        {"optimizer": "adamw", "eps": 1e-3, "weight_decay": 0.1},
+        lambda p: torch.optim.AdamW(p, lr=0.3, eps=1e-3, weight_decay=0.1),
+    ),
+    "rates": (
+        {"rates": (0.3, 0.15, 0.075, 0.0375)},
+        lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
+    ),
+    "proximal": ({"proximal": 0.5}, lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9)),
+    "loss": (
+        {"label_smoothing": 0.2, "class_weights": (1.0, 2.0, 0.5)},
+        lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_steps_of_a_rule_are_those_of_torch_optim(name):
+    fields, make = RULES[name]
+    rule, how = StepRule(**fields), training(momentum=0.9, rule=StepRule(**fields))
+    model = build(make_spec(width=2), seed=0).double()
+    parameters, buffers, batches = setup(model)
+    update = run(model, parameters, buffers, batches, how)
+    weights = rule.class_weights and torch.tensor(rule.class_weights).double()
+    optimizer = make(model.parameters())
+    halved = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5 if rule.rates else 1.0)
+    for images, labels in batches:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(
+            model(images), labels, weight=weights, label_smoothing=rule.label_smoothing
+        )
+        moved = [(p - parameters[n]).square().sum() for n, p in model.named_parameters()]
+        (loss + rule.proximal / 2 * sum(moved)).backward()
+        optimizer.step()
+        halved.step()
+    for each, after in model.named_parameters():
+        torch.testing.assert_close(parameters[each] + update[each], after.detach())
+
+
+def test_an_adam_step_can_be_differentiated_where_its_gradient_is_zero():
+    how = training(steps=1, rule=StepRule(optimizer="adam"))
+    model = build(make_spec(width=2), seed=0).double()
+    parameters, buffers, ((images, labels),) = setup(model, steps=1)
+    images.requires_grad_()
+    update = run(model, parameters, buffers, [(0 * images, labels)], how, create_graph=True)
+    (slope,) = torch.autograd.grad(sum(each.sum() for each in update.values()), images)
+    assert bool(slope.isfinite().all())
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])

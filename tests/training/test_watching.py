@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -158,3 +159,89 @@ def test_trainings_that_overlap_in_threads_are_told_apart() -> None:
     assert [float(image.max()) for image in first.images] == [1.0]
     assert [float(image.max()) for image in found[0].images] == [2.0, 3.0]
     assert F.cross_entropy is loss
+
+
+def watch(step: Any, make: Any = None, loss: Any = None, count: int = 3) -> Steps:
+    """What is seen where `step` makes a number to differentiate of (model, loss, number)."""
+    model, loss = net(), loss or nn.CrossEntropyLoss()
+    optimizer = (make or (lambda model: torch.optim.SGD(model.parameters(), lr=0.5)))(model)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    with watched(100) as steps:
+        for number, (images, labels) in enumerate(batches(count, 4)):
+            optimizer.zero_grad()
+            step(model, loss(model(images), labels), number).backward()
+            optimizer.step()
+            schedule.step()
+    return steps
+
+
+def test_rates_are_those_of_each_step() -> None:
+    steps = watch(lambda model, loss, number: loss)
+    assert steps.rates == [0.5, 0.25, 0.125]
+    assert (steps.factors, steps.unmodelled, steps.loss) == ([1.0] * 3, [], {})
+
+
+@pytest.mark.parametrize(
+    ("loss", "seen"),
+    [
+        (nn.CrossEntropyLoss(label_smoothing=0.25), {"label_smoothing": 0.25}),
+        (nn.NLLLoss(torch.tensor([1.0, 2, 3])), {"class_weights": [1.0, 2.0, 3.0]}),
+    ],
+)
+def test_what_the_loss_has_is_seen(loss: nn.Module, seen: dict[str, Any]) -> None:
+    steps = watch(lambda model, loss, number: loss, loss=loss)
+    assert (steps.loss, steps.factors, steps.unmodelled) == (seen, [1.0] * 3, [])
+
+
+@pytest.mark.parametrize(
+    ("reduction", "step", "factor"),
+    [
+        ("sum", lambda model, loss, number: loss, 4.0),
+        ("none", lambda model, loss, number: loss.mean(), 1.0),
+        ("mean", lambda model, loss, number: loss / 2, 0.5),
+    ],
+)
+def test_a_number_before_the_loss_is_seen(reduction: str, step: Any, factor: float) -> None:
+    steps = watch(step, loss=nn.CrossEntropyLoss(reduction=reduction))
+    assert steps.factors == pytest.approx([factor] * 3)
+    assert not steps.unmodelled
+
+
+def test_what_is_gathered_counts_as_often_as_there_are_batches() -> None:
+    model, data = net(), batches(2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watched(100) as steps:
+        for images, labels in data:
+            F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    assert (steps.sizes, steps.factors) == ([4], [2.0])
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda model, loss, number: loss + 0.01 * sum(p.abs().sum() for p in model.parameters()),
+        lambda model, loss, number: loss**2,
+        lambda model, loss, number: loss + 0.1 * number,
+    ],
+    ids=["penalty", "focal", "from the second step on, as a proximal term"],
+)
+def test_what_else_is_differentiated_is_noted(step: Any) -> None:
+    assert len(watch(step).unmodelled) == 1
+
+
+def test_groups_of_parameters_are_noted_and_betas_seen() -> None:
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        first, *others = model.parameters()
+        groups = [{"params": [first], "lr": 0.1}, {"params": others}]
+        return torch.optim.AdamW(groups, lr=0.2, betas=(0.5, 0.75))
+
+    steps = watch(lambda model, loss, number: loss, make=make)
+    assert len(steps.unmodelled) == 1
+    assert (steps.settings["beta1"], steps.settings["beta2"]) == (0.5, 0.75)
+
+
+def test_backward_is_put_back() -> None:
+    before = torch.autograd.backward
+    trained(batches(1))
+    assert torch.autograd.backward is before
