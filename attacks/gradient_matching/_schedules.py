@@ -18,6 +18,11 @@ def half_cosine(done: float, final: float = 0.0) -> float:
     return final + (1 - final) * (0.5 + 0.5 * math.cos(math.pi * done))
 
 
+def stepped(done: float) -> float:
+    """Falls from 1 to a tenth at 3/8, to a hundredth at 5/8 and to a thousandth at 7/8."""
+    return 0.1 ** sum(done >= at for at in _DECAY_AT)
+
+
 def decayed(optimizer: torch.optim.Adam, iterations: int) -> torch.optim.lr_scheduler.MultiStepLR:
     """Divides the step size by 10 at 3/8, 5/8 and 7/8 of `iterations`."""
     milestones = [int(iterations * fraction) for fraction in _DECAY_AT]

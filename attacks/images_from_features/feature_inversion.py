@@ -28,7 +28,7 @@ from fedsim_attacks.gradient_matching._distances import (
     cosine_distance,
     reweighted_cosine,
 )
-from fedsim_attacks.gradient_matching._drawing import Canvas, Drawing
+from fedsim_attacks.gradient_matching._drawing import Canvas, Decay, Drawing
 from fedsim_attacks.gradient_matching._forward_prior import Features, ForwardPrior
 from fedsim_attacks.gradient_matching._matching import Matched, Matching, granted_labels
 from fedsim_attacks.gradient_matching._variation import (
@@ -116,15 +116,18 @@ class FeatureInversion(IterativeAttack[Inversion]):
     `suited` chooses by the head, `none` matches the update alone. `{name: tensor_features, oracle:
     true}` has the paper's order by the true features, which `knowledge.features` has to grant."""
     prior: Canvas = "unet"
-    """What is optimized: the weights of an untrained U-Net, or the pixels."""
+    """What is optimized: the weights of an untrained U-Net, or pixels, alone or with coarser images
+    that are added to them (`pyramid`)."""
     width: Annotated[int, Field(ge=8, le=1024, multiple_of=8)] = 64
     """Channels of the U-Net at full resolution."""
     learning_rate: Annotated[float, Field(gt=0)] | None = None
-    """Of Adam, divided by 10 at 3/8, 5/8 and 7/8; default 0.001 for the U-Net and 0.1 for pixels.
-    The paper states 0.00001, which draws next to nothing in 10,000 iterations."""
+    """Of Adam; default 0.001 for the U-Net and 0.1 for pixels. The paper states 0.00001, which
+    draws next to nothing in 10,000 iterations."""
+    decay: Decay = "steps"
+    """How it falls: divided by 10 at 3/8, 5/8 and 7/8 of the iterations, or as a cosine."""
     pixels_first: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the iterations in which pixels are descended. The U-Net then learns to draw them,
-    and goes on. The paper's starts from random weights."""
+    """Share of the iterations in which a pyramid of pixels is descended. The U-Net then learns to
+    draw them, and goes on. The paper's starts from random weights."""
     cosines: Literal["weighted_sum", "sum", "weighted_mean", "whole"] = "weighted_sum"
     """How directions are compared: 1 - cosine summed over the update's tensors, each weighted by
     its number of non-zero parameters, as the paper does, or not weighted; their mean by those
@@ -189,6 +192,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
             "seed": seed,
             "rng": rng,
             "device": matching.device,
+            "decay": self.decay,
         }
         count, spec, unet = observation.num_images, observation.model, None
         pixels = self._pixel_iterations
@@ -202,7 +206,7 @@ class FeatureInversion(IterativeAttack[Inversion]):
                 **settings,
             )
         drawing = Drawing(
-            "pixel" if pixels else self.prior,
+            "pyramid" if pixels else self.prior,
             count,
             spec,
             rate=None if pixels else self.learning_rate,
